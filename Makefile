@@ -45,7 +45,7 @@ SIDE_BY_SIDE = --numprocesses $(WORKERS) --dist loadscope
 help: ## lists the targets
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: system $(CPU_STAMP) $(SELF_STAMP) daemon ## everything a run needs: packages, Docker, bubblewrap
+setup: system $(CPU_STAMP) $(SELF_STAMP) daemon ## installs what a run needs: packages, Docker, bubblewrap
 	@echo "set-up: ready ($(BIN)/agentrl doctor shows the details)"
 
 setup-unit: $(UNIT_STAMP) $(SELF_STAMP)
@@ -58,7 +58,7 @@ quickstart: setup ## fine-tunes a small tool-using agent on this machine, 3 to 1
 	@$(BIN)/agentrl train recipes/quickstart.py
 	@echo "report: $$(ls -t runs/*/report.html | head -n 1)"
 
-cluster-demo: setup ## trains the quickstart over three hosts in network namespaces, and kills one; takes root
+cluster-demo: setup ## trains the quickstart over three hosts in network namespaces, and kills one; requires root
 	@$(BIN)/python scripts/cluster_demo.py
 
 smollm2: setup-models ## imports a pretrained model of 135 million parameters into recipes/models/smollm2, for recipes/smollm2.py
@@ -80,7 +80,7 @@ images: system $(SELF_STAMP)
 fuzz: setup-unit ## feeds hostile inputs to every boundary, a minute each, two at a time; MINUTES=60 JOBS=8 for more
 	@$(BIN)/python -m tests.fuzz $(FEED) --jobs $(JOBS) --seed $(SEED)
 
-chaos: setup ## kills, stops and damages the parts of small real runs; MINUTES=30 for as many minutes of random kills
+chaos: setup ## kills, stops and damages the parts of small real runs; MINUTES=30 for 30 minutes of random kills
 	@$(BIN)/agentrl chaos run
 	@$(BIN)/agentrl chaos run --minutes $(MINUTES)
 

@@ -3,7 +3,7 @@
     python -m benchmarks.claims
 
 Prints each figure and the origin of its result: command, seeds, machine and commit, and whether the measured code has changed since.
-Exit status 1 if README.md does not contain a figure as computed here.
+The exit status is 1 if README.md does not contain one of the computed figures.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""What a run on several machines costs its driver.
+"""Measures the driver's cost of a run on several machines.
 
     python benchmarks/cluster.py driver                           # groups over HTTP and over Redis
     python benchmarks/cluster.py driver --episodes 8000 --concurrent 4000 --delay 10 30
 
 driver: finished episodes per minute and core. This process is the driver: its interface for workers, leases, routing, token client, and the
 experience store on disk. The workers are `agentrl.run.worker.Worker` in other processes, with scripted groups. Each turn of an episode is a
-request to the policy, which the driver sends to a scripted server with vLLM's route, in a process too. Workers would also run sandboxes and
-score; the driver would also swap weights, capture failures and write metrics. Neither is included. Prints a Markdown table:
+request to the policy, which the driver sends to a scripted server with vLLM's route, in another process. Workers would also run sandboxes
+and score; the driver would also swap weights, capture failures and write metrics. Neither is included. Prints a Markdown table:
 
-    episodes     finished, and how many were in flight at once at most
+    episodes     number of finished episodes, and the maximum number in flight
     per core     finished episodes per minute of CPU time of the driver, all threads
     record       KiB of one episode as JSON
     loop lag     99th percentile of the lag of the driver's event loop
@@ -362,12 +362,12 @@ def main() -> int:
     """Runs a part."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = parser.add_subparsers(dest="part", required=True)
-    driver = parts.add_parser("driver", help="finished episodes per minute and core of the driver")
+    driver = parts.add_parser("driver", help="measure finished episodes per minute and core of the driver")
     driver.add_argument("--episodes", type=int, default=8000)
     driver.add_argument("--concurrent", type=int, default=4000)
     driver.add_argument("--turns", type=int, default=4)
-    driver.add_argument("--delay", type=float, nargs=2, default=(10.0, 30.0), help="range of the server's seconds for a turn")
-    driver.add_argument("--clients", type=int, default=2, help="processes with workers")
+    driver.add_argument("--delay", type=float, nargs=2, default=(10.0, 30.0), help="range of seconds that the server takes for a turn")
+    driver.add_argument("--clients", type=int, default=2, help="number of processes with workers")
     driver.add_argument("--transport", nargs="+", choices=("http", "redis"), default=["http", "redis"])
     client = parts.add_parser("client")
     client.add_argument("folder", type=Path)

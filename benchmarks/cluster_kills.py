@@ -1,10 +1,10 @@
-"""A run over four hosts while nodes, their network and the driver fail, one after another.
+"""Trains the quickstart over four hosts while nodes, their network and the driver fail, one after another.
 
     python benchmarks/cluster_kills.py                                  # 20 faults of all kinds, in random order
     python benchmarks/cluster_kills.py --faults 3 --kinds head driver --keep runs/faults
 
 The hosts are network namespaces (tests/cluster/hosts.py) with their own addresses, Ray nodes and disks: driver, Redis and Ray's head;
-server; learner; rollout workers. After each fault the run must finish another step. Takes root. Kinds:
+server; learner; rollout workers. After each fault the run must finish another step. Requires root. Kinds:
 
     server, learner, worker   SIGKILL of everything on that host, which joins again after 5 s with an empty disk
     driver                    SIGKILL of the driver; its supervisor (`agentrl train --restarts`) starts it again
@@ -12,7 +12,7 @@ server; learner; rollout workers. After each fault the run must finish another s
     partition                 30 s without network for a random one of the other hosts
     slow                      30 s with 1 Mbit/s for a random one of the other hosts
 
-Prints a Markdown table: seconds until the next step was finished. Ends with the checks of the store: no group lost, none trained twice.
+Prints a Markdown table: seconds until the next step was finished. At the end it checks the store: no group was lost or trained twice.
 """
 
 from __future__ import annotations

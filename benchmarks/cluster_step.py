@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="rounds (default: 3)")
     parser.add_argument("--steps", type=int, default=6, help="steps per run (default: 6)")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS[:2])
-    parser.add_argument("--complete", action="store_true", help="the complete quickstart, with evaluations, in place of small steps")
+    parser.add_argument("--complete", action="store_true", help="run the complete quickstart, with evaluations, instead of small steps")
     args = parser.parse_args()
     os.environ |= PRIORITY
     timings: dict[str, list[Timing]] = {way: [] for way in args.ways}

@@ -4,7 +4,7 @@
     python benchmarks/cluster_weights.py --megabytes 100 --hosts 1 2 4 8 --mbit 1000
 
 Driver and hosts are network namespaces on one bridge; `tc tbf` limits each direction of each host. Every host fetches the version into an
-empty mirror, all at the same time, and checks it. Takes root. Prints a Markdown table:
+empty mirror, all at the same time, and checks it. Requires root. Prints a Markdown table:
 
     seconds      from the start until the last host has the complete version, checked and on disk
     bound        bytes of the version at the rate of one link, without headers
@@ -83,7 +83,7 @@ def distribute(driver: Driver, source: Host, targets: Sequence[Host], folder: Pa
     expected = folder_manifest(driver.folder / NAME)
     for number in range(len(targets)):
         if folder_manifest(folder / str(number) / NAME) != expected:
-            sys.exit(f"error: host {number} has other files than the driver")
+            sys.exit(f"error: the files of host {number} differ from those of the driver")
     return Distribution(seconds=seconds, sent=sent)
 
 
@@ -116,7 +116,7 @@ def _sent(host: Host) -> int:
 def _expect(mirror: subprocess.Popen[str], word: str) -> None:
     assert mirror.stdout is not None
     if mirror.stdout.readline().strip() != word:
-        sys.exit("error: a mirror has failed; its output is above")
+        sys.exit("error: a mirror failed; its output is above")
 
 
 def _say(mirror: subprocess.Popen[str]) -> None:

@@ -38,7 +38,7 @@ def read(argument: str, block: int) -> Contender:
     name, _, folder = argument.partition("=")
     runs = sorted(path.parent for path in Path(folder).glob("*/summary.json")) if folder else []
     if len(runs) < 2:
-        sys.exit(f"error: {argument!r} is not NAME=FOLDER with two finished runs or more in the folder\nfix: benchmarks/quickstart.py")
+        sys.exit(f"error: {argument!r} is not NAME=FOLDER with at least two finished runs in FOLDER\nfix: run benchmarks/quickstart.py")
     figures: dict[str, list[float]] = {}
     for run in runs:
         for label, value in curve(run, block).items():
@@ -53,7 +53,7 @@ def curve(run: Path, block: int) -> dict[str, float]:
     """Returns the compared figures of a run: mean reward of each block of steps, then held-out success."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     if nothing := [line["step"] for line in lines if "reward_mean" not in line]:
-        sys.exit(f"error: steps {nothing} of {run} scored no episode\nfix: read left_out_reasons in its summary.json")
+        sys.exit(f"error: steps {nothing} of {run} have no scored episode\nfix: read left_out_reasons in its summary.json")
     rewards = [line["reward_mean"] for line in lines]
     starts = range(0, len(rewards), block)
     blocks = {f"reward, steps {at + 1} to {min(at + block, len(rewards))}": rewards[at : at + block] for at in starts}
@@ -101,7 +101,9 @@ def main() -> None:
     args = parser.parse_args()
     contenders = [read(argument, args.block) for argument in args.contenders]
     if len({tuple(contender.figures) for contender in contenders}) > 1:
-        sys.exit("error: the contenders' runs differ in length or in what they evaluate\nfix: make them with the same steps and evaluation")
+        sys.exit(
+            "error: the contenders' runs have different lengths or evaluations\nfix: create them with the same steps and evaluation keys"
+        )
     text, within = table(contenders)
     print(text)
     sys.exit(0 if within else 1)

@@ -87,7 +87,7 @@ def main() -> int:
             paths = [path for path in sorted(arguments.versions.glob("[0-9]*/model.safetensors")) if path.parent.name != "000000"]
             pairs = list(itertools.pairwise(paths))
             if not pairs:
-                print("the folder has no two consecutive versions with complete weights", file=sys.stderr)
+                print("the folder does not contain two consecutive versions with complete weights", file=sys.stderr)
                 return 1
             for title, dtype in (("as published", None), ("rounded to bfloat16", torch.bfloat16)):
                 for old, new in (pairs[0], pairs[-1]):

@@ -176,7 +176,7 @@ SECTIONS: dict[str, Callable[[], list[str]]] = {"cartpole": cartpole, "openenv":
 def main() -> None:
     """Prints the chosen sections."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"of {', '.join(SECTIONS)}; default: all")
+    parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"sections to measure: {', '.join(SECTIONS)}; default: all")
     for name in parser.parse_args().sections or SECTIONS:
         print(f"## {name} (load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores)\n")
         print("\n".join(SECTIONS[name]()), flush=True)

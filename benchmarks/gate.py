@@ -117,14 +117,14 @@ def main() -> int:
     if args.json:
         print(json.dumps({"blocked": block_rates, "zero_tolerance": zero, "wrong": wrong, **vars(args)}))
         return bool(wrong)
-    print(f"{args.cases} cases, {args.repeats} repeats, {args.confirm} further attempts, alpha {args.alpha:g};", end=" ")
+    print(f"{args.cases} cases, {args.repeats} repeats, {args.confirm} additional attempts, alpha {args.alpha:g};", end=" ")
     print(f"{args.evaluations} evaluations each, seed {args.seed}\n")
     print("| policy | blocked |\n| --- | --- |")
     for name, rate in block_rates.items():
         print(f"| {name} | {rate:.1%} |")
     print(f"\nZero tolerance, one attempt at each case, would block an unchanged policy of 0.95 in {zero:.1%} of the evaluations.")
     for name in wrong:
-        print(f"not as stated: {name}", file=sys.stderr)
+        print(f"not at the stated rate: {name}", file=sys.stderr)
     return bool(wrong)
 
 

@@ -105,7 +105,7 @@ def agentrl(*arguments: str, cwd: Path, fine: tuple[int, ...] = (0,)) -> None:
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     ended = subprocess.run([sys.executable, "-m", "agentrl", *arguments], cwd=cwd, env={**os.environ, "PYTHONPATH": paths}, check=False)
     if ended.returncode not in fine:
-        raise SystemExit(f"agentrl {arguments[0]} ended with {ended.returncode}")
+        raise SystemExit(f"agentrl {arguments[0]} ended with exit code {ended.returncode}")
     print(f"  {time.monotonic() - began:.0f} s", flush=True)
 
 
@@ -128,14 +128,14 @@ def table(out: Path) -> str:
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="Folder to write.")] = Path("runs/judges"),
+    out: Annotated[Path, typer.Option(help="Folder for labels, models and results.")] = Path("runs/judges"),
     small: Annotated[Path, typer.Option(help="Folder of the chat model.")] = ROOT / "recipes/models/smollm2",
     tasks: Annotated[int, typer.Option(min=8, help="Training tasks, two labels each.")] = 1000,
     held_out: Annotated[int, typer.Option(min=8, help="Held-out tasks, two labels each, for the reward model.")] = 200,
     held_out_small: Annotated[int, typer.Option(min=8, help="Held-out tasks, two labels each, for the chat model.")] = 30,
     epochs: Annotated[float, typer.Option(min=0.01, help="Passes of the reward model over its labels.")] = 3,
     only: Annotated[list[str] | None, typer.Option(help=f"Judges to measure: {', '.join(JUDGES)}.")] = None,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Only print the table of what was measured.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Only print the table of the stored results.")] = False,
 ) -> None:
     """Generates labels with a known truth, trains a reward model on some and measures the judges on the others."""
     out = out.resolve()
@@ -144,7 +144,7 @@ def main(
         return
     wanted = only or list(JUDGES)
     if set(wanted) - {"trained"} and not (small / "config.json").is_file():
-        raise SystemExit(f"no model in {small}: make smollm2 imports it, or give --small FOLDER")
+        raise SystemExit(f"no model in {small}: import it with `make smollm2`, or pass --small FOLDER")
     (out / "rewards").mkdir(parents=True, exist_ok=True)
     (out / "rewards" / "mine.py").write_text(REWARDS)
     (out / "pyproject.toml").write_text("[project]\nname = 'judges'\nversion = '0'\n")

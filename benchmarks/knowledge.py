@@ -1,4 +1,4 @@
-"""Knowledge across tasks: the effect of notes of earlier episodes, and the score of a trained policy in other environments. See
+"""Measures knowledge across tasks: the effect of notes of earlier episodes, and the score of a trained policy in other environments. See
 `environments.py`.
 
 Runs are in `runs/knowledge`. A finished one is read and not repeated, so an interrupted benchmark continues.
@@ -60,7 +60,7 @@ def run(verb: str, name: str, recipe: str, overrides: Sequence[str]) -> Path:
     command = [verb, f"recipes/{recipe}.py", *overrides]
     if finished.exists():
         if json.loads(finished.read_text()) != command:
-            sys.exit(f"error: {folder} is a run with other settings\nfix: delete it")
+            sys.exit(f"error: {folder} is a run with different settings\nfix: delete it")
         return folder
     resume = ["--resume"] if verb == "train" and (folder / "run.json").exists() else []
     if verb == "eval":
@@ -74,7 +74,7 @@ def attempts(folder: Path, phase: str) -> list[dict[str, Any]]:
     """Returns the transcripts of an evaluation. Raises `SystemExit` if an attempt has no score."""
     lines = [json.loads(line) for line in (folder / "episodes" / f"{phase}.jsonl").read_text().splitlines()]
     if not lines or any(line["score"] is None for line in lines):
-        sys.exit(f"error: attempts of {folder} have no score\nfix: read their reasons in its episodes, and delete it")
+        sys.exit(f"error: attempts of {folder} have no score\nfix: read the reasons in its episodes, then delete it")
     return lines
 
 

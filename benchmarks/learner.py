@@ -526,12 +526,14 @@ def head_table() -> str:
 def folder_cases(folder: str, prompt: int, answers: Sequence[int]) -> list[Case]:
     """The groups for a model folder. Exits if the folder does not exist or the groups do not fit the model."""
     if not (Path(folder) / "config.json").is_file():
-        sys.exit(f"error: no model in {folder}\nfix: give a folder with config.json and safetensors weights")
+        sys.exit(f"error: no model in {folder}\nfix: pass a folder with config.json and safetensors weights")
     from transformers import AutoConfig
 
     longest = AutoConfig.from_pretrained(folder).max_position_embeddings
     if prompt < 1 or min(answers) < 1 or prompt + max(answers) > longest:
-        sys.exit(f"error: a prompt of {prompt} and answers of {max(answers)} tokens\nfix: at least 1 each, and at most {longest} together")
+        sys.exit(
+            f"error: a prompt of {prompt} and an answer of {max(answers)} tokens\nfix: use at least 1 each and at most {longest} together"
+        )
     vocabulary = shape_of(folder).vocabulary
     return [group(prompt, length, vocabulary) for length in answers]
 
@@ -544,9 +546,9 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=300, help="with --model: tokens of the group's shared prompt (default 300)")
     parser.add_argument("--answers", type=int, nargs="+", default=[64], help="with --model: tokens of an answer; each value is a case")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--only", default="", help="run only cases whose name contains this text, without the memory measurement")
-    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu: time of this process only, for a shared machine")
-    parser.add_argument("--store", action="store_true", help="keep the times in docs/results, and write the tables of docs/results.md")
+    parser.add_argument("--only", default="", help="run only cases whose name contains this string, without the memory measurement")
+    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu: CPU time of this process, for a shared machine")
+    parser.add_argument("--store", action="store_true", help="store the times in docs/results, and write the tables of docs/results.md")
     parser.add_argument("--head", choices=["full", "chunked"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

@@ -4,14 +4,14 @@
     python benchmarks/outside_programs.py codex pydantic-ai:messages-streamed --work runs/programs
     python benchmarks/outside_programs.py --markdown
 
-A cell of the matrix is one session of a program with one protocol, streamed or not. The policy is a script that says what a competent
+A cell of the matrix is one session of a program with one protocol, streamed or not. The policy is a script that answers as a competent
 model would: it looks at the files, repairs the broken one, runs the test and ends. A cell is OK if the program ends with status 0, the
 task's test passes in the sandbox, and every sampled token is in exactly one training sample, after the ids that the policy was shown.
 
 Each program is installed into its own folder below `--work`, at an exact version from the package index (pip) or npm. `--work` also holds
 the cells (`cells/NAME.json`, with the program's output, and the bodies of its requests). A stored cell of the same version and code is
 not run again, so an interrupted command continues. `--all` writes docs/results/outside-programs.json, and `--markdown` writes its table
-into docs/bring-your-own-agent.md. Exit status 1 if a cell is not OK.
+into docs/bring-your-own-agent.md. The exit status is 1 if a cell is not OK.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def chosen(names: Sequence[str]) -> list[tuple[Program, Way]]:
             raise SystemExit(f"unknown program {program!r}; choose from: {', '.join(PROGRAMS)}")
         ways = [way for way in PROGRAMS[program].ways if column in ("", way.column)]
         if not ways:
-            raise SystemExit(f"{program} has no {column!r}; it has: {', '.join(way.column for way in PROGRAMS[program].ways)}")
+            raise SystemExit(f"{program} has no column {column!r}; choose from: {', '.join(way.column for way in PROGRAMS[program].ways)}")
         cells += [(PROGRAMS[program], way) for way in ways]
     return cells
 
@@ -71,11 +71,11 @@ def main() -> int:
     parser.add_argument("--markdown", action="store_true", help="write the table of the stored result into docs/bring-your-own-agent.md")
     args = parser.parse_args()
     if not (args.programs or args.all or args.markdown) or (args.programs and args.all):
-        parser.error("name programs, or give --all or --markdown")
+        parser.error("specify programs, --all or --markdown")
     failed = False
     if args.programs or args.all:
         if shutil.which("bwrap") is None:
-            print("bubblewrap is not installed: apt-get install bubblewrap", file=sys.stderr)
+            print("bubblewrap is not installed; run apt-get install bubblewrap", file=sys.stderr)
             return 2
         cells = measure(chosen(args.programs), args.work, port=args.port, wall_s=args.wall_s)
         failed = any(cell["reason"] for cell in cells)

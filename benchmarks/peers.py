@@ -1,4 +1,4 @@
-"""Time to a held-out success: agentrl and TRL's GRPOTrainer in alternation, same base model, tasks, verifier, sandboxes and evaluation.
+"""Compares agentrl's and TRL's time to a held-out success, with the same base model, tasks, verifier, sandboxes and evaluation.
 
     python benchmarks/peers.py --mode multi --wait 0.2..2        # several turns; programs take 0.2 to 2 s
     python benchmarks/peers.py --mode multi                      # several turns, programs without a wait
@@ -44,16 +44,16 @@ def interval(text: str) -> tuple[float, float]:
     try:
         bounds = (float(low), float(high if dots else low))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no interval of seconds such as 0.2..2") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not an interval of seconds, such as 0.2..2") from None
     if not 0.0 <= bounds[0] <= bounds[1] or bounds[1] > 3600.0:
-        raise argparse.ArgumentTypeError(f"{text!r}: seconds go from a smaller number to a larger one, and neither is negative")
+        raise argparse.ArgumentTypeError(f"{text!r} must be seconds from 0 to 3600, the smaller number first")
     return bounds
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", default="recipes/quickstart.py", help="tasks, model and settings of both sides")
-    parser.add_argument("--model", default="", help="folder of another base model")
+    parser.add_argument("--model", default="", help="folder of a different base model")
     parser.add_argument(
         "--mode", choices=MODES, default="multi", help="multi: several turns; single: one turn, and the submitted program is scored"
     )
@@ -175,7 +175,9 @@ def run_side(setting: Setting, options: dict[str, object], work: Path, side: str
         run = ours.run(setting, seed, folder, progress)
     else:
         run = trl.run(side, setting, seed, folder, progress, {**options, "rollouts": trl.rollouts_of(side)})
-    arrived = f"reached the target after {run.arrived_s / 60:.1f} min" if run.arrived_s is not None else f"did not reach it ({run.ended})"
+    arrived = (
+        f"reached the target after {run.arrived_s / 60:.1f} min" if run.arrived_s is not None else f"did not reach the target ({run.ended})"
+    )
     progress.say(
         f"{arrived}, {run.steps} steps, peak {run.peak_gib:.1f} GiB; {machine['gflops']} GFLOPS, {machine['busy_cores']} cores busy"
     )
@@ -188,4 +190,4 @@ if __name__ == "__main__":
     except (UserError, InfrastructureError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
-        sys.exit("stopped; the same command within 15 minutes continues after the last whole round")
+        sys.exit("stopped; repeat the command within 15 minutes to continue after the last complete round")

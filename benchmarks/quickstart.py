@@ -64,7 +64,7 @@ def run_seed(seed: int, recipe: Path, runs: Path, overrides: list[str]) -> Outco
     summary = json.loads((folder / "summary.json").read_text())
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     if nothing := [line["step"] for line in lines if "reward_mean" not in line]:
-        sys.exit(f"error: steps {nothing} of {folder} scored no episode\nfix: read left_out_reasons in its summary.json")
+        sys.exit(f"error: steps {nothing} of {folder} have no scored episode\nfix: read left_out_reasons in its summary.json")
     rewards = tuple(line["reward_mean"] for line in lines)
     return Outcome(seed=seed, wall_s=measured["wall_s"], peak_gib=measured["peak_gib"], summary=summary, rewards=rewards)
 

@@ -126,7 +126,7 @@ def read(folder: Path) -> Outcome:
         seed=measured["seed"],
         wall_s=measured["wall_s"],
         peak_gib=measured["peak_gib"],
-        note=measured["note"] + ("; interrupted and resumed, minutes are of the last part" if measured["resumed"] else ""),
+        note=measured["note"] + ("; interrupted and resumed; the minutes are those of the last part" if measured["resumed"] else ""),
         origin=measured["origin"],
         summary={name: summary[name] for name in SUMMARY},
         phases={phase: phases[phase] for phase in ("before", "after")},

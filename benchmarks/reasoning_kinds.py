@@ -45,7 +45,7 @@ async def measure(run: Run, arguments: argparse.Namespace) -> dict[str, dict[str
         append_transcripts(run.folder / "episodes" / f"kinds-{tool}.jsonl", result.transcripts)
         rates_by_tool[tool] = result.by_kind
         if result.excluded:
-            print(f"{tool}: {result.excluded} episodes left out: {result.excluded_reasons}", file=sys.stderr)
+            print(f"{tool}: {result.excluded} episodes excluded: {result.excluded_reasons}", file=sys.stderr)
     return rates_by_tool
 
 

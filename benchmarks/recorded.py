@@ -42,7 +42,7 @@ class RecordedRun:
         steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         sessions = (folder / "sessions.jsonl").read_text().count('"began"')
         if sessions != 1 or recipe.evaluation.every or recipe.rollout.extra_groups or any("groups_parked" in step for step in steps):
-            sys.exit(f"error: {folder} was resumed, was evaluated between steps, or has extra or parked groups\nfix: pass another run")
+            sys.exit(f"error: {folder} was resumed, was evaluated between steps, or has extra or parked groups\nfix: pass a different run")
         with closing(open_store(folder, recipe)) as store:
             entries = store.entries()
             groups = store.groups([entry.index for entry in entries])

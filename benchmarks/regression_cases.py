@@ -102,7 +102,7 @@ def main() -> int:
     parser.add_argument("--times", type=int, default=1, help="number of evaluations, one after the other")
     parser.add_argument("--backend", default="auto", help="sandbox backend: auto, docker or bubblewrap")
     parser.add_argument("--out", type=Path, help="also write the table to its section of this page")
-    parser.add_argument("overrides", nargs="*", help="further overrides, such as rollout.concurrency=32")
+    parser.add_argument("overrides", nargs="*", help="additional overrides, such as rollout.concurrency=32")
     args = parser.parse_args()
     (ROOT / "runs").mkdir(exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix="regression-cases-", dir=ROOT / "runs"))  # in the project, whose images and verifiers they name

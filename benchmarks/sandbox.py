@@ -357,13 +357,13 @@ async def crowds(backend: Backend, spec: SandboxSpec, options: argparse.Namespac
 
 def page(results: Results) -> str:
     """Returns all measurements as Markdown."""
-    text = ["# Sandboxes, measured", "", f"Made by `python {shlex.join(sys.argv)}` on {machine()}."]
+    text = ["# Sandbox measurements", "", f"Created by `python {shlex.join(sys.argv)}` on {machine()}."]
     if results.seconds:
         names = list(next(iter(results.seconds.values())))
         mine = [name for name in names if name != PEER]
-        beside = ["beside it", PEER, *(f"{name} is faster by" for name in mine)] if PEER in names else []
+        beside = ["compared with", PEER, *(f"{name} is faster by" for name in mine)] if PEER in names else []
         columns = ["operation", *mine, *beside]
-        text += ["", "Medians in milliseconds, and between which values the middle half of the repeats lies.", ""]
+        text += ["", "Medians in milliseconds, with the range of the middle half of the repeats.", ""]
         text += ["| " + " | ".join(columns) + " |", "| --- " + "| ---: " * (len(columns) - 1) + "|"]
         text += ["| " + " | ".join([operation, *cells(operation, seconds)]) + " |" for operation, seconds in results.seconds.items()]
     if results.lines:
@@ -429,7 +429,7 @@ async def main() -> None:
                 else:
                     backends.append(select_backend(name, run_label="benchmark", root=options.root, progress=print))
             except SandboxUnavailable as error:
-                results.say(f"{name}: left out: {error}")
+                results.say(f"{name}: excluded: {error}")
                 continue
             stack.push_async_callback(backends[-1].close)
             await backends[-1].prepare(spec)

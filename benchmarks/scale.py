@@ -233,18 +233,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, nargs="+", default=[64, 256, 1024, 4096])
     parser.add_argument("--agents", type=int, default=10_000, help="concurrent attempts at every size")
-    parser.add_argument("--agents-per-server", type=int, help="in place of --agents, which is then proportional to the GPUs")
+    parser.add_argument("--agents-per-server", type=int, help="concurrent attempts per server, instead of --agents")
     parser.add_argument("--turns", type=int, default=10, help="requests to the policy per attempt")
     parser.add_argument("--episode-s", type=float, nargs="+", default=[300.0], help="mean duration of an attempt")
     parser.add_argument("--weights-gb", type=float, default=16.0, help="size of a version; 16: 8 billion parameters in bfloat16")
-    parser.add_argument("--link-gbit", type=float, default=100.0, help="of each machine")
-    parser.add_argument("--relay", type=float, default=1.3, help="distribution to all servers, relative to one")
-    parser.add_argument("--driver-cores", type=int, default=1, help="cores among which the driver's work is divided; today it has one")
+    parser.add_argument("--link-gbit", type=float, default=100.0, help="network rate of each machine")
+    parser.add_argument("--relay", type=float, default=1.3, help="time of a distribution to all servers, relative to one")
+    parser.add_argument("--driver-cores", type=int, default=1, help="cores that share the driver's work; the real driver uses one")
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--staleness", type=int, default=4)
     parser.add_argument("--turn-ms", type=float, default=1000 * Costs().turn_s)
     parser.add_argument("--group-ms", type=float, default=1000 * Costs().group_s)
-    parser.add_argument("--measure-routing", action="store_true", help="print the time of a choice for each number of GPUs, and end")
+    parser.add_argument(
+        "--measure-routing", action="store_true", help="print the time of a routing decision for each number of GPUs, and exit"
+    )
     args = parser.parse_args()
     if args.measure_routing:
         for gpus in args.gpus:

@@ -1,4 +1,4 @@
-"""Exploitability of the versions of runs of recipes/kuhn_poker.py, exact: the policy's choice at each of the 12 information sets is scored.
+"""Computes the exact exploitability of versions of recipes/kuhn_poker.py, from the policy's choices at the 12 information sets.
 
     python benchmarks/selfplay.py RUN...                             the versions of existing runs
     python benchmarks/selfplay.py --train runs/kuhn --seeds 0 1 2    trains with and without a league first

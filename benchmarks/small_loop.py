@@ -1,6 +1,6 @@
 """A small policy that learns sums on one core: the learner's code and the objective, without server, sandboxes and driver.
 
-A task is a pair of digits; the answer has the digits of their sum, product and difference, and the score is 1 if all of them are right.
+A task is a pair of digits; the answer has the digits of their sum, product and difference, and the score is 1 if all of them are correct.
 `COPY` is an easy kind whose answer repeats the pair.
 `agentrl.objective.assemble`, `agentrl.learner.update.Updater` and its DeepSpeed engine train a Qwen3 model of 25,000 parameters in this
 process; a second copy of the model samples with the weights of any earlier version.

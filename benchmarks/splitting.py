@@ -1,7 +1,7 @@
 """Measures `recipes/splitting.py` on several seeds with every credit mode: held-out success, share of split tasks, tokens, minutes.
 
     python benchmarks/splitting.py                                      # seeds 0 1 2, all modes: some minutes each
-    python benchmarks/splitting.py --seeds 0 --credits verifier         # one of them
+    python benchmarks/splitting.py --seeds 0 --credits verifier         # one mode
     python benchmarks/splitting.py --page docs/learning-to-split.md     # writes table and picture from stored results; runs nothing
 
 All runs start from the included policy (built by `recipes/splitting_policy.py`). Each run has a separate folder under `--runs`, and its
@@ -113,7 +113,7 @@ def stored_outcomes(out: Path) -> list[Outcome]:
     if len(settings) > 1:
         listed = "; ".join(f"{name} with {setting}" for setting, name in settings.items())
         sys.exit(
-            f"error: results in {out} have different settings: {listed}\nfix: delete those that you do not need, or give another --out"
+            f"error: results in {out} have different settings: {listed}\nfix: delete those that you do not need, or use a different --out"
         )
     return outcomes
 
@@ -122,7 +122,7 @@ def check_alike(out: Path, overrides: Sequence[str]) -> None:
     """Exits if a stored result was measured with other overrides than the requested ones."""
     if others := sorted({" ".join(run.measured["overrides"]) for run in stored_outcomes(out)} - {" ".join(overrides)}):
         new, old = (f"`{text}`" if text else "no overrides" for text in (" ".join(overrides), others[0]))
-        sys.exit(f"error: results in {out} were measured with {old}, not with {new}\nfix: give the same overrides, or another --out")
+        sys.exit(f"error: results in {out} were measured with {old}, not with {new}\nfix: use the same overrides, or a different --out")
 
 
 def solved(attempts: Sequence[dict[str, Any]]) -> Share:

@@ -1,7 +1,7 @@
-"""Durable groups per second: raw syncs of the disk, the SQLite store as the driver uses it, and the Redis transport.
+"""Measures durable groups per second: raw syncs of the disk, the SQLite store as the driver uses it, and the Redis transport.
 
     python benchmarks/stores.py                     # on the disk of the temporary folder
-    python benchmarks/stores.py --folder /data      # on another one
+    python benchmarks/stores.py --folder /data      # on a different disk
 
 Each group has 20 KiB after compression. The SQLite store is written by concurrent callers of `DriverStore`, whose groups share commits,
 next to a process that reads the ledger and the newest groups. The rounds alternate between the subjects, because the speed of a shared

@@ -387,10 +387,10 @@ def main() -> None:
     parser.add_argument("part", choices=("index", "cost", "attached", "read"), help="`read` is the process that `index` starts")
     parser.add_argument("--episodes", type=int, default=1_000_000)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "agentrl-view")
-    parser.add_argument("--queries", type=int, default=40, help="of each sort")
+    parser.add_argument("--queries", type=int, default=40, help="queries of each kind")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--step-s", type=float, default=14.0, help="seconds of a step of the quickstart on this machine")
-    parser.add_argument("--steps", type=int, default=16, help="of the quickstart, with and without a viewer in turn")
+    parser.add_argument("--steps", type=int, default=16, help="steps of the quickstart, alternately with and without a viewer")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if args.part == "read":

@@ -6,15 +6,15 @@
 
 Each seed has a folder below --work:
 
-    plant     SFT teaches the base policy careful work and one bad habit: asked for a total, it submits the whole part
-    capture   the policy is evaluated on held-out totals; failures are captured and tagged by the built-in rules
+    plant     SFT teaches a bad habit: asked for a total, the policy submits the whole part
+    capture   failures on held-out totals are captured and tagged by rules
     promote   correctly tagged failures become cases of a suite
     vary      `agentrl practice` derives tasks from the cases and proves them
-    before    success of the policy on other held-out totals
-    train     a run in which half of the groups use practice tasks
+    before    success on other held-out totals
+    train     half of the groups use practice tasks
     after     success of the result on the same totals
-    imitate   a short round of SFT on demonstrations of which a few have the habit
-    relapse   a run from there whose reward pays for the habit, with a gate that rolls back
+    imitate   a short SFT in which a few demonstrations have the habit
+    relapse   a run from there whose reward pays for the habit, with a gate
     final     success of the version that the gate promoted
 
 A finished phase is read from its file, so an interrupted experiment continues. All phases run real `agentrl` commands in separate
@@ -58,12 +58,11 @@ CAUSE = "misread_output"
 HABIT = 0.85  # share of the demonstrations of the kind with the habit: the most likely answer, but not the only one
 LEFTOVER = 0.15  # share of a later round with the habit: too rare for a greedy policy to show it
 OTHER_TASKS = 7_000  # added to the seed of the tasks for capture, so that no case is a measured task
-STORY = """\
-This experiment shows the cycle from a failure to a gate: the quickstart's policy learns a bad habit, practice removes it, and a gate keeps
-it away from a later run that rewards it."""
-LENGTH = """\
-A seed takes 15 to 20 minutes on two cores; an interrupted experiment continues. `--short` runs all phases in two minutes without targets,
-as CI does (`tests/e2e/test_weakness.py`)."""
+STORY = "The quickstart's policy learns a bad habit, practice removes it, and a gate keeps it away from a later run that rewards it."
+LENGTH = (
+    "A seed takes 15 to 20 minutes on two cores; an interrupted experiment continues. "
+    "`--short` runs all phases in two minutes without targets."
+)
 TARGETS = {"tagged right": 0.9, "before": 0.3, "after": 0.85}
 
 
@@ -160,7 +159,7 @@ class Experiment:
         self.agentrl("train", str(RECIPE), *arguments, "--run-dir", str(run), *resume, may_fail=True)
         summary = run / "summary.json"
         if not summary.exists() or not json.loads(summary.read_text())["finished"]:
-            raise SystemExit(f"error: {run} did not finish\nfix: repeat this command, which continues the run")
+            raise SystemExit(f"error: {run} did not finish\nfix: repeat this command to continue the run")
         return run
 
 
@@ -370,7 +369,7 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", help="recipe overrides, such as sandbox.backend=bubblewrap")
     args = parser.parse_args()
     if args.short and args.out:
-        parser.error("--short shows that every phase works, and makes no table for --out")
+        parser.error("--short only tests the phases; it creates no table for --out")
     size, work = (SHORT, args.work / "short") if args.short else (Size(), args.work)
     overrides = (*size.overrides, *args.overrides)
     seeds = " ".join(map(str, args.seeds))
@@ -397,7 +396,7 @@ def main() -> int:
             " The gate evaluates every fourth version; after two rollbacks it only blocks.",
             table(experiments) + (f"\n\nMade with `{' '.join(args.overrides)}`." if args.overrides else ""),
             f"`tagged by the rule`: failures that submitted the whole part, and those of them tagged `{CAUSE}`. The rule checks the same"
-            " condition, so the column does not show how often a tag is right on other failures.",
+            " condition.",
             f"Targets: at least {TARGETS['tagged right']:.0%} tagged {CAUSE}; success from below {TARGETS['before']} to above"
             f" {TARGETS['after']}, also after the gate, which rolls back; no contradiction by the audit. Alarms are those of the relapse:"
             " the reward rises while the audit falls ([verifiers.md](verifiers.md#an-audit)).",

@@ -210,10 +210,10 @@ def model_card(facts: dict[str, Any]) -> str:
         "# tables-base\n\n"
         "The base policy of the quickstart: a small Qwen3-shaped model that writes well-formed tool calls, copies names from the\n"
         "question into programs, and answers some of the questions of the `tables` family. It was trained on demonstrations of\n"
-        "mixed quality, most of them sloppy on purpose, so its likeliest program is usually a wrong one and reinforcement learning has\n"
-        "something to teach it. It is of no use for anything else.\n\n"
-        f"Made by `python recipes/base_policy.py`:\n\n{lines}\n\n"
-        "`SHA256SUMS` lists the files. Licence: Apache-2.0, as the rest of the repository.\n"
+        "mixed quality. Most of them are deliberately careless, so its most likely program is usually wrong and reinforcement\n"
+        "learning can improve it. The model has no other use.\n\n"
+        f"Created by `python recipes/base_policy.py`:\n\n{lines}\n\n"
+        "`SHA256SUMS` lists the files. Licence: Apache-2.0, like the rest of the repository.\n"
     )
 
 

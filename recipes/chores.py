@@ -4,7 +4,7 @@
     agentrl eval recipes/chores.py        # measures the model before training
     agentrl train recipes/chores.py
 
-These ten tasks are an example, and too few to train a model that solves others. Set `tasks` to your folder.
+These ten tasks are an example. They are too few to train a model that solves other tasks. Set `tasks` to your folder.
 """
 
 from agentrl.config import EvalConfig, GroupConfig, LearnerConfig, Part, PolicyConfig, Recipe, RolloutConfig, ServingConfig, TasksConfig

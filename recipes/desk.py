@@ -3,8 +3,8 @@
     agentrl check recipes/desk.py
     agentrl train recipes/desk.py --run-dir runs/desk
 
-The customer is a script, and the policy presses buttons: seven texts and actions, each one letter. A model that calls functions writes its
-own texts with `buttons=false`. With a model as the customer, for example the 135M parameters of `make smollm2`:
+The customer is a script, and the policy presses buttons: seven messages and actions, each one letter. With `buttons=false`, a model that
+calls functions writes its own messages. With a model as the customer, for example the 135M parameters of `make smollm2`:
 
     agentrl train recipes/desk.py tasks.family.options.user=recipes.desk:caller \\
       'judge_servers={"customer": {"model": "recipes/models/smollm2"}}'

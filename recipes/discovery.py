@@ -1,10 +1,10 @@
-"""Searches for small sorting networks: phases of training, each from the model and the archive of the phase before.
+"""Searches for small sorting networks in training phases. Each phase starts from the model and the archive of the previous one.
 
     python recipes/discovery.py --channels 6 --phases 8 --out runs/discovery
     agentrl train recipes/discovery.py                                             # one phase, without an archive
 
 Between two phases, the networks of all episodes enter the archive (`sandboxes.networks.archive`); half of the next episodes start from one
-of its states. A phase that was interrupted is resumed, and a finished one is not repeated. `sandboxes/networks/checker.py` verifies every
+of its states. An interrupted phase is resumed, and a finished one is not repeated. `sandboxes/networks/checker.py` verifies every
 claim in a separate process before it is written to `found.jsonl`.
 """
 
@@ -55,12 +55,12 @@ recipe = Recipe(
 
 
 def main() -> None:
-    """Runs the phases that are still missing."""
+    """Runs the phases that are not finished."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--channels", type=int, choices=sorted(BUDGET), default=6, help="inputs of the network")
-    parser.add_argument("--phases", type=int, default=8, help="phases in all, including finished ones")
-    parser.add_argument("--out", type=Path, default=Path("runs/discovery"), help="folder of the search")
-    parser.add_argument("overrides", nargs="*", help="overrides of the recipe, such as learner.lr=1e-4")
+    parser.add_argument("--phases", type=int, default=8, help="total number of phases, including finished ones")
+    parser.add_argument("--out", type=Path, default=Path("runs/discovery"), help="folder for the phases and their archives")
+    parser.add_argument("overrides", nargs="*", help="recipe overrides, such as learner.lr=1e-4")
     arguments = parser.parse_args()
     for phase in range(arguments.phases):
         if not _archive_path(arguments.out, phase + 1).exists():

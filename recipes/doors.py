@@ -5,8 +5,8 @@
     agentrl train recipes/doors.py --run-dir runs/doors-alone memory=null       # without a memory
     python benchmarks/environments.py memory                                    # three seeds, and a control
 
-Gold is behind the same door in all visits to a house (`sandboxes/doors`). A training episode has three days. On the later ones it reads
-its own notes, so writing right ones pays. Held-out houses are different, and visited in six rounds of one day each.
+Gold is behind the same door in all visits to a house (`sandboxes/doors`). A training episode has three days. On the later days it
+reads its own notes, so correct notes pay off. Held-out houses are different, and are visited in six rounds of one day each.
 """
 
 from agentrl.config import (

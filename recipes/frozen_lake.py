@@ -34,7 +34,7 @@ recipe = Recipe(
     policy=PolicyConfig(model="recipes/models/tables-base", dtype="float32", max_model_len=128),
     tasks=TasksConfig(family=Part("gymnasium:FrozenLake-v1", options=LAKE)),
     rollout=RolloutConfig(group=GroupConfig(size=32), groups_per_step=4, concurrency=128),
-    evaluation=EvalConfig(heldout=32),  # sampled as trained: the most likely actions alone may walk into a wall for ever
+    evaluation=EvalConfig(heldout=32),  # sampled as in training, because greedy actions may walk into a wall forever
     serving=ServingConfig(max_num_seqs=128, kv_cache_gb=0.5, threads=1),
     objective=ObjectiveConfig(),
     learner=LearnerConfig(lr=2e-4, ranks=1, threads=1, max_tokens_per_microbatch=4096),

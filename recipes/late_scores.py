@@ -3,8 +3,8 @@
     agentrl train recipes/late_scores.py
     agentrl store runs/late_scores --state parked          # the groups that wait, also during the run
 
-The reviewer is a thread next to the run that knows the right answers. It writes what it will send to `reviews.jsonl` in the run folder, so
-that a resumed run gets the scores of episodes that an earlier session sampled. Held-out tasks are scored at once. With
+The reviewer is a thread of the run that knows the correct answers. It writes each score to `reviews.jsonl` in the run folder before it
+sends it, so that a resumed run gets the scores of episodes that an earlier session sampled. Held-out tasks are scored at once. With
 `tasks.verifiers=["rewards.tables:exact_answer"]` every score is immediate; docs/results.md compares both curves.
 """
 
@@ -46,7 +46,7 @@ class Reviewer:
         self._path: Path | None = None
 
     def prepare(self, *, root: Path, folder: Path | None) -> None:
-        """Starts sending scores to the run in `folder`, first those that an earlier session left. Without a folder, no score is late."""
+        """Starts sending scores to the run in `folder`, first those of earlier sessions. If there is no folder, no score is late."""
         if folder is None or self._path is not None:
             return
         self._path = folder / "reviews.jsonl"
@@ -66,7 +66,7 @@ class Reviewer:
         """Sends scores when they are due, until the main thread ends."""
         assert self._path is not None
         chance, due = random.Random(0), list[tuple[float, str, LateScore]]()
-        for line in complete_lines(self._path):  # a score that the store has is answered again
+        for line in complete_lines(self._path):  # the store accepts a repeated score
             self._new.put(LateScore(**json.loads(line)))
         store: SqliteStore | None = None
         while threading.main_thread().is_alive():

@@ -1,11 +1,11 @@
 """Learning to split: questions on several pages, for an agent whose context has room for one of them.
 
     agentrl check recipes/splitting.py                            # checks the tasks
-    agentrl train recipes/splitting.py objective.credit=episode   # or another method of credit
+    agentrl train recipes/splitting.py objective.credit=episode   # or a different credit method
     agentrl train recipes/splitting.py rollout.compaction=0.6
 
 Runs on two CPU cores. At first the policy splits a third of its tasks, and its helpers make mistakes; a task is solved only if every helper
-is right. The last command requests summaries of long contexts, which this policy was not trained on: at first none is accepted.
+is correct. The last command requests summaries of long contexts, which this policy was not trained on: at first none is accepted.
 """
 
 from agentrl.config import (

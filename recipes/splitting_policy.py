@@ -75,10 +75,10 @@ def write_card(out: Path, facts: dict[str, Any]) -> None:
     lines = "\n".join(f"- {name}: {value}" for name, value in facts.items())
     (out / "README.md").write_text(
         "# splitting-base\n\n"
-        "The policy that `recipes/splitting.py` starts from: that of the quickstart, which has been shown how to read pages and to call\n"
-        "helpers. It splits a third of its tasks at first, and its helpers are not careful. It is of no use for anything else.\n\n"
-        f"Made by `python recipes/splitting_policy.py`:\n\n{lines}\n\n"
-        "`SHA256SUMS` lists the files. Licence: Apache-2.0, as the rest of the repository.\n"
+        "The initial policy of `recipes/splitting.py`: the policy of the quickstart, fine-tuned on demonstrations of reading pages and\n"
+        "calling helpers. At first it splits a third of its tasks, and its helpers make mistakes. The model has no other use.\n\n"
+        f"Created by `python recipes/splitting_policy.py`:\n\n{lines}\n\n"
+        "`SHA256SUMS` lists the files. Licence: Apache-2.0, like the rest of the repository.\n"
     )
     files = sorted(path for path in out.iterdir() if path.is_file() and path.name != "SHA256SUMS")
     (out / "SHA256SUMS").write_text("".join(f"{sha256_file(path)}  {path.name}\n" for path in files))
@@ -92,11 +92,11 @@ def main(
 ) -> None:
     """Trains the policy if its folder does not exist."""
     if (out / "config.json").exists():
-        print(f"{out} is there already")
+        print(f"{out} already exists")
         return
     began = time.monotonic()
     loss = make(out, steps=steps, lr=lr, seed=seed)
-    print(f"{out}: {steps} steps, last loss {loss:.4f} nats a token, {(time.monotonic() - began) / 60:.1f} minutes")
+    print(f"{out}: {steps} steps, last loss {loss:.4f} nats per token, {(time.monotonic() - began) / 60:.1f} minutes")
 
 
 if __name__ == "__main__":

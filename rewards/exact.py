@@ -36,9 +36,9 @@ class Exact(ConfiguredVerifier):
         truth = rules.truth_of(task)
         truths = truth if isinstance(truth, list) else [truth]
         if not truths or not all(isinstance(text, str | int | float) and rules._plain(str(text)) for text in truths):
-            raise TaskError(f"task {task.id}: the truth of an exact answer must be a non-empty text, or a list of such texts")
+            raise TaskError(f"task {task.id}: the truth of an exact answer must be a non-empty string, or a list of such strings")
         if (least := min(len(rules._plain(str(text))) for text in truths)) > rules.longest:
-            raise TaskError(f"task {task.id}: its shortest truth has {least} characters, but the maximum of an answer is {rules.longest}")
+            raise TaskError(f"task {task.id}: its shortest truth has {least} characters, but an answer may have at most {rules.longest}")
         answer, problem = answer_of(episode, after=rules.after, longest=rules.longest)
         if problem:
             return zero_score(problem)

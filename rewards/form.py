@@ -71,7 +71,7 @@ class Form(ConfiguredVerifier):
     @model_validator(mode="after")
     def _some(self) -> Self:
         if any(not term for term in (*self.contains, *self.never, *self.once)):
-            raise ValueError("a term must be a non-empty text")
+            raise ValueError("a term must be a non-empty string")
         return self
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
@@ -91,7 +91,7 @@ class Form(ConfiguredVerifier):
             rules_hold[f"once {term}"] = text.count(rules._plain(term)) == 1
         parts = {name: float(holds) for name, holds in rules_hold.items()}
         missing = [name for name, holds in rules_hold.items() if not holds]
-        evidence = f"does not hold: {'; '.join(missing)}"[:500] if missing else ""
+        evidence = f"broken rules: {'; '.join(missing)}"[:500] if missing else ""
         return Score(value=float(not missing), parts=parts | {"terms": sum(parts.values()) / len(parts)}, evidence=evidence)
 
     def _plain(self, text: str) -> str:

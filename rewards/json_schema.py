@@ -67,7 +67,7 @@ class JsonSchema(ConfiguredVerifier):
         try:
             result = await _worker.evaluate(request, control=request | {"text": "null"})
         except AnswerFault as error:
-            return zero_score(f"answer {text[:EVIDENCE_CHARS]!r}: on it the schema {error}", **nothing)
+            return zero_score(f"answer {text[:EVIDENCE_CHARS]!r}: validating it against the schema {error}", **nothing)
         if result["schema"]:
             raise TaskError(f"task {task.id}: its JSON schema cannot be used: {result['schema']}")
         right = not result["misfit"] and (result["equal"] or not rules.equal)
@@ -143,7 +143,7 @@ def verdict(request: Mapping[str, Any]) -> dict[str, Any]:
     except jsonschema.SchemaError as problem:
         return result | {"schema": str(problem.message)[:300]}
     except Unresolvable as problem:
-        return result | {"schema": f"$ref {str(problem.ref)[:200]!r} leads out of it"}
+        return result | {"schema": f"$ref {str(problem.ref)[:200]!r} points outside the schema"}
     except ValueError as problem:
         return result | {"misfit": f"it is not valid JSON: {str(problem)[:200]}"}
     misfit = "" if error is None else f"at {error.json_path[:100]}: {error.message[:200]}"

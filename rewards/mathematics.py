@@ -78,7 +78,7 @@ class Mathematics(ConfiguredVerifier):
         try:
             verdict, why = await _worker.evaluate(request, control=request | {"answer": truth})
         except AnswerFault as error:
-            return zero_score(f"{evidence}: on this answer the comparison {error}")
+            return zero_score(f"{evidence}: the comparison with this answer {error}")
         if verdict == "no truth":
             raise TaskError(
                 f"task {task.id}: its truth cannot be read as mathematics: {truth[:EVIDENCE_CHARS]!r}: {why}", fix="write it as LaTeX"

@@ -135,7 +135,7 @@ class Numeric(ConfiguredVerifier):
         meant = list(_meant(given, written, prompt)) if not rules.unit else [_in_base_units(given)]
         fitting = [candidate for candidate in meant if candidate is not None and (candidate.unit or written_in).powers == written_in.powers]
         if not fitting:
-            return zero_score(f"{evidence}: the answer's unit is neither the truth's nor one that the question asks for")
+            return zero_score(f"{evidence}: the answer's unit is neither the truth's nor a unit that the question requests")
         return Score(value=float(any(rules._same(candidate, wanted, written_in) for candidate in fitting)), evidence=evidence)
 
     def _same(self, given: Quantity, wanted: Quantity, written_in: Unit) -> bool:

@@ -55,10 +55,10 @@ class Outputs(ConfiguredVerifier):
         rules = self.for_task(task)
         truth = rules.truth_of(task)
         if not isinstance(truth, Mapping) or not truth:
-            raise TaskError(f"task {task.id}: the truth of its outputs must be an object of paths")
+            raise TaskError(f"task {task.id}: the truth of its outputs must be an object whose keys are paths")
         for path, due in truth.items():
             if not any(matches_pattern(pattern, path) for pattern in task.outputs):
-                raise TaskError(f"task {task.id}: its truth has {path}, which is not an output", fix="add the path to Task.outputs")
+                raise TaskError(f"task {task.id}: its truth contains {path}, which is not an output", fix="add the path to Task.outputs")
             if isinstance(due, Mapping) and "absent" in due and path not in task.outputs:
                 raise TaskError(
                     f"task {task.id}: {path} must be absent, but only a pattern in Task.outputs matches it",
@@ -75,7 +75,7 @@ class Outputs(ConfiguredVerifier):
         problems: dict[str, str] = {}
         for path, due in truth.items():
             if not isinstance(due, Mapping) or len(due) != 1 or not set(due) <= set(KINDS):
-                raise TaskError(f"task {task_id}: the truth of {path} is none of {', '.join(KINDS)}")
+                raise TaskError(f"task {task_id}: the truth of {path} is not one of {', '.join(KINDS)}")
             ((kind, content),) = due.items()
             try:
                 problems[path] = _not_absent(episode, path) if kind == "absent" else self._problem(kind, content, episode.outputs.get(path))
@@ -97,12 +97,12 @@ class Outputs(ConfiguredVerifier):
         except UnicodeDecodeError:
             return "it is not UTF-8"
         if kind == "text":
-            return "" if _lines(text) == _lines(str(due)) else "another text"
+            return "" if _lines(text) == _lines(str(due)) else "different text"
         if kind == "table":
             return self._table(text, due)
         try:
             value = strict_json(text)
-            return "" if same(value, due, relative=self.relative, part=kind == "has") else "another value"
+            return "" if same(value, due, relative=self.relative, part=kind == "has") else "a different value"
         except (ValueError, RecursionError) as error:
             return f"invalid JSON: {str(error)[:100]}"
 
@@ -125,13 +125,13 @@ class Outputs(ConfiguredVerifier):
         cells = bags.Cells(near=partial(_same_cell, relative=self.relative), number=_finite, relative=self.relative)
         if self.row_order:
             same_rows = all(bags.near_rows(row, true, cells) for row, true in zip(rows, due_rows, strict=True))
-            return "" if same_rows else "other rows, or in another order"
+            return "" if same_rows else "different rows, or a different order"
         if bags.crowded(due_rows, cells):
             raise _BadTruth(
-                f"more than {bags.MAX_CROWD} rows are so near each other that relative={self.relative} cannot tell them apart: "
-                "make it smaller, or set row_order"
+                f"more than {bags.MAX_CROWD} rows are too close to each other to be distinguished with relative={self.relative}: "
+                "lower it, or set row_order"
             )
-        return "" if bags.same_bag(rows, due_rows, cells) else "other rows"
+        return "" if bags.same_bag(rows, due_rows, cells) else "different rows"
 
 
 class _BadTruth(Exception):
@@ -159,9 +159,9 @@ def table(text: str) -> list[list[str]]:
     except csv.Error as error:
         raise ValueError(f"not a table: {error}") from None
     if not rows or len(set(rows[0])) < len(rows[0]):
-        raise ValueError("not a table: it needs a header with different names")
+        raise ValueError("not a table: its header must contain different names")
     if any(len(row) != len(rows[0]) for row in rows):
-        raise ValueError("not a table: rows of different lengths")
+        raise ValueError("not a table: its rows have different lengths")
     if len(rows) * len(rows[0]) > MAX_CELLS:
         raise ValueError(f"a table of more than {MAX_CELLS:,} cells")
     return rows

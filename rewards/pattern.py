@@ -56,7 +56,7 @@ class Pattern(ConfiguredVerifier):
         wanted = rules.pattern or rules.truth_of(task)
         try:
             if not isinstance(wanted, str) or not wanted:
-                raise ValueError("a pattern must be a non-empty text")
+                raise ValueError("a pattern must be a non-empty string")
             self._compiles(wanted)
         except ValueError as error:
             raise TaskError(f"task {task.id}: {error}") from None

@@ -97,7 +97,7 @@ class Scalar:
     def _sum(self) -> Node:
         self._depth += 1
         if self._depth > DEEPEST:
-            raise Unreadable("too many brackets within brackets")
+            raise Unreadable("brackets that are nested too deeply")
         terms = [self._pm(self._product())] if self._take("\\pm", "\\mp") else [self._product()]
         while sign := self._take("+", "-", "\\pm", "\\mp"):
             term = self._product()

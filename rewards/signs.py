@@ -142,7 +142,7 @@ def _command(text: str, at: int, tokens: list[Token], spaced: bool) -> tuple[int
     if name in _TEXT:
         inside = re.compile(r"\s*\{([^{}\\$]*)\}").match(text, end)
         if inside is None:
-            raise Unreadable(f"\\{name} without a text")
+            raise Unreadable(f"\\{name} without text in braces")
         words = " ".join(inside[1].split())
         if match[1] == "operatorname" and words in FUNCTIONS:
             tokens.append(Token("command", words, spaced))
@@ -176,12 +176,12 @@ def split(tokens: Sequence[Token], *signs: str) -> tuple[list[list[Token]], list
         sign = token.sign
         depth += (sign in OPEN) - (sign in CLOSE)
         if depth < 0 or depth > DEEPEST:
-            raise Unreadable("brackets that do not match, or too many")
+            raise Unreadable("brackets that do not match, or are nested too deeply")
         if depth == 0 and sign in signs:
             between.append(sign)
             pieces.append([])
         else:
             pieces[-1].append(token)
     if depth:
-        raise Unreadable("a bracket that does not close")
+        raise Unreadable("a bracket that is not closed")
     return pieces, between

@@ -71,10 +71,10 @@ class Sql(ConfiguredVerifier):
         truth, scripts = rules.truth_of(task), rules.databases or task.data.get("databases", ())
         scripts = [scripts] if isinstance(scripts, str) else list(scripts)
         if not isinstance(truth, str) or not scripts or not all(isinstance(script, str) for script in scripts):
-            raise TaskError(f"task {task.id}: it needs a query as its truth, and a list of SQL scripts in data.databases")
+            raise TaskError(f"task {task.id}: its truth must be a query, and data.databases a list of SQL scripts")
         if len(truth) > MAX_ANSWER_CHARS:
             raise TaskError(
-                f"task {task.id}: its true query has {len(truth)} characters, but the maximum of an answer is {MAX_ANSWER_CHARS}"
+                f"task {task.id}: its true query has {len(truth)} characters, but an answer may have at most {MAX_ANSWER_CHARS}"
             )
         text, problem = answer_of(episode, after=rules.after, longest=MAX_ANSWER_CHARS)
         if problem:
@@ -124,11 +124,11 @@ def verdict(request: Mapping[str, Any]) -> dict[str, str]:
         except Refused as error:
             return {"task": str(error), "wrong": ""}
         if not any(database.wanted.rows for database in databases):
-            return {"task": "the truth returns no row on any database, so every query without rows would be right", "wrong": ""}
+            return {"task": "the truth returns no row on any database, so every query that returns no rows would be correct", "wrong": ""}
         if not ordered and any(bags.crowded(database.wanted.rows, _cells(relative)) for database in databases):
             return {
-                "task": f"more than {bags.MAX_CROWD} rows of the truth are so near each other that relative={relative} cannot tell "
-                "them apart: make it smaller, or order the truth",
+                "task": f"more than {bags.MAX_CROWD} rows of the truth are too close to each other to be distinguished with "
+                f"relative={relative}: lower it, or add an ORDER BY to the truth",
                 "wrong": "",
             }
         problems = (_wrong(answer, database, f"database {number + 1}", ordered, relative) for number, database in enumerate(databases))
@@ -174,9 +174,9 @@ def _does_not_follow(truth: str, answer: str, databases: Sequence[_Database], re
             results[result] = results.get(result, False) or same
         results = shared[True] or shared[False]
         if sum(results.values()) < max(min(2, len(results) // 2), len(results) / 5):
-            return "its rows do not change with the data as the truth's do"
+            return "its rows do not change with the data in the same way as the truth's rows"
         unused = next((column for database in smaller_ones for column in _unused(truth, answer, database, relative)), "")
-        return f"its rows do not change with {unused} as the truth's do" if unused else ""
+        return f"its rows do not change with {unused} in the same way as the truth's rows" if unused else ""
 
 
 def _smaller(database: _Database, truth: str, opened: contextlib.ExitStack) -> _Database:
@@ -277,12 +277,12 @@ def differ(given: Result, wanted: Result, *, ordered: bool, relative: float) -> 
     if len(given.rows) != len(wanted.rows):
         return f"{len(given.rows)} rows, not {len(wanted.rows)}"
     if wanted.reads and not given.reads:
-        return "it reads no table"
+        return "it does not read a table"
     cells = _cells(relative)
     if ordered:
         same = all(bags.near_rows(row, true_row, cells) for row, true_row in zip(given.rows, wanted.rows, strict=True))
-        return "" if same else "other rows, or in another order"
-    return "" if bags.same_bag(given.rows, wanted.rows, cells) else "other rows"
+        return "" if same else "different rows, or a different order"
+    return "" if bags.same_bag(given.rows, wanted.rows, cells) else "different rows"
 
 
 def _cells(relative: float) -> bags.Cells:

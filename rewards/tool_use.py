@@ -38,9 +38,9 @@ class ToolUse(ConfiguredVerifier):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if both := set(self.never) & {*self.must, *self.order}:
-            raise ValueError(f"{sorted(both)[0]} must and must not be called")
+            raise ValueError(f"{sorted(both)[0]} is both required and forbidden")
         if any(most < 0 for most in self.at_most.values()) or len(set(self.order)) < len(self.order):
-            raise ValueError("at_most needs numbers from 0, and order must list each tool once")
+            raise ValueError("at_most must contain numbers of at least 0, and order must list each tool once")
         return self
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
@@ -62,7 +62,7 @@ class ToolUse(ConfiguredVerifier):
         broken = [name for name, holds in rules_hold.items() if not holds]
         share = sum(parts.values()) / len(parts) if parts else 1.0
         return Score(
-            value=float(not broken), parts=parts | {"rules": share}, evidence=f"broken: {'; '.join(broken)}"[:500] if broken else ""
+            value=float(not broken), parts=parts | {"rules": share}, evidence=f"broken rules: {'; '.join(broken)}"[:500] if broken else ""
         )
 
 

@@ -4,7 +4,7 @@
 apt_install() {
     local command="apt-get install --yes --no-install-recommends $*" try
     if ! command -v apt-get >/dev/null; then
-        echo "error: missing system packages: $* (Debian's names); apt-get is not here to install them" >&2
+        echo "error: missing system packages: $* (Debian's names); apt-get is not available to install them" >&2
         echo "  fix: install them with this machine's package manager, then run make again" >&2
         return 3
     fi

@@ -8,7 +8,7 @@ The hosts are network namespaces of this machine (tests/cluster/hosts.py), each 
     host 1   the policy's server
     host 2   learner and rollout workers; killed after the first step, and replaced by host 3
 
-It takes root. Exits with 0 if the run finished all steps, with the summary of the run as its last lines.
+Requires root. Prints the output of the run, which ends with its summary. The exit code is that of the run.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def demonstrate(runs: Path, steps: int, overrides: list[str], *, by: tuple[str, 
             time.sleep(0.2)
         if steps_of(run):
             learner.kill()
-            print(f"killed host {learner.address} after step {max(steps_of(run))}; {spare.address} joins", flush=True)
+            print(f"killed host {learner.address} after step {max(steps_of(run))}; {spare.address} replaces it", flush=True)
             cluster.add(spare, trains=2)
         output, _ = process.communicate(timeout=2 * WAIT_S)
         return process.returncode, output

@@ -1,7 +1,7 @@
-"""Prints how large and how well documented the code base is, each figure next to its limit.
+"""Prints figures of the size and documentation of the code base, each next to its limit.
 
     python scripts/figures.py            the figures; exit code 1 if one exceeds its limit
-    python scripts/figures.py --list     and every file, function and definition that exceeds a limit
+    python scripts/figures.py --list     also lists every file, function and definition that exceeds a limit
 
 The attack programs (agentrl/sandbox/attacks/programs) are data that run inside sandboxes and are not counted.
 """

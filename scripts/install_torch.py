@@ -1,4 +1,4 @@
-"""Installs torch into the virtual environment that runs this script: the CPU build, if the machine has no NVIDIA GPU and there is one.
+"""Installs torch into the virtual environment that runs this script: the CPU build, if there is one and the machine has no NVIDIA GPU.
 
     python scripts/install_torch.py 2.13.0
 

@@ -1,12 +1,13 @@
 """Writes unit.lock, cpu.lock and models.lock of requirements/ from the environment it runs in: `make lock`.
 
-To move a version: change it in pyproject.toml, install it in `.venv`, run `make test`, then `make lock`. Nothing is
-downloaded or resolved here: the lock is what was tested, walked from the extras in pyproject.toml over the installed
-packages' own metadata. A requirement that is missing or at a version its user does not allow ends the script.
+To change a version, edit pyproject.toml, install the version in `.venv`, run `make test`, then `make lock`. The script downloads and
+resolves nothing. The lock lists the tested packages: those that the extras in pyproject.toml require, directly or through the metadata of
+the installed packages. The script fails if a required package is missing or has a version that is not allowed.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator
@@ -66,6 +67,7 @@ class Need:
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     installed = {canonicalize_name(item.metadata["Name"]): item for item in distributions()}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]

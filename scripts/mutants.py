@@ -1,12 +1,12 @@
 """Mutation tests of the laws: inserts small defects into the code of each law and reports every defect that no test detects.
 
     python scripts/mutants.py                      all laws, two at a time; continues where an earlier call stopped
-    python scripts/mutants.py objective swap       these laws alone
+    python scripts/mutants.py objective swap       only these laws
     python scripts/mutants.py --file agentrl/serving/swap.py --line 120
-    python scripts/mutants.py --list               the laws, their files and how many defects each gets
+    python scripts/mutants.py --list               the laws, their files and the number of defects in each
 
 A defect (mutant) changes one operator, number, condition or call. The tests of its law that execute the changed line run on it, the
-fastest first, until one fails. A mutant survives if none fails. Exit code 1 if any survives that `tests/mutants.toml` does not explain.
+fastest first, until one fails. A mutant survives if none fails. The exit code is 1 if `tests/mutants.toml` does not explain a survivor.
 """
 
 from __future__ import annotations
@@ -377,7 +377,7 @@ class Session:
                 todo.put((mutant, keys[id(mutant)]))
         if todo.empty():
             return alive
-        print(f"{name}: {len(chosen)} mutants, {todo.qsize()} to try; the tests run once unchanged", file=sys.stderr, flush=True)
+        print(f"{name}: {len(chosen)} mutants, {todo.qsize()} to test; first runs the tests without a mutant", file=sys.stderr, flush=True)
         coverage = self.trees[0].ask(do="cover", tests=list(law.tests), files=list(law.files), limit_s=BASELINE_LIMIT_S)
         if coverage["failed"]:
             raise SystemExit(f"{name}: these tests fail without a mutant: {', '.join(coverage['failed'][:5])}")
@@ -424,14 +424,14 @@ def _hash(*texts: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("laws", nargs="*", metavar="LAW", help=f"all by default: {', '.join(LAWS)}")
-    parser.add_argument("--file", help="only the mutants of this file")
-    parser.add_argument("--line", type=int, help="only those of this line")
-    parser.add_argument("--jobs", type=int, default=2, help="how many at a time (2)")
-    parser.add_argument("--list", action="store_true", help="prints the laws with their files and counts, and runs nothing")
+    parser.add_argument("laws", nargs="*", metavar="LAW", help=f"laws to test; default: all of {', '.join(LAWS)}")
+    parser.add_argument("--file", help="test only the mutants of this file")
+    parser.add_argument("--line", type=int, help="test only the mutants of this line")
+    parser.add_argument("--jobs", type=int, default=2, help="mutants to test concurrently (default 2)")
+    parser.add_argument("--list", action="store_true", help="print the laws with their files and counts; run nothing")
     args = parser.parse_args()
     if unknown := [name for name in args.laws if name not in LAWS]:
-        parser.error(f"no law is called {unknown[0]!r}; there are {', '.join(LAWS)}")
+        parser.error(f"unknown law {unknown[0]!r}; choose from: {', '.join(LAWS)}")
     laws = {name: LAWS[name] for name in args.laws or LAWS}
     chosen = {
         name: [
@@ -462,14 +462,17 @@ def main() -> int:
                     bad += 1
                     print(f"{mutant.name}{note}", flush=True)
             same = sum((mutant.file, mutant.code, mutant.before, mutant.after) in reasons for mutant, _ in alive)
-            print(f"{name}: {len(chosen[name])} mutants, {len(alive) - same} survive, {same} change nothing a test could see", flush=True)
+            print(
+                f"{name}: {len(chosen[name])} mutants, {len(alive) - same} survive, {same} have no detectable effect",
+                flush=True,
+            )
     finally:
         session.close()
     unrestricted = not args.file and not args.line
     for key in reasons:
         if unrestricted and key not in used and key[0] in {file for law in laws.values() for file in law.files}:
             bad += 1
-            print(f"{EXPLAINED.relative_to(ROOT)} explains a mutant that is noticed or does not exist: {key}")
+            print(f"{EXPLAINED.relative_to(ROOT)} explains a mutant that a test detects or that does not exist: {key}")
     return 1 if bad else 0
 
 

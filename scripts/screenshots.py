@@ -2,7 +2,7 @@
 
     python scripts/screenshots.py runs/quickstart [--out docs/images]
 
-Needs chromium (`make browser`). The run is compared with another one in the same folder, if there is one. Each picture shows the part of a
+Needs chromium (`make browser`). The run is compared with a second run in the same folder, if there is one. Each picture shows the part of a
 page that answers one question, and has at most 150 KB.
 """
 

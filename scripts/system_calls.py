@@ -1,12 +1,12 @@
-"""Prints the system calls of programs, and how the filter of sandboxes answers: `python scripts/system_calls.py [--only WORD] [--free]`.
+"""Prints the system calls of programs, and how the sandbox filter answers them: `python scripts/system_calls.py [--only WORD] [--free]`.
 
-Runs everyday programs under the filter that sandboxes have (`agentrl.sandbox.seccomp`) and under strace, on this machine. Prints for
-each workload whether it works, then every call with its count, and which calls the filter refused. `--free` runs them
-without the filter, which shows what they would call. Exit status 1 when a workload fails under the filter. The list in
-`agentrl/sandbox/seccomp.py` is the union of what this shows, what C libraries and runtimes of other versions call in its place
-(glibc, musl, Go, Rust, the JVM), and nothing that the kernel counts for the whole machine.
+Runs everyday programs on this machine, under strace and the filter of sandboxes (`agentrl.sandbox.seccomp`). Prints whether each workload
+works, the calls that the filter rejected, and all calls with their counts. `--free` runs the programs without the filter, to show which
+calls they would make. The exit status is 1 if a workload fails under the filter. The list in `agentrl/sandbox/seccomp.py` contains these
+calls and those that other versions of C libraries and runtimes make instead (glibc, musl, Go, Rust, the JVM). It contains no call whose
+resources the kernel counts for the whole machine.
 
-Needs strace, and takes the programs that it finds: compilers, git, node and perl where they are installed.
+Requires strace. Runs compilers, git, node and perl if they are installed.
 """
 
 from __future__ import annotations
@@ -130,11 +130,11 @@ def main() -> int:
         install_filter()
         os.execvp(sys.argv[2], sys.argv[2:])
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--only", default="", help="workloads whose name contains this")
-    parser.add_argument("--free", action="store_true", help="without the filter")
+    parser.add_argument("--only", default="", help="run only workloads whose name contains this string")
+    parser.add_argument("--free", action="store_true", help="run them without the filter")
     options = parser.parse_args()
     if not shutil.which("strace"):
-        sys.exit("strace is not installed")
+        sys.exit("error: strace is not installed\n  fix: apt-get install strace")
     total: collections.Counter[str] = collections.Counter()
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
@@ -148,9 +148,9 @@ def main() -> int:
             if status != 0:
                 print("    " + "\n    ".join(output.strip().splitlines()[-12:]))
             for call, count in sorted(refused.items()):
-                print(f"    refused {count:4} times  {call}")
+                print(f"    rejected {count:4} times  {call}")
     print(f"\n{len(total)} calls in all: " + " ".join(f"{name}:{count}" for name, count in sorted(total.items())))
-    print(f"\nallowed and not called here: {' '.join(sorted(ALLOWED.keys() - total.keys()))}")
+    print(f"\nallowed but not called: {' '.join(sorted(ALLOWED.keys() - total.keys()))}")
     return 1 if failed else 0
 
 

@@ -1,7 +1,7 @@
 """Creates the files in tests/failure/formats/data: what real emitters write about a small support agent and a stub of a chat server.
 
-The agent, the server's answers and the tools are ours; the emitters below write what the files hold. Run it in environments of
-their own, never in the project's:
+The agent, the server's answers and the tools are defined here; the emitters below write the contents of the files. Run it in separate
+environments, never in the project's:
 
     events up to v1.36:
         pip install openai==1.109.1 opentelemetry-sdk==1.36.0 opentelemetry-instrumentation-openai-v2==2.1b0
@@ -11,13 +11,13 @@ their own, never in the project's:
         pip install openai==2.54.0 opentelemetry-sdk==1.45.2 opentelemetry-instrumentation-openai-v2==2.4b0
             opentelemetry-util-genai==0.4b0 opentelemetry-exporter-otlp-json-file==0.66b1
         python scripts/trace_formats.py parts parts_events silent
-    agents, another vendor, ATIF:
+    agents, a different vendor, ATIF:
         pip install openai==3.54.0 openai-agents==0.24.0 opentelemetry-sdk==1.45.2 opentelemetry-util-genai==1.3b0
             opentelemetry-instrumentation-genai-openai==1.3b0 opentelemetry-instrumentation-genai-openai-agents==1.3b0
             opentelemetry-exporter-otlp-json-file==0.66b1 opentelemetry-instrumentation-openai==0.62.4 atif==1.8.0
         python scripts/trace_formats.py agents openllmetry atif
 
-Each name is a function here, and runs in a process of its own, since an emitter reads its settings when it is imported.
+Each name is a function in this file and runs in a separate process, because an emitter reads its settings when it is imported.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class AgentEnvironment:
     """
 
     def __init__(self, environment: Environment, episode: LiveEpisode, chat: ChatFormat, instructions: str | None = None) -> None:
-        assert episode.task.environment is not None, "only such a task has an environment"
+        assert episode.task.environment is not None, "the task has no environment"
         self.spec: EnvironmentSpec = episode.task.environment
         self.first = self.now = self.ended = ""
         actions = environment.actions
@@ -208,8 +208,8 @@ class AgentEnvironment:
         same = action is None or clip(outcome.output, self._chars) == recorded.output or _USED_UP in recorded.output
         if outcome.reward != recorded.reward or not same:
             raise EnvironmentFault(
-                f"{self.spec.ref} is not deterministic: a repeated action has another result\n"
-                "  fix: set tasks.family.options.resume=restart, or snapshot if the environment has it"
+                f"{self.spec.ref} is not deterministic: a repeated action has a different result\n"
+                "  fix: set tasks.family.options.resume=restart, or resume=snapshot if the environment supports it"
             )
 
     @property
@@ -262,7 +262,8 @@ async def check_environment(task: Task, chat: ChatFormat, agent: str = "turns") 
         for choice in (*(environment.actions or ()), *allowed):
             if isinstance(choice, str) and (problem := chat.choice_problem(choice, task.limits.turn_tokens)):
                 raise UserError(
-                    f"{task.environment.ref}: no answer can be the action {choice[:80]!a}: {problem}", fix="change its text or limits"
+                    f"{task.environment.ref}: the policy cannot answer with the action {choice[:80]!a}: {problem}",
+                    fix="change the text of the action, or raise limits.turn_tokens if it is too long",
                 )
         functions = [action for action in environment.actions or () if not isinstance(action, str)]
         if played := getattr(environment, "policy_user", ""):
@@ -270,7 +271,7 @@ async def check_environment(task: Task, chat: ChatFormat, agent: str = "turns") 
         if played or (not functions and task.environment.context_turns != 1):
             chat.check_user_turns()
         if MARK in observation.text and not chat.reads_images and REFERENCE.search(observation.text):
-            message = f"{task.environment.ref}: its observations show images, and the model reads only text"
+            message = f"{task.environment.ref}: its observations contain images, but the model reads only text"
             raise UserError(message, fix="use a vision-language model as policy.model")
         chat.opening(environment_prompt(task.prompt, environment.instructions, observation.text), functions)
     finally:

@@ -290,7 +290,7 @@ class ChatFormat:
         """Returns the reason why the policy cannot use a tool with this function schema; empty if it can."""
         required = schema["function"]["parameters"].get("required", ())
         if unwritable := [name for name in required if self._form.argument and not re.fullmatch(self._form.argument, name)]:
-            return f"calls of the form {self.tool_format} cannot have an argument of the name {unwritable[0]!a}"
+            return f"calls of the form {self.tool_format} cannot have an argument named {unwritable[0]!a}"
         if self.escape_value(schema) != schema:
             return "its schema contains a control token of the model"
         try:
@@ -310,7 +310,7 @@ class ChatFormat:
             return "the model's answer would be read as a call"
         if read.answer != choice:
             return f"the model's answer would be read as {read.answer[:80]!a}"
-        return f"it has {len(ids)} tokens, and limits.turn_tokens is {turn_tokens}" if len(ids) >= turn_tokens else ""
+        return f"it has {len(ids)} tokens, but limits.turn_tokens is {turn_tokens}" if len(ids) >= turn_tokens else ""
 
     def shows_tools(self) -> bool:
         """Returns whether the template shows tools to the model. A template may ignore or reject tools."""
@@ -342,7 +342,7 @@ class ChatFormat:
             if len(ids) != 1 or ids[0] == self._tokenizer.unk_token_id != self._tokenizer.eos_token_id:
                 raise UserError(
                     f"the chat template writes {token!r}, which this tokenizer splits into {len(ids)} tokens",
-                    fix="set policy.chat_template to a template with the model's control tokens, or use another model",
+                    fix="set policy.chat_template to a template with the model's control tokens, or use a different model",
                 )
 
     def _controls(self, ids: Sequence[int]) -> list[int]:

@@ -56,7 +56,7 @@ async def refer_prompt(chat: ChatFormat, trajectory: LiveTrajectory, prompt: tup
     try:
         stored = tuple([replace(message, content=await chat.refer(message.content)) for message in prompt])
     except InvalidImage as error:
-        raise TaskError(f"the images of a prompt are invalid: {error}", fix="give image_text a PNG or JPEG file") from error
+        raise TaskError(f"the images of a prompt are invalid: {error}", fix="pass a PNG or JPEG file to image_text") from error
     if stored != prompt:
         trajectory.describe(trajectory.agent, stored)
         try:

@@ -99,7 +99,8 @@ def reported(answer: str | None, reason: str, files: str = "") -> ToolOutcome:
 def check_name(task: Task, tools: Mapping[str, object]) -> None:
     """Raises `TaskError` if a tool of the task is called `delegate`."""
     if NAME in tools:
-        raise TaskError(f"task {task.id!r} has a tool called {NAME!r}, as has rollout.agent=delegating", fix="rename the task's tool")
+        message = f"task {task.id!r} has a tool called {NAME!r}, but rollout.agent=delegating adds a tool with the same name"
+        raise TaskError(message, fix="rename the task's tool")
 
 
 async def hand_back(patterns: Sequence[str], *, number: int, worker: LiveEpisode, caller: LiveEpisode) -> str:

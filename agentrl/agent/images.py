@@ -26,7 +26,7 @@ from agentrl.records.images import MARK, MAX_IMAGES, NAME_DIGITS, REFERENCE, ima
 
 UNREADABLE = "(an image that this model cannot read)"
 _CACHED = 1024  # images whose token ids are cached
-_OTHER_MODEL = "use a model whose images transformers processes with Pillow, such as SmolVLM (Idefics3), or install torchvision"
+_OTHER_MODEL = "use a model whose image processor in transformers uses Pillow, such as SmolVLM (Idefics3), or install torchvision"
 
 
 class ImageTokens:
@@ -56,7 +56,9 @@ class ImageTokens:
         except Exception as error:  # processors raise arbitrary errors
             raise UserError(f"policy.model: its image processor cannot be used: {one_line_error(error)}", fix=_OTHER_MODEL) from error
         if known != token:
-            raise UserError(f"policy.model: its processor writes token {known} for images, its config.json says {token}", fix=_OTHER_MODEL)
+            raise UserError(
+                f"policy.model: its processor writes token {known} for images, but its config.json specifies {token}", fix=_OTHER_MODEL
+            )
         return cls(processor, token, render, media=media)
 
     def refer(self, text: str) -> str:
@@ -82,7 +84,7 @@ class ImageTokens:
         if not blocks:
             return tuple(ids)
         if ids.count(self.token) != len(blocks):
-            raise UserError(f"a text with images contains {self._processor.image_token!r}", fix="remove this token from the text")
+            raise UserError(f"text with images must not contain {self._processor.image_token!r}", fix="remove this token from the text")
         waiting = iter(blocks)
         return tuple(token for one in ids for token in (next(waiting) if one == self.token else (one,)))
 

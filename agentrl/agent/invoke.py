@@ -93,7 +93,7 @@ async def call_tool(
         raise watched.error
     if watched is None or not watched.lost:
         return result
-    message = f"{call.what} abandoned a call to the sandbox, which is unusable now"
+    message = f"{call.what} abandoned a call to the sandbox, so the sandbox is unusable"
     failure = result.failure or Failure(stage="tool", blame=Blame.POLICY, kind="sandbox_abandoned", message=message, turn=turn)
     return CallResult(outcome=result.outcome, failure=failure, sandbox_lost=True)
 
@@ -178,7 +178,11 @@ class _Call:
 
     def _unavailable(self, down: _Down) -> ToolUnavailable:
         server = isinstance(down.error, ToolFault)
-        cause = "the server, or what it calls" if server else "what the tool calls; for wrong arguments raise ValueError"
+        cause = (
+            "the server, or the service that it calls"
+            if server
+            else "the service that the tool calls; for wrong arguments, raise ValueError"
+        )
         note = "" if self.case is None else self.case.note
         return ToolUnavailable(f"{self.what}: {down.outage.text}{note}\n  fix: start or repair {cause}")
 

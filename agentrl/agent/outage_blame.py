@@ -122,7 +122,7 @@ class OutageCase:
         answers_here = any(call.ok and call.task == task for call in self._calls)
         answers_others = any(call.ok for call in others)
         if not answers_here and any(call.task == task for call in others):
-            self.note = "; it answers attempts at other tasks, but none at this one" if answers_others else ""
+            self.note = "; the tool answers calls from other tasks, but none from this task" if answers_others else ""
             return False
         if up and answers_here and (sure or self._again):
             return True
@@ -137,7 +137,7 @@ class OutageCase:
         if self._call.episode not in spent and len(spent) > len(answered) // ONE_IN:
             return False
         self._call.alone = True
-        self.note = "; no other call shows an outage of it"
+        self.note = "; no other call shows an outage of the tool"
         return True
 
     def _failed_since(self) -> int:

@@ -81,10 +81,14 @@ class Players:
         self.chat.check_user_turns()
         if not isinstance(self.share, int | float) or not 0 < self.share <= 1 or (self.opponent is None and self.share != 0.5):
             raise PluginError(
-                f"rollout.agent.options.share={self.share!r} is not a share of tasks with an opponent", fix="set 0 < share <= 1"
+                f"rollout.agent.options.share={self.share!r} must be above 0 and at most 1, and requires an opponent",
+                fix="set 0 < share <= 1, and set opponent",
             )
         if self.opponent == CURRENT or not isinstance(self.players, Mapping):
-            raise PluginError("rollout.agent.options: opponent must not be `current`, and players must be a mapping", fix="correct them")
+            raise PluginError(
+                "rollout.agent.options: opponent must not be `current`, and players must be a mapping",
+                fix="use a different opponent, or map roles to players",
+            )
         for name in self.named:
             if name not in (CURRENT, LEAGUE) and not callable(resolve(name)):
                 raise PluginError(
@@ -101,7 +105,7 @@ class Players:
         environment = cast(RoleEnvironment, await episode.environment())
         check_roles(environment, "players")
         if episode.task.environment is not None and episode.task.environment.context_turns is not None:
-            raise PluginError("context_turns does nothing with rollout.agent=players: each role has one context", fix="remove the option")
+            raise PluginError("context_turns has no effect with rollout.agent=players: each role has one context", fix="remove the option")
         if episode.turn_count:
             raise EnvironmentFault("a game cannot be resumed; it restarts")
         async with AsyncExitStack() as stack:
@@ -118,19 +122,19 @@ class Players:
         if unknown := sorted(set(self.players) - set(roles)):
             raise PluginError(f"rollout.agent.options.players: the environment has no role {unknown[0]!r}", fix=f"use {', '.join(roles)}")
         chosen = {role: name for role, name in self.players.items() if name != CURRENT}
-        draw = random.Random(f"{task.key}")  # the same for all attempts at a task, in every process
         free = [role for role in roles if role not in chosen]
+        if not free:
+            raise PluginError("rollout.agent.options.players: the trained policy plays no role", fix="remove one of the roles from players")
+        draw = random.Random(f"{task.key}")  # the same for all attempts at a task, in every process
         if self.opponent is not None and draw.random() < self.share:
             own = draw.choice(free)
             chosen |= {role: self.opponent for role in free if role != own}
-        if len(chosen) == len(roles):
-            raise PluginError("rollout.agent.options.players: the trained policy plays no role", fix="remove one of the roles")
         untrained: dict[str, Opponent | str] = {}
         opponent = None
         for role, name in chosen.items():
             if name == LEAGUE and opponent is None:
                 if self.league is None:
-                    raise TaskError("a past version is needed as opponent, but this command has no league")
+                    raise TaskError("the game requires a past version of the policy as an opponent, but this command has no league")
                 opponent = await stack.enter_async_context(self.league.opponent())
             untrained[role] = opponent if name == LEAGUE and opponent is not None else name
         return untrained
@@ -197,7 +201,9 @@ class Match:
     def _check(self, observations: Mapping[str, Observation]) -> None:
         self._episode.stage = "environment"
         if not observations or not set(observations) <= set(self._environment.roles):
-            raise EnvironmentFault(f"the environment expects moves of {sorted(observations)}, of the roles {list(self._environment.roles)}")
+            raise EnvironmentFault(
+                f"the environment expects moves from {sorted(observations)}, but its roles are {list(self._environment.roles)}"
+            )
 
     async def _move(self, role: str, observation: Observation) -> str:
         """Returns the action of a role. Raises `NoMove` if the role has no action."""
@@ -283,15 +289,15 @@ class FunctionPlayer(UntrainedPlayer):
         try:
             action = await user_code.call_user_code(
                 lambda: _awaited(self._function(self._role, tuple(self._seen), observation.actions)),
-                what=f"the function of {self._role}",
+                what=f"the player function of {self._role}",
                 timeout_s=FUNCTION_S,
             )
         except EnvironmentFault:
             raise
         except Exception as error:
-            raise EnvironmentFault(f"the function of {self._role} failed: {user_code.describe_error(error, 1000)}") from error
+            raise EnvironmentFault(f"the player function of {self._role} failed: {user_code.describe_error(error, 1000)}") from error
         if not isinstance(action, str) or (observation.actions and action not in observation.actions):
-            raise EnvironmentFault(f"the function of {self._role} returned {action!r:.80}, which is not an allowed action")
+            raise EnvironmentFault(f"the player function of {self._role} returned {action!r:.80}, which is not an allowed action")
         self.record(action)
         return action
 

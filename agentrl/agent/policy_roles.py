@@ -51,7 +51,7 @@ class TrainedPlayer:
             self.trajectory.describe(self.trajectory.agent, self._first)
             self.trajectory.add_prompt(chat.opening(self._first, ()))
         else:
-            with reading_policy_text("shown to it again with an observation"):
+            with reading_policy_text("rendered again with an observation"):
                 role = self.trajectory.agent
                 self._next = continue_context(chat, episode, self.trajectory, self._said, prompt=self._first, schemas=(), agent=role)
         if limit := self._next.limit():

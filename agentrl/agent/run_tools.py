@@ -52,7 +52,7 @@ def _live(name: str, config: MCPConfig) -> AnswerLiveness | None:
     """Returns the liveness of a server outside the sandbox; None for a server in a sandbox, because the agent can stop it."""
     if config.command:
         return None
-    program = "run the program in a shell to test it; a call without an answer in time ends it, and the next call restarts it"
+    program = "run the program in a shell to test it. A call that gets no answer in time ends the program, and the next call restarts it"
     fix = program if config.host_command else "check the server; episodes reconnect automatically"
     return AnswerLiveness(f"MCP server {name}", fix=fix, first_s=START_TIMEOUT_S)
 
@@ -106,7 +106,7 @@ async def pin_tools(
     users = {name: task for task in reversed(looked_at) for name in map(_server, task.tools) if name in tools.servers}
     if every and (unused := [name for name in tools.servers if name not in users]):
         raise UserError(
-            f"mcp.{unused[0]} does nothing: none of the first {len(looked_at)} tasks uses {MCP_PREFIX}{unused[0]}",
+            f"mcp.{unused[0]} is unused: none of the first {len(looked_at)} tasks uses {MCP_PREFIX}{unused[0]}",
             fix=f"add {MCP_PREFIX}{unused[0]} to the tools of tasks, or remove the server",
         )
     before = _read(folder)
@@ -134,8 +134,8 @@ def _pin(server: Server, listed: list[object], before: tuple[ListedTool, ...] | 
         log.warning("mcp.%s: %d of its tools are not offered: %s%s", server.name, len(reasons), listing, more)
     if before is not None and (difference := tool_difference(before, listed)):
         raise UserError(
-            f"mcp.{server.name}: the server differs from the one at the start of this run: {difference}",
-            fix="install the version that the run started with, or start a new run",
+            f"mcp.{server.name}: its tools have changed since the run started: {difference}",
+            fix="install the version of the server that the run started with, or start a new run",
         )
     return replace(server, offers=shown_tools, excluded=reasons)
 
@@ -146,7 +146,7 @@ def _shown(usable: Sequence[ListedTool], chat: ChatFormat | None) -> tuple[tuple
     for tool in usable:
         rewritten = tool.rewritten(str if chat is None else chat.escape_text)
         if rewritten.shape != tool.shape:
-            reasons[tool.name] = f"a value in the schema of the tool {tool.name} spells a control token of the model"
+            reasons[tool.name] = f"a value in the schema of the tool {tool.name} contains a control token of the model"
         elif reason := "" if chat is None else chat.tool_problem(rewritten.schema):
             reasons[tool.name] = f"the tool {tool.name}: {reason}"
         else:
@@ -172,8 +172,8 @@ def _check_used(tools: RunTools, tasks: Sequence[Task], memory: EpisodeMemory | 
     unused += silent if every or len(silent) == len(tools.words) else []
     if unused:
         raise UserError(
-            f"tools.{unused[0]} does nothing: none of the first tasks has a tool of that name",
-            fix=f"use one of {', '.join(sorted(known))}, or remove it",
+            f"tools.{unused[0]} is unused: none of the first tasks has a tool with this name",
+            fix=f"use one of {', '.join(sorted(known))}, or remove it" if known else "remove it",
         )
 
 

@@ -116,13 +116,13 @@ def _try(text: str | None, folder: str | None, cpu_s: float) -> None:
     subject = "the chat template" if folder is None else f"the tokenizer in {folder}, or its chat template,"
     code, errors = _run_child(text, folder, cpu_s)
     if code == _GAVE_UP:
-        raise UserError(f"the tokenizer in {folder} cannot be used: {errors}", fix="use another model, or download it again")
+        raise UserError(f"the tokenizer in {folder} cannot be used: {errors}", fix="use a different model, or download this one again")
     if code is not None and code > 0 and code != _TOO_MUCH:
         raise UserError(f"{subject} could not be tested: {errors}", fix="report it as a bug, with this message")
     if code != 0:
         load = "" if folder is None else f"{_LOAD_S} s of CPU time to load it, then "
         bounds = f"{load}{cpu_s:g} s of CPU time, {_MEMORY_BYTES >> 30} GiB and {MAX_RENDERED:,} characters"
-        raise UserError(f"{subject} does not end within bounds ({bounds})", fix="use another template, such as hermes, or another model")
+        raise UserError(f"{subject} exceeds its limits ({bounds})", fix="use a different template, such as hermes, or a different model")
 
 
 def _run_child(text: str | None, folder: str | None, cpu_s: float) -> tuple[int | None, str]:

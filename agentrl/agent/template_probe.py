@@ -112,7 +112,7 @@ class Seam:
         delta = self.between(SHOWN)
         at = [delta.find(output) for output in SHOWN]
         if not 0 <= at[0] < at[1] or any(delta.count(output) > 1 for output in SHOWN):
-            raise UserError("policy.model: its chat template does not show tool outputs, each once and in order", fix=OTHER)
+            raise UserError("policy.model: its chat template does not show tool outputs exactly once and in order", fix=OTHER)
 
     def between(self, outputs: Sequence[str], names: Sequence[str] = (), numbers: Sequence[str] = ()) -> str:
         """Returns the text from the token that ends one turn, inclusive, to the start of the next turn.
@@ -175,7 +175,7 @@ def find_form(renderer: Renderer, control: Collection[str], eos: str, name: str 
 
     if not calls:
         form = named_form or FORMS["hermes"]
-        how = "policy.tool_format" if named_form else "the template has no form for calls; the task's prompt must describe this one"
+        how = "policy.tool_format" if named_form else "the template has no form for calls, so the task's prompt must describe this form"
         how += "; it has no tool messages, so tool results are in the user's turn" if puts_results_in_user_turn(renderer) else ""
         return TemplateForm(form=form, seam=seam_of(form), how=how, parallel=True, written="", ends=ends)
     single, pair = _random_call(random.Random(0)), (_random_call(random.Random(1)), _random_call(random.Random(2)))

@@ -116,19 +116,24 @@ def tool_methods(kind: Any) -> tuple[TypedTool, ...]:
         return ()
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     if any(each.default is each.empty and each.kind not in variadic for each in inspect.signature(kind).parameters.values()):
-        raise PluginError(f"the tools of {kind.__name__} cannot be opened: it takes arguments", fix="give each a default")
+        raise PluginError(
+            f"the tools of {kind.__name__} cannot be opened: the class requires arguments", fix="give each argument a default"
+        )
     own = [name for name in ("state", "restore") if callable(getattr(kind, name, None))]
     if len(own) == 1 or not (own or dataclasses.is_dataclass(kind)):
         missing = "restore()" if own == ["state"] else "state()" if own else "state() and restore()"
         raise PluginError(
-            f"the tools of {kind.__name__} have a state that cannot be captured: it has no {missing}",
-            fix="make it a dataclass of JSON data, or define state(), which returns JSON data, and restore(state)",
+            f"the tools of {kind.__name__} have a state that cannot be captured: the class has no {missing}",
+            fix="make the class a dataclass of JSON data, or define state(), which returns JSON data, and restore(state)",
         )
     if not own:
         _fields_of(kind)
     for function in marked:
         if not inspect.isfunction(inspect.getattr_static(kind, function.__name__, None)):
-            raise PluginError(f"the tool {function.__name__} of {kind.__name__} is not a plain method", fix="use self, and only @tool")
+            raise PluginError(
+                f"the tool {function.__name__} of {kind.__name__} is not a plain method",
+                fix="define it with self, and with no decorator except @tool",
+            )
     methods = tuple(typed_tool(function, method=True) for function in marked)
     return tuple(sorted(methods, key=lambda method: method.function.__code__.co_firstlineno))
 
@@ -141,7 +146,8 @@ def _fields_of(kind: Any) -> TypeAdapter[Any]:
     except Exception as error:
         reason = user_code.describe_error(error)
         raise PluginError(
-            f"the tools of {kind.__name__} have a state that JSON cannot represent ({reason})", fix="or define state() and restore()"
+            f"the tools of {kind.__name__} have a state that JSON cannot represent ({reason})",
+            fix="use fields that JSON can represent, or define state() and restore()",
         ) from None
 
 
@@ -227,12 +233,13 @@ def load_tools(
             tools[tool.name] = _of_recipe(tool, run)
     for tool in actions:
         if tool.name in tools:
-            raise TaskError(f"a tool of the task is called {tool.name!r}, as is an action of its environment", fix="rename the tool")
+            message = f"the task has a tool called {tool.name!r}, but an action of its environment has the same name"
+            raise TaskError(message, fix="rename the tool")
         tools[tool.name] = tool
     for tool in memory_tools(memory) if memory is not None else ():
         if tool.name in tools:
             fix = "rename the task's tool, or remove the recipe's memory"
-            raise TaskError(f"a tool of the task is called {tool.name!r}, as is one of the recipe's memory", fix=fix)
+            raise TaskError(f"the task has a tool called {tool.name!r}, but a tool of the recipe's memory has the same name", fix=fix)
         tools[tool.name] = _of_recipe(tool, run)
     return Toolbox(tools, instances, connections)
 
@@ -267,10 +274,10 @@ def _loaded(name: str, instances: dict[str, ToolInstance], saved: Mapping[str, A
         instances[name] = ToolInstance(resolved, saved.get(name), restored=name in saved)
         return tuple(dataclasses.replace(_with_task(method, task), owner=instances[name].open, repeats=False) for method in methods)
     owner = type(resolved.__self__) if inspect.ismethod(resolved) else type(resolved)
-    shared = f"is one object of {owner.__name__}, which all episodes would share: refer to the class" if marked_functions(owner) else ""
+    shared = f"is an object of {owner.__name__}, which all episodes would share: refer to the class" if marked_functions(owner) else ""
     if problem := shared or definition_problem(resolved):
         fix = (
-            "a tool is a function under @tool, or an object with name, needs_sandbox (True or False), schema and an async "
+            "use a function with the decorator @tool, or an object with name, needs_sandbox (True or False), schema and an async "
             "__call__(arguments, sandbox, limits)"
         )
         raise PluginError(f"tool {name!r} {problem}", fix=fix)

@@ -226,7 +226,7 @@ BUILT_IN: Mapping[str, Tool] = {tool.name: tool for tool in (PythonTool(), Pytho
 def definition_problem(tool: Any) -> str:
     """Returns why an object is not a valid tool; empty if it is."""
     if inspect.isfunction(tool):
-        return "is a function without @tool from agentrl.agent above it"
+        return "is a function without the decorator @tool from agentrl.agent"
     if isinstance(tool, type):
         return f"is a class: refer to an object, such as search = {tool.__name__}()"
     if not callable(tool):
@@ -236,7 +236,7 @@ def definition_problem(tool: Any) -> str:
     except Exception as error:
         return f"has no name, needs_sandbox or schema ({user_code.describe_error(error)})"
     if not isinstance(name, str) or not name.strip():
-        return f"has the name {name!r}, which is not a text"
+        return f"has the name {name!r}, but a name must be a non-empty string"
     if not isinstance(needs_sandbox, bool):
         return f"has needs_sandbox={needs_sandbox!r}, which is neither True nor False"
     try:

@@ -39,7 +39,7 @@ from agentrl.records.chat import USER
 from agentrl.records.failure import NO_ACTION
 from agentrl.records.trajectory import CONTINUED, TRUNCATED
 
-_SHOWN = "shown to it again with its tool results"
+_SHOWN = "rendered again with its tool results"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +136,7 @@ class AgentRun:
             parsed = read_turn(chat, self.trajectory, completion, self._schemas)
             self._turns += 1
             if completion.finish_reason not in ("stop", CUT):
-                self._add_no_action("its tokens ran out")
+                self._add_no_action("it ran out of tokens")
             if completion.finish_reason != "stop":
                 return Ended(reason="wall_limit" if completion.finish_reason == CUT else "token_limit")
             started = time.monotonic()
@@ -210,13 +210,13 @@ class AgentRun:
         """Returns the end at a limit. If the episode had no allowed action, none of its turns has been charged yet, so the failure is
         recorded here."""
         if self._environment is not None and self._environment.unpaid:
-            self._add_no_action("the rules forbid it, or it has no working call, as all before it")
+            self._add_no_action("the rules forbid it or it has no working call, as in all earlier turns")
         return Ended(reason=limit)
 
     def _add_no_action(self, why: str) -> None:
         """Records a turn without an action that ends the episode before its environment does, which must not score better than acting."""
         if self._environment is not None:
-            message, turn = f"a turn is no action: {why}", self._episode.turn_count
+            message, turn = f"a turn is not an action: {why}", self._episode.turn_count
             self._episode.add_failure(Failure(stage="environment", blame=Blame.POLICY, kind=NO_ACTION, message=message, turn=turn))
 
     def _start(self, prompt: Sequence[Message]) -> None:
@@ -301,7 +301,7 @@ class AgentRun:
     async def _delegated(self, calls: Sequence[ToolCall], numbers: Sequence[int]) -> list[ToolResult]:
         """Runs the sub-agents of these calls concurrently. Returns the results in the order of the calls."""
         config = self._loop.delegation
-        assert config is not None, "only then calls start sub-agents"
+        assert config is not None, "delegation is not configured"
         started, turn = time.monotonic(), len(self.trajectory.turns) - 1
         desk = delegation.SubAgents(self._episode, config, escape_text=self._loop.chat.escape_text)
         refused: list[str] = []
@@ -332,7 +332,7 @@ class AgentRun:
     async def _run_worker(self, worker: delegation.Opened, copy: bytes | None) -> ToolOutcome:
         """Runs one sub-agent, in this agent's sandbox or in a sandbox that starts with a copy of its files."""
         config = self._loop.delegation
-        assert config is not None, "it has been started"
+        assert config is not None, "delegation is not configured"
         if config.sandbox == "shared":
             ended = await self._speak_as(worker, self._episode)
             return delegation.reported(ended.answer, ended.reason)

@@ -192,7 +192,7 @@ def typed_tool(function: Callable[..., Any], *, method: bool = False) -> TypedTo
         hints = typing.get_type_hints(function, include_extras=True)
     except Exception as error:
         raise _invalid(
-            name, f"has annotations that do not resolve ({user_code.describe_error(error)})", "import the names in them"
+            name, f"has annotations that do not resolve ({user_code.describe_error(error)})", "import the names that the annotations use"
         ) from None
     fields: dict[str, Any] = {}
     names: dict[str, str] = {}
@@ -201,7 +201,7 @@ def typed_tool(function: Callable[..., Any], *, method: bool = False) -> TypedTo
     for number, parameter in enumerate(parameters):
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             shown = str(parameter).partition(":")[0]
-            raise _invalid(name, f"has the parameter {shown!r}", "declare each parameter by name: the agent gives arguments by name")
+            raise _invalid(name, f"has the parameter {shown!r}", "declare each parameter by name: the agent passes arguments by name")
         key = parameter.name
         if key not in hints:
             raise _invalid(name, f"has the parameter {key!r} without a type", f"annotate it, as in {key}: str")
@@ -214,7 +214,7 @@ def typed_tool(function: Callable[..., Any], *, method: bool = False) -> TypedTo
         fields[f"p{number}"] = (hints[key], Field(default, alias=key, **options))  # type: ignore[call-overload]
     needs_sandbox, together = Sandbox in injected.values(), getattr(function, _TOGETHER, False)
     if needs_sandbox and not inspect.iscoroutinefunction(function):
-        raise _invalid(name, "takes the sandbox and is not async", f"write async def {name}(...), and await the sandbox's methods")
+        raise _invalid(name, "takes the sandbox but is not async", f"write async def {name}(...), and await the sandbox's methods")
     if needs_sandbox and together:
         raise _invalid(name, "has together=True and takes the sandbox, where programs run one at a time", "omit together")
     try:
@@ -257,7 +257,7 @@ def _docstring(function: Callable[..., Any], parameters: set[str]) -> tuple[str,
     parts = _SECTION.split(text)
     description = re.sub(r"(?<!\n)\n(?!\n)", " ", parts[0].strip())
     if not description:
-        raise _invalid(name, "has no docstring", "describe the tool in it: the agent reads it")
+        raise _invalid(name, "has no docstring", "add a docstring that describes the tool to the agent")
     meanings: dict[str, str] = {}
     for title, body in zip(parts[1::2], parts[2::2], strict=True):
         if title in ("Args", "Arguments"):

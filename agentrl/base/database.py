@@ -137,14 +137,14 @@ def restrict_connection(db: sqlite3.Connection, schema: Sequence[str], *, longes
         text = sql if isinstance(sql, str) else ""
         statement = _MAKES.match(text)  # as a different version of agentrl or SQLite may write it
         if text not in ours and (statement is None or statement.groups() not in forms or _COMPUTED.search(text)):
-            raise ForeignDatabase(f"it has a {str(kind)[:20]} {str(name)[:80]!r} that agentrl does not write")
+            raise ForeignDatabase(f"it contains a {str(kind)[:20]} {str(name)[:80]!r} that agentrl does not create")
 
 
 def require_schema(db: sqlite3.Connection, schema: Sequence[str]) -> None:
     """Raises `ForeignDatabase` if tables or indices of an open file differ in any way from what `schema` creates."""
     stored = sorted(str(sql) for _, _, sql in db.execute(_OBJECTS))
     if stored != sorted(_created(tuple(schema))):
-        raise ForeignDatabase("its tables are not those that agentrl creates")
+        raise ForeignDatabase("its tables differ from those that agentrl creates")
 
 
 @functools.lru_cache(maxsize=16)

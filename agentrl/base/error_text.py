@@ -142,7 +142,7 @@ _KNOWN = (  # pattern in a log, its cause, and the fix
     (
         re.compile(r"Address already in use"),
         "its port is in use",
-        "stop the program that uses it, or start the run again: it takes another port",
+        "stop the program that uses it, or start the run again: it then chooses a different port",
     ),
 )
 _PREFIX = re.compile(r"^(?:\([^()]*pid=\d+\) ?)?(?:(?:ERROR|CRITICAL|WARNING|INFO) [\d-]+ [\d:.]+ \[[^\]]*\] ?)?")

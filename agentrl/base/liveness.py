@@ -256,7 +256,7 @@ class AnswerLiveness:
         if self._silent_s <= (deadline := self.deadline_s):
             return ""
         before = "no answer so far" if self._longest_s is None else f"longest so far: {self._longest_s:.1f} s"
-        return f"{self.what} has answered nothing for {self._silent_s:.0f} s ({before}; deadline: {deadline:.0f} s)"
+        return f"{self.what} has not answered for {self._silent_s:.0f} s ({before}; deadline: {deadline:.0f} s)"
 
     def _count(self) -> None:
         now = self._clock()

@@ -97,16 +97,19 @@ class LoopLag:
 
     def _cause(self, late: float, computed_s: float) -> str:
         seconds, what = self._holder
-        cause = "code of the driver, such as garbage collection, held it"
+        cause = "code of the driver, such as garbage collection, blocked it"
         fix = "lower rollout.concurrency, and report it if it persists"
         if 2 * seconds >= late:
-            cause, fix = f"{what} held it", "await what waits, and run computations in asyncio.to_thread"
+            cause, fix = f"{what} blocked it", "await slow operations, and run computations in asyncio.to_thread"
         elif 2 * computed_s < late:
-            cause = "the process got no CPU time for most of it: it was stopped, waited for a disk, or the machine is overloaded"
+            cause = (
+                "the process got no CPU time for most of that period: it was stopped, it waited for a disk, or the machine is overloaded"
+            )
             fix = "find out which other programs use this machine"
         return (
             f"the driver's event loop was blocked for {late:.1f} s, and every episode waited: {cause}\n  fix: {fix}."
-            " Deadlines missed because of it are not the policy's fault; further stalls are only in loop_lag_ms_max of metrics.jsonl"
+            " A deadline missed because of the stall is not the policy's fault."
+            " Later stalls are recorded only in loop_lag_ms_max of metrics.jsonl"
         )
 
 
@@ -130,7 +133,7 @@ class StallCount:
     @property
     def text(self) -> str:
         """The counted stalls as text, for an error message."""
-        return f"the driver's event loop was blocked for {self.seconds:.1f} s of it"
+        return f"the driver's event loop was blocked for {self.seconds:.1f} s of that time"
 
     def excuse(self, limit_s: float) -> bool:
         """Whether it is the machine's fault that a deadline of `limit_s` seconds was missed."""

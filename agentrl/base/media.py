@@ -65,7 +65,7 @@ class MediaFolder:
         sha256 = hashlib.sha256(png).hexdigest()
         name, stored = sha256[:10], self._local(sha256[:10])
         if not int(name, 16) or (stored not in (None, png) and _name(stored or b"") == name):
-            raise InvalidImage("another image has the same first 10 digits of its sha256")
+            raise InvalidImage("the sha256 of a different image starts with the same 10 digits")
         if self._send is not None and name not in self._sent:  # a copy of an earlier session may be missing at the driver
             self._send(name, png)
             self._sent.add(name)
@@ -124,7 +124,7 @@ def normalized_image(content: bytes) -> bytes:
             image = Image.open(io.BytesIO(content), formats=("PNG", "JPEG"))
         width, height = image.size
         if not 0 < width <= MAX_SIDE or not 0 < height <= MAX_SIDE or width * height > MAX_PIXELS:
-            raise InvalidImage(f"it has {width} x {height} pixels; at most {MAX_PIXELS:,} are allowed, and {MAX_SIDE:,} a side")
+            raise InvalidImage(f"it has {width} x {height} pixels; at most {MAX_PIXELS:,} pixels, and {MAX_SIDE:,} per side, are allowed")
         if image.mode not in _MODES:
             raise InvalidImage(f"its mode is {image.mode}, not one of {', '.join(_MODES)}")
         image = ImageOps.exif_transpose(image).convert("RGBA")
@@ -135,7 +135,7 @@ def normalized_image(content: bytes) -> bytes:
     except (InvalidImage, MemoryError):
         raise
     except Exception as error:  # decoders raise arbitrary errors on untrusted files
-        raise InvalidImage(f"it is no PNG, JPEG or npy file: {one_line_error(error)}") from error
+        raise InvalidImage(f"it is not a PNG, JPEG or npy file: {one_line_error(error)}") from error
 
 
 def open_png(png: bytes) -> Image:
@@ -154,12 +154,12 @@ def read_array(content: bytes) -> NDArray[Any]:
         read = {(1, 0): layout.read_array_header_1_0, (2, 0): layout.read_array_header_2_0}[layout.read_magic(file)]
         shape, fortran, dtype = read(file, max_header_size=_HEADER)
         if dtype.kind not in "biuf" or math.prod(shape) * dtype.itemsize != len(content) - file.tell():
-            raise InvalidImage(f"an npy file of {dtype} {shape} cannot have {len(content)} bytes, or has no numbers")
+            raise InvalidImage(f"an npy file of {dtype} {shape} has {len(content)} bytes, which do not fit, or has no numbers")
         return np.frombuffer(content, dtype, offset=file.tell()).reshape(shape, order="F" if fortran else "C")
     except (InvalidImage, MemoryError):
         raise
     except Exception as error:  # its parser raises arbitrary errors on untrusted files
-        raise InvalidImage(f"it is no npy file: {one_line_error(error)}") from error
+        raise InvalidImage(f"it is not an npy file: {one_line_error(error)}") from error
 
 
 def is_pixels(array: NDArray[Any]) -> bool:
@@ -177,7 +177,7 @@ def number_text(array: NDArray[Any]) -> str:
 def _pixels(content: bytes) -> NDArray[Any]:
     array = read_array(content)
     if not is_pixels(array):
-        raise InvalidImage(f"an image is uint8 [H, W, 3 or 4], not {array.dtype} {list(array.shape)}")
+        raise InvalidImage(f"an image must be uint8 [H, W, 3 or 4], not {array.dtype} {list(array.shape)}")
     return array
 
 

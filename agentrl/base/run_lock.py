@@ -76,7 +76,9 @@ def _taken(folder: Path) -> int:
     try:
         str(folder).encode()
     except UnicodeEncodeError:
-        raise UserError(f"{str(folder)!a} cannot be used as a run folder: its name is not UTF-8", fix="choose another --run-dir") from None
+        raise UserError(
+            f"{str(folder)!a} cannot be used as a run folder: its name is not UTF-8", fix="choose a different --run-dir"
+        ) from None
     path, lacking = folder / DRIVER, 0
     while True:
         try:
@@ -87,7 +89,7 @@ def _taken(folder: Path) -> int:
             lacking += 1
             if isinstance(error, FileNotFoundError) and lacking < _REMOVED_TRIES:
                 continue  # the file was removed between the two calls
-            raise UserError(f"{folder} cannot be used as a run folder: {error.strerror}", fix="choose another --run-dir") from error
+            raise UserError(f"{folder} cannot be used as a run folder: {error.strerror}", fix="choose a different --run-dir") from error
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _same_file(handle, path):
@@ -138,12 +140,12 @@ def _read(handle: int) -> Holder | None:
 
 def _busy(folder: Path, holder: Holder | None) -> RunFolderBusy:
     if holder is None:
-        return RunFolderBusy(f"{folder} is driven by another agentrl", fix="wait until it ends, or choose another --run-dir")
+        return RunFolderBusy(f"{folder} is in use by another agentrl", fix="wait until it ends, or choose a different --run-dir")
     here = holder.host == socket.gethostname()
     stop = f"stop it (kill -INT {holder.pid})" if here else f"stop it there (kill -INT {holder.pid} on {holder.host})"
     return RunFolderBusy(
-        f"{folder} is driven by another agentrl: process {holder.pid} on {holder.host}, since {holder.since}: {holder.command}",
-        fix=f"wait until it ends, {stop}, or choose another --run-dir",
+        f"{folder} is in use by another agentrl: process {holder.pid} on {holder.host}, since {holder.since}: {holder.command}",
+        fix=f"wait until it ends, {stop}, or choose a different --run-dir",
     )
 
 
@@ -163,11 +165,11 @@ def _wait_for_parts(folder: Path, wait_s: float) -> None:
             if waited > wait_s:
                 pids = ", ".join(map(str, _users(path))) or "unknown"
                 raise UserError(
-                    f"the servers or the learner of the previous run in {folder} still run after {wait_s:g} s (processes {pids})",
-                    fix="wait, or end them with kill -KILL, then retry",
+                    f"the servers or the learner of the previous run in {folder} are still running after {wait_s:g} s (processes {pids})",
+                    fix="wait, or kill them (kill -KILL), then retry",
                 )
             if waited > _PATIENCE_S and not reported:
-                print("waiting until the servers and the learner of the previous run have ended", file=sys.stderr, flush=True)
+                print("waiting until the servers and the learner of the previous run exit", file=sys.stderr, flush=True)
                 reported = True
             time.sleep(0.02)
     finally:

@@ -72,7 +72,7 @@ def parse_tool(listed: Any) -> ListedTool:
     schema |= {"type": "object", "properties": schema.get("properties") or {}}
     schema = {key: item for key, item in schema.items() if key != "$schema" and item is not None}
     if missing := [word for word in required if not isinstance(word, str) or word not in properties]:
-        raise InvalidMessage(f"the tool {name}, which requires {clean(str(missing[0]), 80)!r} and has no such parameter")
+        raise InvalidMessage(f"the tool {name}, which requires {clean(str(missing[0]), 80)!r} but has no such parameter")
     if (size := len(json.dumps(schema, ensure_ascii=False))) > MAX_SCHEMA:
         raise InvalidMessage(f"the tool {name} with a schema of {size} characters; the maximum is {MAX_SCHEMA}")
     return ListedTool(name=name, description=clean(listed.get("description"), MAX_DESCRIPTION) or name, parameters=schema)
@@ -92,7 +92,7 @@ def usable_tools(listed: Sequence[Any], only: Sequence[str]) -> tuple[ListedTool
     if not usable:
         raise InvalidMessage("no tools")
     if len(usable) > MAX_TOOLS:
-        raise InvalidMessage(f"{len(usable)} tools, at most {MAX_TOOLS} are allowed: list those to offer in `only`")
+        raise InvalidMessage(f"{len(usable)} tools, but at most {MAX_TOOLS} are allowed: list in `only` those to offer")
     return tuple(usable.values())
 
 

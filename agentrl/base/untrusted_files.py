@@ -118,15 +118,15 @@ def loads(text: str) -> dict[str, Any]:
     """Parses a TOML document. Raises `ValueError`, including for deep nesting and very long numbers."""
     longest = max((key.count(".") for key in _KEY.findall(_TEXT.sub("x", text))), default=0) + 1
     if longest > MAX_LEVELS:
-        raise ValueError(f"has a key of {longest} parts; it may have {MAX_LEVELS}")
+        raise ValueError(f"has a key with {longest} parts; the maximum is {MAX_LEVELS}")
     try:
         tables = tomllib.loads(text)
     except RecursionError:
-        raise ValueError("is nested too deep to be read") from None
+        raise ValueError("is nested too deeply") from None
     except ValueError as error:
         raise ValueError(f"is not TOML: {error}") from None
     if _too_long(tables):
-        raise ValueError("contains a whole number of more than 64 bits, which TOML does not have")
+        raise ValueError("contains an integer of more than 64 bits, which TOML does not allow")
     return tables
 
 

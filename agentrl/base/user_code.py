@@ -330,9 +330,7 @@ async def run_in_thread(code: Callable[[], T], *, what: str) -> T:
         InfrastructureError: `MAX_THREADS` threads are running.
     """
     if not _threads.acquire(blocking=False):
-        raise InfrastructureError(
-            f"{MAX_THREADS} threads of tools are still running\n  fix: add timeouts to blocking operations of the tools"
-        )
+        raise InfrastructureError(f"{MAX_THREADS} tool threads are still running\n  fix: add timeouts to blocking operations of the tools")
     loop = asyncio.get_running_loop()
     done: asyncio.Future[tuple[T | None, BaseException | None]] = loop.create_future()
 

@@ -55,14 +55,14 @@ def _ledger_problems(run: Subject, recipe: Recipe) -> Iterator[str]:
     if used != run.steps * per_step or len(entries) > used + late:  # each parked group was replaced by another group
         yield f"{used} of {len(entries)} groups were used, not {run.steps * per_step}; {late} of them waited for late scores"
     if [entry.index for entry in entries] != list(range(len(entries))):
-        yield f"the {len(entries)} groups do not have the indices from 0 on"
+        yield f"the indices of the {len(entries)} groups are not consecutive from 0"
     uses = Counter(entry.step for entry in entries if entry.use is not None)
     yield from (f"step {step + 1} used {uses[step]} groups, not {per_step}" for step in range(run.steps) if uses[step] != per_step)
     tokens = count(entries).tokens
     if (tokens["open"] and not late) or not 0 < tokens["sampled"] == tokens["trained"] + tokens["excluded"] + tokens["open"]:
         yield f"the tokens do not add up: {tokens}"
     if (reported := Summary.read(run.run_dir).tokens) != tokens:
-        yield f"summary.json has other tokens than the ledger: {reported}, {tokens}"
+        yield f"the tokens in summary.json and in the ledger differ: {reported}, {tokens}"
 
 
 async def _group_problems(store: ExperienceStore, recipe: Recipe, root: Path) -> list[str]:
@@ -84,9 +84,9 @@ async def _score_problems(group: Group, task: Task, scorer: TaskScorer) -> list[
         episode, value = scored.episode, scored.score.value
         if episode.left_out:
             if value is not None:
-                wrong.append(f"episode {episode.id} failed and has the score {value}")
+                wrong.append(f"episode {episode.id} failed but has the score {value}")
         elif value is not None and value != (again := (await scorer(task, episode)).value):
-            wrong.append(f"episode {episode.id} has the score {value}, and {again} when scored again")
+            wrong.append(f"episode {episode.id} has the score {value}, but {again} when scored again")
     return wrong
 
 
@@ -102,4 +102,4 @@ def _left(run: Subject, orphans: frozenset[str]) -> Iterator[str]:
     while ((left := run.left()) or orphaned_sandboxes() - orphans) and time.monotonic() < deadline:
         time.sleep(0.1)
     yield from (f"process {pid} is still running: {line}" for pid, line in left.items() if pid != os.getpid())
-    yield from (f"sandbox {name} is left over" for name in sorted(orphaned_sandboxes() - orphans))
+    yield from (f"sandbox {name} still exists" for name in sorted(orphaned_sandboxes() - orphans))

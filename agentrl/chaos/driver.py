@@ -25,10 +25,10 @@ def second_driver(run: Subject) -> Injected:
             other = run.spawn(command, writer)
             os.close(writer)
             text = " ".join(output.read().split())
-        expected = f"is driven by another agentrl: process {run.pid} on "
+        expected = f"is in use by another agentrl: process {run.pid} on "
         if other.wait() != 2 or expected not in text:
             raise ChaosError(f"a second driver ended with exit code {other.returncode}: {text[-1500:]}")
-    return Injected(witness=f'both second drivers ended with exit code 2 and "{expected}..."')
+    return Injected(witness=f'both attempts to start a second driver ended with exit code 2 and "{expected}..."')
 
 
 def hang_up(run: Subject) -> Injected:
@@ -37,9 +37,9 @@ def hang_up(run: Subject) -> Injected:
     run.wait_for_step()
     steps = run.steps_done()
     os.kill(run.pid, signal.SIGHUP)
-    run.wait_for(lambda: log.exists() and "the terminal was closed (SIGHUP)" in log.read_text(), "the driver's note about its terminal")
+    run.wait_for(lambda: log.exists() and "the terminal was closed (SIGHUP)" in log.read_text(), "the driver's log line about its terminal")
     run.wait_for(lambda: run.steps_done() > steps, "another step")
-    return Injected(witness='logs/driver.log has "the terminal was closed (SIGHUP)", and the next step followed')
+    return Injected(witness='logs/driver.log contains "the terminal was closed (SIGHUP)", and the next step followed')
 
 
 def interrupted(run: Subject) -> Injected:
@@ -65,11 +65,11 @@ def interrupted(run: Subject) -> Injected:
 def driver_killed(run: Subject) -> Injected:
     """Kills the driver while groups are sampled: the kernel ends all of its processes, and --resume continues."""
     run.wait_for_step()
-    run.wait_for(run.sandboxes, "a moment with open sandboxes", poll_s=0.01)
+    run.wait_for(run.sandboxes, "open sandboxes", poll_s=0.01)
     sandboxes = len(run.sandboxes())
     os.kill(run.pid, signal.SIGKILL)
     code = run.wait_for_end()
-    return _resumed(run, f"the driver is gone with signal {-code} and {sandboxes} open sandboxes")
+    return _resumed(run, f"signal {-code} ended the driver while {sandboxes} sandboxes were open")
 
 
 def disk_full(run: Subject) -> Injected:

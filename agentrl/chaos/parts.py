@@ -33,7 +33,7 @@ def server_killed_idle(run: Subject) -> Injected:
     """Kills the idle policy server: a rank of the learner is killed first, until no group may be sampled."""
     run.wait_for_step()
     os.kill(run.processes(RANK)[-1], signal.SIGKILL)
-    run.wait_for(lambda: len(run.entries()) >= PER_STEP * (run.served() + 1 + STALENESS), "a server without requests", poll_s=0.01)
+    run.wait_for(lambda: len(run.entries()) >= PER_STEP * (run.served() + 1 + STALENESS), "an idle server", poll_s=0.01)
     stored = len(run.entries())
     return _server_killed(run, f"{stored} groups were stored, all that version {run.served()} may sample")
 
@@ -50,8 +50,8 @@ def server_killed_in_flight(run: Subject) -> Injected:
         injected = _server_killed(run, "groups were being sampled")
         run.wait_for(lambda: len(run.metrics()) > lines + 1, "the metrics of the step")  # noqa: B023 - called at once
         if lost := _attempts_failed(run) - failed:
-            return Injected(witness=f"{injected.witness}; the driver counts {lost} lost attempts", recovered_s=injected.recovered_s)
-    raise ChaosError("the server died with nothing in flight each time")
+            return Injected(witness=f"{injected.witness}; the driver counted {lost} lost attempts", recovered_s=injected.recovered_s)
+    raise ChaosError("each time the server died, no request was in flight")
 
 
 def engine_killed(run: Subject) -> Injected:
@@ -63,7 +63,7 @@ def engine_killed(run: Subject) -> Injected:
     began = time.monotonic()
     health = _health(api)
     run.wait_for(lambda: ended(engine), "the end of the engine", poll_s=0.01)
-    witness = f"engine {engine} is gone, {'its API server had ended too' if health is None else f'GET /health answered {health}'}"
+    witness = f"engine {engine} ended; {'its API server had ended too' if health is None else f'GET /health returned {health}'}"
     return _server_back(run, witness, size, began)
 
 
@@ -160,7 +160,7 @@ def checkpoint_damaged(run: Subject) -> Injected:
         raise ChaosError(f"{file} is undamaged")
     began, size, output = time.monotonic(), _learner_log_size(run), run.output_size()
     send(ranks, signal.SIGKILL)
-    run.wait_for(lambda: "resumed after" in _learner_log(run, size), "the learner's return")
+    run.wait_for(lambda: "resumed after" in _learner_log(run, size), "the restart of the learner")
     recovered, text = time.monotonic() - began, _learner_log(run, size)
     run.wait_for(lambda: f"{newest.name} is damaged" in run.output(output), "the alert for the damaged checkpoint")
     if f"resumed after {int(newest.name) - 1} steps" not in text:
@@ -174,7 +174,7 @@ def learner_stopped(run: Subject) -> Injected:
     rank, size, log = run.processes(RANK)[-1], run.output_size(), _learner_log_size(run)
     os.kill(rank, signal.SIGSTOP)
     detected = run.wait_for(lambda: "the learner has made no progress" in run.output(size), "the detection of the stopped learner")
-    back = detected + run.wait_for(lambda: "resumed after" in _learner_log(run, log), "the learner's return")
+    back = detected + run.wait_for(lambda: "resumed after" in _learner_log(run, log), "the restart of the learner")
     return Injected(witness=f"rank {rank} was in state T; its successor worked after {back:.0f} s", recovered_s=detected)
 
 
@@ -193,9 +193,9 @@ def learner_stopped_with_lock(run: Subject) -> Injected:
         os.kill(rank, signal.SIGCONT)
         return False
 
-    run.wait_for(stopped_in_time, "a moment in which the rank holds the lock", poll_s=0.0002)
+    run.wait_for(stopped_in_time, "the rank to hold the lock", poll_s=0.0002)
     detected = run.wait_for(lambda: "the learner has made no progress" in run.output(size), "the detection of the stopped learner")
-    back = detected + run.wait_for(lambda: "resumed after" in _learner_log(run, log), "the learner's return")
+    back = detected + run.wait_for(lambda: "resumed after" in _learner_log(run, log), "the restart of the learner")
     return Injected(witness=f"rank {rank} was in state T with the lock; its successor worked after {back:.0f} s", recovered_s=detected)
 
 
@@ -218,7 +218,7 @@ def sandboxes_killed(run: Subject) -> Injected:
     run.wait_for(lambda: run.sandboxes() - before, "a new sandbox", poll_s=0.005)
     recovered = time.monotonic() - began
     run.wait_for(lambda: all(ended(pid) for pid in programs), "the end of the killed sandboxes")
-    return Injected(witness=f"{len(before)} sandboxes with {len(programs)} processes are gone", recovered_s=recovered)
+    return Injected(witness=f"{len(before)} sandboxes with {len(programs)} processes ended", recovered_s=recovered)
 
 
 def _checkpoint(run: Subject, step: int) -> Path:
@@ -258,8 +258,8 @@ def _learner_back(run: Subject, ranks: list[int], evidence: str) -> Injected:
     os.kill(ranks[-1], signal.SIGKILL)
     send(ranks, signal.SIGCONT)
     run.wait_for(lambda: ended(ranks[-1]), "the end of the rank", poll_s=0.01)
-    run.wait_for(lambda: "resumed after" in _learner_log(run, size), "the learner's return")
-    return Injected(witness=f"rank {ranks[-1]} is gone with signal 9 {evidence}", recovered_s=time.monotonic() - began)
+    run.wait_for(lambda: "resumed after" in _learner_log(run, size), "the restart of the learner")
+    return Injected(witness=f"rank {ranks[-1]} was killed by signal 9 {evidence}", recovered_s=time.monotonic() - began)
 
 
 def _learner_log_size(run: Subject) -> int:
@@ -300,7 +300,7 @@ def _server_killed(run: Subject, evidence: str) -> Injected:
     os.kill(pids[0], signal.SIGKILL)
     began = time.monotonic()
     run.wait_for(lambda: all(ended(pid) for pid in pids), "the end of the server", poll_s=0.01)
-    return _server_back(run, f"server {pids[0]} and its engine are gone with signal 9; {evidence}", size, began)
+    return _server_back(run, f"server {pids[0]} was killed by signal 9, and its engine ended; {evidence}", size, began)
 
 
 def _server_back(run: Subject, witness: str, size: int, began: float) -> Injected:

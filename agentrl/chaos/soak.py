@@ -43,7 +43,7 @@ def run_soak(*, work: Path, backend: str, minutes: float, kills: int = 100, seed
         result = Result(case="19 soak", witness=witness, problem="; ".join(wrong))
         if wrong:
             return [result]
-        report(f"  {witness}; a run without faults follows, for comparison")
+        report(f"  {witness}; now comparing with a run without faults")
         alone = Subject(work / "alone", steps=run.steps, backend=backend, log=work / "alone.log")
         stack.callback(alone.close)
         alone.start()
@@ -116,4 +116,4 @@ def _compare(run: Subject, alone: Subject) -> Result:
         return Result(case="19 same success", problem="a run has no evaluation after its last step")
     low, high = rate_difference(other, one)
     witness = f"held-out {one.value:.2f} after the kills, {other.value:.2f} without; difference [{low:+.2f}, {high:+.2f}]"
-    return Result(case="19 same success", witness=witness, problem="" if low <= 0.0 <= high else f"they differ: {witness}")
+    return Result(case="19 same success", witness=witness, problem="" if low <= 0.0 <= high else f"the success rates differ: {witness}")

@@ -104,7 +104,7 @@ class Subject:
     @property
     def pid(self) -> int:
         """The process id of the driver."""
-        assert self._process is not None, "start() comes first"
+        assert self._process is not None, "call start() first"
         return self._process.pid
 
     @property
@@ -129,13 +129,13 @@ class Subject:
             if self.exit_code is not None:
                 raise ChaosError(f"the run ended with exit code {self.exit_code} while the suite waited for {what}: {self.last_output()}")
             if time.monotonic() - began > timeout_s:
-                raise ChaosError(f"{what} did not come within {timeout_s:.0f} s: {self.last_output()}")
+                raise ChaosError(f"timed out after {timeout_s:.0f} s while the suite waited for {what}: {self.last_output()}")
             time.sleep(poll_s)
         return time.monotonic() - began
 
     def wait_for_end(self, *, timeout_s: float = MOMENT_S) -> int:
         """Waits for the end of the newest start and returns its exit code. Raises `ChaosError` after `timeout_s`."""
-        assert self._process is not None, "start() comes first"
+        assert self._process is not None, "call start() first"
         try:
             return self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -143,7 +143,7 @@ class Subject:
 
     def last_output(self) -> str:
         """Returns the end of the output, for an error message."""
-        return f"... {self.output()[-1500:]} (all of it: {self.log_path})"
+        return f"... {self.output()[-1500:]} (full output: {self.log_path})"
 
     def processes(self, module: str) -> list[int]:
         """Returns the processes below the driver that run a Python module, the newest last.
@@ -206,7 +206,7 @@ class Subject:
             text = log.read().decode(errors="replace")
         _, separator, rest = text.rpartition("continue with: ")
         if not separator:
-            raise ChaosError(f"the run ended without a command that continues it: {self.last_output()}")
+            raise ChaosError(f"the run ended without printing a command that resumes it: {self.last_output()}")
         return shlex.split(rest.splitlines()[0])
 
     def left(self) -> dict[int, str]:

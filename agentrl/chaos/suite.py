@@ -76,7 +76,7 @@ def run_cases(
                 with closing(Subject(disk / name, steps=steps, backend=backend, log=log, overrides=(*overrides, *extra))) as run:
                     orphans = orphaned_sandboxes()
                     results += _inject_all(chosen, run, backend, mounted, slack, report)
-                    report("the run finishes, then its ledger is verified")
+                    report("waiting for the run to finish, then verifying its ledger")
                     results.append(_after(run, orphans))
                     examine(run)
         return results
@@ -99,7 +99,7 @@ def _skip(case: Case, backend: str, mounted: bool) -> Result | None:
     if case.needs_small_disk and not mounted:
         reason = "mounting a small file system needs root"
     if case.needs_bubblewrap and backend != "bubblewrap":
-        reason = "it needs --sandbox bubblewrap"
+        reason = "requires --sandbox bubblewrap"
     return Result(case=case.title, skipped=reason) if reason else None
 
 
@@ -115,7 +115,7 @@ def _run_case(case: Case, run: Subject, slack: float) -> Result:
         witness=injected.witness,
         recovered_s=injected.recovered_s,
         bound_s=bound_s,
-        problem=f"it took {injected.recovered_s:.1f} s, more than {bound_s:.0f} s" if late else "",
+        problem=f"took {injected.recovered_s:.1f} s, more than the bound of {bound_s:.0f} s" if late else "",
     )
 
 

@@ -106,8 +106,8 @@ def verifier_blocks(run: Subject) -> Injected:
     def lag_ms() -> float:
         return max((line.get("loop_lag_ms_max", 0.0) for line in run.metrics() if line["step"] >= steps), default=0.0)
 
-    run.wait_for(lambda: lag_ms() > 900.0 * _BLOCK_S, "a step with the lag of the event loop")
-    return Injected(witness=f"{len(_called(run, 'block'))} calls blocked, and metrics.jsonl has a lag of {lag_ms() / 1000:.1f} s")
+    run.wait_for(lambda: lag_ms() > 900.0 * _BLOCK_S, "a step that records the lag of the event loop")
+    return Injected(witness=f"{len(_called(run, 'block'))} calls blocked, and metrics.jsonl records a lag of {lag_ms() / 1000:.1f} s")
 
 
 def late_scores(run: Subject) -> Injected:
@@ -126,10 +126,10 @@ def late_scores(run: Subject) -> Injected:
         for wrong in (replace(sent, value=2.0), replace(sent, episode_id=f"{part.episode_id}-unknown")):
             rejected[_rejection(run, wrong, now)] += 1
         if run.store.add_score(sent, now=now).repeated or not run.store.add_score(sent, now=now).repeated:
-            raise ChaosError(f"the score of {part.episode_id} was not stored once")
+            raise ChaosError(f"the score of {part.episode_id} was not stored exactly once")
         rejected[_rejection(run, replace(sent, value=1.0 - value, key=f"{part.episode_id}-2"), now)] += 1
     if set(rejected) - {"contradictory", "finished"} != {"out_of_range", "unknown"} or rejected.total() != 3 * len(late):
-        raise ChaosError(f"the invalid scores were rejected as {dict(rejected)}")
+        raise ChaosError(f"the invalid scores had unexpected rejections: {dict(rejected)}")
     groups = {part.group for part in late}
     run.wait_for(lambda: all(entry.use for entry in run.entries() if entry.index in groups), "the steps that train these groups")
     return Injected(witness=f"{len(late)} scores of {len(groups)} groups arrived late and counted once; rejected: {_counts(rejected)}")
@@ -162,7 +162,7 @@ def _unscored(run: Subject, fault: str) -> Injected:
     first = len(run.entries())
     switch_path(run.run_dir).write_text(fault)
     try:
-        run.wait_for(lambda: _affected(run, fault, first), "a stored group of the failing verifier")
+        run.wait_for(lambda: _affected(run, fault, first), "a stored group with scores of the failing verifier")
         scores = _affected(run, fault, first)
     finally:
         switch_path(run.run_dir).unlink()

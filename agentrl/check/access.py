@@ -114,7 +114,7 @@ async def prove_unreadable(tasks: Sequence[Task], golden: Mapping[str, GoldAttem
         name="no answer is readable in what the agent is given",
         looked_at=f"files and prompts of {plural(len(tasks), 'task')}, and "
         f"{plural(sum(len(copied.files) for copied in images.values()), 'file')} of {plural(len(images), 'image')}",
-        findings=(*_leak_findings(in_task, "in its files or prompt"), *_leak_findings(built_in, "in its image")),
+        findings=(*_leak_findings(in_task, "in the files or the prompt"), *_leak_findings(built_in, "in the image")),
         unproven=tuple(f"that no answer is in image {image}: {copied.problem}" for (image, _), copied in images.items() if copied.problem),
     )
 
@@ -132,7 +132,7 @@ def _leak_findings(leaks_of: Mapping[str, list[Leak]], where: str) -> list[Findi
             for task, leaks in of_kind.items()
             for leak in leaks[:1]
         ]
-        more = "" if certain else ", which is right if the agent should look it up"
+        more = "" if certain else ", which is intended if the agent should look it up"
         text = f"the truth of {plural(len(of_kind), 'task')} is {where}{more} ({join_examples(unique(texts))})"
         findings.append(Finding(severity="failure" if certain else "note", what=text, tasks=tuple(of_kind)))
     return findings
@@ -156,7 +156,7 @@ async def image_files(spec: SandboxSpec, sandboxes: SandboxBackend) -> ImageFile
             result = await sandbox.python(program, timeout_s=PAGE_S, output_bytes=PAGE_BYTES)
             page = _page(result.stdout) if result.ok and not result.truncated else None
             if page is None:
-                copied.problem = f"its image's files cannot be listed: {(result.reason or result.stderr)[-200:] or 'invalid output'}"
+                copied.problem = f"its files cannot be listed: {(result.reason or result.stderr)[-200:] or 'invalid output'}"
                 return copied
             files, more, big = page
             copied.files |= files
@@ -169,7 +169,7 @@ async def image_files(spec: SandboxSpec, sandboxes: SandboxBackend) -> ImageFile
             skip = more
     finally:
         await sandbox.close()
-    copied.problem = f"only the first {len(copied.files):,} files of its image were searched"
+    copied.problem = f"only the first {len(copied.files):,} files were searched"
     return copied
 
 

@@ -51,11 +51,11 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 NEVER_PROVEN = (
-    "that the truth is right: gold solution and verifier may share a mistake",
-    "that no other cheat scores: only those of agentrl/check/cheats.py were tried",
+    "that the truth is correct: the gold solution and the verifier may share a mistake",
+    "that no other cheat scores: only the cheats in agentrl/check/cheats.py were tried",
     "that no answer is readable in another form, encoded, or over the network",
-    "that held-out tasks are not similar to training tasks: only equal ones are detected",
-    "that tasks are the same on another machine, with other packages, or on another day",
+    "that held-out tasks are not similar to training tasks: only equal tasks are detected",
+    "that tasks are the same on another machine, with different packages, or on another day",
     "that the policy's chat template presents the tools as intended",
 )
 
@@ -180,8 +180,8 @@ def sandbox_configs(choice: str) -> list[SandboxConfig]:
         backends = ["docker", "bubblewrap"] if choice == "all" else [json.loads(choice) if choice.startswith("{") else choice]
         return [SandboxConfig.model_validate({"backend": backend}) for backend in backends]
     except ValueError:
-        fix = 'use docker, bubblewrap, auto, all, a reference, or {"ref": "cell", "options": ...}'
-        raise UserError(f"no sandbox backend {choice!r}", fix=fix) from None
+        fix = 'use docker, bubblewrap, auto, all, a plug-in reference, or {"ref": "cell", "options": ...}'
+        raise UserError(f"there is no sandbox backend {choice!r}", fix=fix) from None
 
 
 async def check_backend(config: SandboxConfig, image: str, *, root: Path, only: str = "", runtime: str = "") -> list[dict[str, Any]]:
@@ -201,7 +201,7 @@ async def attack_backend(
     spec = replace(ATTACK_SPEC, image=image, runtime=runtime)
     async with close_after(backend.close):
         if not isinstance(backend, ChannelBackend):
-            raise UserError(f"the attacks are for built-in backends, not {config.backend}", fix="run `agentrl sandbox check`")
+            raise UserError(f"the attacks run only on built-in backends, not on {config.backend}", fix="run `agentrl sandbox check`")
         results = await run_attacks(backend, spec, only=only, report=lambda result: report(backend.name, result))
     return [{"backend": backend.name, **codec.to_data(result)} for result in results]
 

@@ -30,9 +30,9 @@ Actor = Callable[[Environment, str], Action]
 """Returns an action for an environment and its last observation."""
 
 NOT_PROVEN = (
-    "that other seeds, and longer episodes, behave like those that were played",
+    "that other seeds and longer episodes behave like the episodes that were played",
     "that a policy cannot earn the reward in a way that you did not intend",
-    "that episodes are the same on another machine, with other packages, or on another day",
+    "that episodes are the same on another machine, with different packages, or on another day",
 )
 
 
@@ -246,7 +246,7 @@ class OneActor:
 
     async def step(self, action: str | ToolCall) -> Step:
         """Stores the action of the next role. Applies the actions when all roles that act at the same time have one."""
-        assert isinstance(action, str), "the actions of games are texts"
+        assert isinstance(action, str), "the actions of games are strings"
         role = next(iter(self._waiting))
         del self._waiting[role]
         self._actions[role] = action
@@ -320,8 +320,8 @@ def _difference(wanted: Played, got: Played) -> str:
     for one, other in zip(wanted.steps, got.steps, strict=False):
         for what, before, after in zip(("observation", "reward", "terminated", "truncated"), one, other, strict=True):
             if before != after:
-                return f"another {what} after the same actions"
-    return "" if len(wanted.steps) == len(got.steps) else "another number of steps after the same actions"
+                return f"a different {what} after the same actions"
+    return "" if len(wanted.steps) == len(got.steps) else "a different number of steps after the same actions"
 
 
 def _class(spec: EnvironmentSpec) -> Any:

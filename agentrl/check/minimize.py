@@ -105,7 +105,7 @@ async def search_smaller_case(search: MinimizeSearch, *, model: str, at: str) ->
         why = "the budget is too small" if fails is None else "its proof fails, or the policy passes it too often"
         raise UserError(
             f"case {case.id} cannot be minimized: {why}",
-            fix=f"choose one that agentrl check proves and that nearly always fails; --budget allows {search.budget} attempts",
+            fix=f"choose a case that agentrl check proves and that nearly always fails; --budget allows {search.budget} attempts",
         )
     task = case.task
     for parts in (message_and_file_parts, line_parts):
@@ -134,8 +134,8 @@ async def minimize_case(prepared: PreparedEvaluation, case: Case, family: TaskFa
         budget: total number of attempts.
     """
     if case.task.family != family.name:
-        problem = f"case {case.id} belongs to family {case.task.family!r}, the recipe's is {family.name!r}"
-        raise UserError(problem, fix="name a recipe of that family, whose gold solutions prove smaller tasks")
+        problem = f"case {case.id} belongs to family {case.task.family!r}, but the recipe's family is {family.name!r}"
+        raise UserError(problem, fix="use a recipe of that family: its gold solutions prove smaller tasks")
     async with open_policy(prepared, console=False) as opened:
         number = 0
 

@@ -21,7 +21,7 @@ from agentrl.reward.group_judging import GroupJudgeScorer
 from agentrl.task.leaks import hidden_truths
 from agentrl.task.outputs import example_path
 
-NAME = "answers without work score at the bottom"
+NAME = "answers without work get the lowest score"
 TASKS = 3  # number of tasks of each verifier that get these answers; one less if tasks grade files, which may need sandboxes
 
 _INJECTIONS = (
@@ -191,12 +191,13 @@ def _findings(results: Sequence[_Result], golden: Mapping[str, GoldAttempt]) -> 
         text = f"{results[0].verifier} scores up to {most:g} for answers without work: {join_examples(list(map(_describe, bad)))}"
         findings.append(Finding(severity="failure", what=text, tasks=_ids(bad)))
     if perhaps := [result for result in paid if result not in bad]:
-        text = f"{results[0].verifier} scores {join_examples(list(map(_describe, perhaps)))} above 0; the answer may be right there"
+        text = f"{results[0].verifier} scores {join_examples(list(map(_describe, perhaps)))} above 0; the answer may be correct there"
         findings.append(Finding(severity="note", what=text, tasks=_ids(perhaps)))
     if silent := [result for result in results if result.score.value is None]:
         why = silent[0].score.reason.replace("\n", " ")[:200]
         text = (
-            f"{results[0].verifier} does not score {join_examples(list(map(_describe, silent)))} ({why}): an agent could exclude attempts"
+            f"{results[0].verifier} does not score {join_examples(list(map(_describe, silent)))} ({why}):"
+            " an agent could cause its attempts to be excluded"
         )
         findings.append(Finding(severity="warning", what=text, tasks=_ids(silent)))
     return findings

@@ -89,7 +89,7 @@ async def generate_practice(
 def check_count(count: int, suite: Suite) -> None:
     """Raises `UserError` if there would be more than 100,000 tasks."""
     if count * len(suite.cases) > 100_000:
-        raise UserError(f"{count} tasks for each of {len(suite.cases)} cases are more than 100,000", fix="give a smaller --count")
+        raise UserError(f"{count} tasks for each of {len(suite.cases)} cases exceed the maximum of 100,000", fix="give a smaller --count")
 
 
 def _problems(drawn: Sequence[PracticeTask], cases: Sequence[CaseResult], proofs: Sequence[Proof]) -> dict[str, str]:
@@ -110,8 +110,8 @@ async def _draw(
 ) -> list[PracticeTask]:
     """Draws up to `count` different tasks for a case, which are not withheld and not yet proven. Raises `TaskError` if there are none."""
     if case.task.family != family.name:
-        problem = f"case {case.id} belongs to family {case.task.family!r}, the recipe's is {family.name!r}"
-        raise TaskError(problem, fix="name a recipe of that family")
+        problem = f"case {case.id} belongs to family {case.task.family!r}, but the recipe's family is {family.name!r}"
+        raise TaskError(problem, fix="use a recipe of that family")
     if callable(getattr(family, "variants", None)):
         variants = list(islice(cast(VariedFamily, family).variants(case.task, seed=seed), DRAWS * count))
     else:
@@ -119,7 +119,7 @@ async def _draw(
     drawn: list[PracticeTask] = []
     for how, task in variants:
         if task.split is not Split.TRAIN:
-            raise TaskError(f"{family.name}: variant {task.id!r} has split {task.split}", fix="make variants of split train")
+            raise TaskError(f"{family.name}: variant {task.id!r} has split {task.split}", fix="create variants in split train")
         if len(drawn) < count and task.key not in seen and task not in withheld:
             seen.add(task.key)
             drawn.append(practice_task(case, how, task))
@@ -137,7 +137,7 @@ async def _mutants(
     cases, _ = await prove_tasks(family, [task], sandboxes, root=root)
     wrong = next((result for result in cases if result.case == GOLD and not result.ok), None)
     if wrong is not None or not cases:
-        raise TaskError(f"the gold solution is not right on the case: {wrong.detail if wrong else 'it did not run'}")
+        raise TaskError(f"the gold solution does not solve the case: {wrong.detail if wrong else 'it did not run'}")
     mutants: list[tuple[str, Task]] = []
     for mutant in islice(mutate_task(task, seed=seed), DRAWS * count):
         if len(mutants) == count:
@@ -149,5 +149,5 @@ async def _mutants(
             if solved not in withheld:
                 mutants.append((MUTATED, solved))
     if not mutants:
-        raise TaskError("no other numbers in its files give another answer", fix="give its family a method variants")
+        raise TaskError("no other numbers in the case's files give a different answer", fix="add a method variants to the family")
     return mutants

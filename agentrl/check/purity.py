@@ -63,7 +63,7 @@ def split_sizes(family: TaskFamily, count: int | None) -> dict[Split, int]:
     for split in Split:
         size = family.size(split)
         if size is None and count is None:
-            raise ValueError(f"{family.name} has endless tasks")
+            raise ValueError(f"{family.name} has infinitely many tasks")
         number[split] = min(limit for limit in (size, count) if limit is not None)
     return number
 
@@ -80,12 +80,12 @@ def prove_purity(source: FamilySource, sizes: Mapping[Split, int]) -> Proof:
     except RuntimeError as error:
         findings = [Finding(severity="failure", what=f"the family cannot be opened in another process: {error}")]
     else:
-        findings = _differences(first, other, "in another process, with another hash seed")
+        findings = _differences(first, other, "in another process with a different hash seed")
     cannot = [draw for draw, drawn in first.items() if isinstance(drawn, str)]
     if cannot:
         text = f"{plural(len(cannot), 'task')} cannot be created: {first[cannot[0]]}"
         findings.insert(0, Finding(severity="failure", what=text, tasks=tuple(map(draw_name, cannot))))
-    findings += _differences(first, again, "drawn again in another order")
+    findings += _differences(first, again, "when drawn again in a different order")
     return Proof(
         name=NAME,
         looked_at=f"{plural(len(draws), 'task')}, each drawn three times, once in another process",
@@ -161,7 +161,7 @@ def _by_seed(source: FamilySource, sizes: Mapping[Split, int]) -> list[Finding]:
     pairs = [(_draw(family, (Split.TRAIN, index)), _draw(other, (Split.TRAIN, index))) for index in range(min(known))]
     if not pairs or any(_without_id(first) != _without_id(second) for first, second in pairs):
         return []
-    return [Finding(severity="note", what="another seed gives the same training tasks: the family does not use its seed")]
+    return [Finding(severity="note", what="a different seed gives the same training tasks: the family does not use its seed")]
 
 
 def _without_id(drawn: Drawn) -> Drawn:
@@ -189,7 +189,7 @@ def _draw_in_subprocess(source: FamilySource, draws: Sequence[Draw]) -> list[dic
                 command, input=json.dumps(question), env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
             )
         except subprocess.TimeoutExpired:
-            raise RuntimeError(f"not finished after {TIMEOUT_S:g} s") from None
+            raise RuntimeError(f"it did not finish within {TIMEOUT_S:g} s") from None
         if done.returncode:
             raise RuntimeError(done.stderr.strip()[-600:] or f"exit code {done.returncode}")
         drawn: list[Any] = json.loads(answer.read())

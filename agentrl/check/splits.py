@@ -84,7 +84,7 @@ def _equal(drawn: Mapping[Split, list[Task]], seen: Mapping[Split, list[str]], s
     if not pairs:
         return []
     shown = join_examples([f"{task.id} is {other.id}" for task, other in pairs])
-    text = f"{len(pairs):,} of {len(drawn[split]):,} tasks in {split} show the agent the same as a training task: {shown}"
+    text = f"{len(pairs):,} of {len(drawn[split]):,} tasks in {split} show the agent the same content as a training task: {shown}"
     return [Finding(severity="failure", what=text, tasks=tuple(task.id for task, _ in pairs))]
 
 
@@ -100,8 +100,10 @@ def _repeats(split: Split, seen: list[str]) -> list[Finding]:
     repeats = len(seen) - len(set(seen))
     if not repeats:
         return []
-    effect = "confidence intervals of evaluations are too narrow" if split is not Split.TRAIN else "they are trained on more often"
-    return [Finding(severity="note", what=f"{repeats:,} of {len(seen):,} tasks in {split} repeat another one: {effect}")]
+    effect = (
+        "confidence intervals of evaluations are too narrow" if split is not Split.TRAIN else "the policy is trained on them more often"
+    )
+    return [Finding(severity="note", what=f"{repeats:,} of {len(seen):,} tasks in {split} repeat another task: {effect}")]
 
 
 def _guesses(split: Split, tasks: list[Task]) -> list[Finding]:
@@ -112,7 +114,7 @@ def _guesses(split: Split, tasks: list[Task]) -> list[Finding]:
     if times < GUESSED * len(answers):
         return []
     share = times / len(answers)
-    return [Finding(severity="note", what=f"answering {shorten(answer)!r} to everything is right in {share:.0%} of the tasks in {split}")]
+    return [Finding(severity="note", what=f"the answer {shorten(answer)!r} is correct in {share:.0%} of the tasks in {split}")]
 
 
 def _same_names(tasks: list[Task], seen: list[str]) -> list[Finding]:
@@ -122,5 +124,5 @@ def _same_names(tasks: list[Task], seen: list[str]) -> list[Finding]:
     twice = [name for name, keys in contents.items() if len(keys) > 1]
     if not twice:
         return []
-    text = f"different tasks have the same id, by which transcripts name them: {join_examples(twice)}"
+    text = f"different tasks have the same id, which identifies them in transcripts: {join_examples(twice)}"
     return [Finding(severity="warning", what=text, tasks=tuple(twice))]

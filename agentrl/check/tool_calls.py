@@ -21,7 +21,7 @@ from agentrl.protocols import Sandbox, SandboxBackend, ToolSource
 from agentrl.records import Task
 from agentrl.task.outputs import sandbox_of
 
-NAME = "tools of the project's own answer any call"
+NAME = "the project's tools answer any call"
 CALL_S = 15.0  # maximum duration of one call in this check, regardless of the task's limit
 _BROKE = "makes its sandbox fail, which excludes the episode"
 _TYPES = {"string", "number", "integer", "boolean", "array", "object", "null"}
@@ -45,7 +45,7 @@ async def prove_tools(tasks: Sequence[Task], sandboxes: SandboxBackend, run: Too
     for name, task in users.items():
         findings += await _prove(name, task, sandboxes, run)
     findings += _clashes(tasks, run)
-    looked_at = f"{plural(len(users), 'tool')}: {join_examples(list(users))}" if users else "no tool is named by reference"
+    looked_at = f"{plural(len(users), 'tool')}: {join_examples(list(users))}" if users else "no task refers to a tool by reference"
     return Proof(name=NAME, looked_at=looked_at, findings=tuple(findings))
 
 
@@ -57,7 +57,8 @@ def _clashes(tasks: Sequence[Task], run: ToolSource | None) -> list[Finding]:
             names = [tool_name for name in tools for tool_name in load_tools([name], None, run)]
         clashing += [name for name in dict.fromkeys(names) if names.count(name) > 1]
     return [
-        Finding(severity="failure", what=f"two tools of one task have the name {name!r}; the agent gets only the last") for name in clashing
+        Finding(severity="failure", what=f"two tools of one task have the name {name!r}; the agent gets only the last one")
+        for name in clashing
     ]
 
 
@@ -135,7 +136,7 @@ async def _prove_state(reference: str, instance: ToolInstance, fresh: Sequence[A
         with user_code.fault_boundary() as fault:
             await user_code.call_user_code(restored.open, what=f"restoring {instance.kind.__name__}", timeout_s=CALL_S)
             if await restored.state(timeout_s=CALL_S) != state:
-                problems.append("its restored state differs from the saved one, so a resumed episode has other tools")
+                problems.append("its restored state differs from the saved one, so a resumed episode has different tools")
         if fault.error is not None:
             problems.append(f"its state cannot be restored ({shorten(user_code.describe_error(fault.error), 200)})")
     finally:
@@ -173,7 +174,7 @@ def _wrong_parameters(parameters: Any) -> list[str]:
     for name, schema in parameters["properties"].items():
         kinds = schema.get("type", []) if isinstance(schema, Mapping) else None
         if kinds is None or not set([kinds] if isinstance(kinds, str) else kinds) <= _TYPES:
-            wrong.append(f"its parameter {name!r} has no type of JSON Schema: {shorten(repr(schema))}")
+            wrong.append(f"its parameter {name!r} has no JSON Schema type: {shorten(repr(schema))}")
     required = parameters.get("required", [])
     if not isinstance(required, list) or not set(required) <= set(parameters["properties"]):
         wrong.append(f"it requires parameters that it does not have: {shorten(repr(required))}")

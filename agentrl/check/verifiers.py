@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 RETRIES = 2
-NAME = "verifiers score anything, and twice alike"
+NAME = "verifiers score any answer, and do so consistently"
 TASKS = 3  # number of tasks of each verifier that get malformed answers
 
 
@@ -107,7 +107,7 @@ def _problem(score: Score) -> str:
         return f"no score: {shorten(score.reason, 300)}"
     if not math.isfinite(score.value):
         return f"a score that is not finite: {score.value}"
-    return f"a score of {score.value:g} for work that is wrong" if is_above(score.value, 0.0) else ""
+    return f"a score of {score.value:g} for incorrect work" if is_above(score.value, 0.0) else ""
 
 
 def _inconsistent(pairs: Sequence[tuple[str, Score, Score]]) -> list[Finding]:
@@ -124,7 +124,7 @@ def _inconsistent(pairs: Sequence[tuple[str, Score, Score]]) -> list[Finding]:
     where = (
         f"{_score_text(first)} and {_score_text(second)}"
         if first.value != second.value
-        else f"other {join_examples(parts) or 'turns or branches'}"
+        else f"different {join_examples(parts) or 'turns or branches'}"
     )
     text = f"{plural(len(differing), 'task')} of {len(pairs)} score differently the second time: {name} {where}"
     return [Finding(severity="failure", what=text, tasks=tuple(name for name, _, _ in differing))]

@@ -66,7 +66,7 @@ COMMANDS: dict[str, dict[str, Command]] = {
         "label": Command("judging:label", "Label the answers of a run by hand.", "label runs/quickstart --by anna --phase after"),
         "score": Command(
             "score:score",
-            "List the scores that a run waits for, and send them: by command, from a file, over HTTP or on a web page.",
+            "List the pending scores of a run, and send scores by command, from a file, over HTTP or on a web page.",
             "score runs/mine --list; agentrl score runs/mine EPISODE review 0.5 --by anna; agentrl score runs/mine --serve --port 8421",
         ),
     },
@@ -74,27 +74,29 @@ COMMANDS: dict[str, dict[str, Command]] = {
         "failures": Command("failures:failures_app", "List, read, tag, cluster, promote, import and export captured failures."),
     },
     "Inspect": {
-        "view": Command("view:view", "Show runs in a web page, live, down to the token.", "view runs; agentrl view runs/quickstart --open"),
-        "watch": Command("view:watch", "Show a run in the terminal, while it trains or afterwards.", "watch runs/quickstart"),
+        "view": Command(
+            "view:view", "Show runs in a live web page, down to single tokens.", "view runs; agentrl view runs/quickstart --open"
+        ),
+        "watch": Command("view:watch", "Show a run in the terminal, during training or afterwards.", "watch runs/quickstart"),
         "report": Command("runs:report", "Write report.html from the files of a run folder.", "report runs/quickstart --follow"),
         "profile": Command(
             "profile:profile",
-            "Run two steps of a recipe, and print where the time went.",
+            "Run a few steps of a recipe and print where the time is spent.",
             "profile recipes/quickstart.py serving.threads=2",
         ),
-        "tasks": Command("tasks:tasks_app", "List, add, remove and re-weight the tasks of a run, also while it trains."),
-        "versions": Command("versions:versions_app", "List, compare, promote and pin the policy versions of a run, or return to one."),
+        "tasks": Command("tasks:tasks_app", "List, add, remove and reweight the tasks of a run, even during training."),
+        "versions": Command("versions:versions_app", "List, compare, promote and pin the policy versions of a run, or roll back to one."),
         "store": Command("store:store", "List, count and verify the sampled groups of a run.", "store runs/quickstart --verify"),
         "export": Command(
             "export:export",
-            "Write the episodes of a run as logs for inspect_ai, Parquet, JSON lines or ATIF.",
+            "Export the episodes of a run as inspect_ai logs, Parquet, JSON lines or ATIF.",
             "export runs/quickstart --to eval --step 12 && inspect view --log-dir runs/quickstart/exports/eval",
         ),
         "memory": Command(
             "runs:memory", "Show the notes of a run's agents and check which agents read them.", "memory runs/archive --json"
         ),
     },
-    "Set-up": {
+    "Setup": {
         "init": Command(
             "doctor:init",
             "Create a project with a task family, verifier, recipe and test.",
@@ -104,10 +106,10 @@ COMMANDS: dict[str, dict[str, Command]] = {
         "check": Command(
             "check:check", "Check a task family in real sandboxes before training on it.", "check sandboxes/chores --backend bubblewrap"
         ),
-        "env": Command("environments:env_app", "Install packages with environments, each into a separate virtual environment."),
-        "chaos": Command("chaos:chaos_app", "Kill parts of a small real run and verify that it loses nothing."),
-        "cluster": Command("cluster:cluster_app", "Show what a run needs and whether a cluster has it; write Kubernetes manifests."),
-        "sandbox": Command("sandboxes:sandbox_app", "Check and attack sandbox backends, list and remove sandboxes."),
+        "env": Command("environments:env_app", "Install packages that contain environments, each in a separate virtual environment."),
+        "chaos": Command("chaos:chaos_app", "Kill parts of a small real run and verify that no data is lost."),
+        "cluster": Command("cluster:cluster_app", "Show what a run needs and whether it fits a cluster; write Kubernetes manifests."),
+        "sandbox": Command("sandboxes:sandbox_app", "Check and attack sandbox backends; list, remove and serve sandboxes."),
         "model": Command("model:model_app", "Import a model from a folder, a GGUF file or a package."),
     },
 }
@@ -135,7 +137,7 @@ class LazyGroup(TyperGroup):
         for heading, commands in COMMANDS.items():
             lines += ["", f"{heading}:", *(f"  {name:{width}}  {command.summary}" for name, command in commands.items())]
         lines += ["", "Options:", f"  {'--version':{width}}  Print the version.", f"  {'-h, --help':{width}}  Print this help.", ""]
-        lines.append("`agentrl COMMAND --help` describes a command, with an example.")
+        lines.append("Run `agentrl COMMAND --help` for the options of a command and an example.")
         return "\n".join(lines)
 
 

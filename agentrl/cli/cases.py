@@ -38,37 +38,37 @@ if TYPE_CHECKING:
 def promote_failures(
     run: RunFolder,
     into: Annotated[Path, typer.Option("--into", help="Folder of the suite, created if needed.")],
-    traces: Annotated[list[str] | None, typer.Argument(help="Ids of traces. Default: those that match the filters.")] = None,
+    traces: Annotated[list[str] | None, typer.Argument(help="Trace ids. Default: all traces that match the filters.")] = None,
     tag: OfTag = "",
     kind: OfKind = "",
     phase: OfPhase = "",
     version: OfVersion = None,
-    most: Annotated[int | None, typer.Option(min=1, help="Largest number of traces that match the filters; the newest are used.")] = None,
+    most: Annotated[int | None, typer.Option(min=1, help="Maximum number of traces that match the filters; the newest are used.")] = None,
     note: Annotated[str, typer.Option(help="Comment stored in the cases.")] = "",
-    threshold: Annotated[float | None, typer.Option(help="Mean score to reach. Default: the environment's, else the evaluation's.")] = None,
+    threshold: Annotated[float | None, typer.Option(help="Mean score that passes. Default: the environment's or evaluation's.")] = None,
     repeats: Annotated[int | None, typer.Option(min=1, max=1000, help="Attempts per case. Default: as set in the suite.")] = None,
     from_turn: Annotated[
-        str, typer.Option("--from-turn", help="Start the cases at this turn, counted from 1, or at the `failing` turn of the tag.")
+        str, typer.Option("--from-turn", help="Start the cases at this turn: a number from 1, or `failing` for the turn in the tag.")
     ] = "",
     verifier: Annotated[list[str] | None, typer.Option("--verifier", help="For imported traces: verifier, module:attr.")] = None,
-    truths: Annotated[Path | None, typer.Option(help='For imported traces: JSON lines file of {"trace": "ID", "truth": "412"}.')] = None,
-    truth_from: Annotated[str, typer.Option(help="For imported traces: key of the right answer in the origin of each trace.")] = "",
+    truths: Annotated[Path | None, typer.Option(help='For imported traces: JSON lines file with {"trace": "ID", "truth": "412"}.')] = None,
+    truth_from: Annotated[str, typer.Option(help="For imported traces: key of the correct answer in the origin of each trace.")] = "",
     tools: Annotated[
-        list[str] | None, typer.Option("--tools", help="For imported traces: tool that replaces the recorded results, module:attr.")
+        list[str] | None, typer.Option("--tools", help="For imported traces: tool to call instead of recorded results, module:attr.")
     ] = None,
     image: Annotated[str, typer.Option(help="For imported traces: sandbox image, for tools and verifiers that use a sandbox.")] = "",
     as_json: JsonFlag = False,
 ) -> None:
     """Turn traces into regression cases. A case contains the task and its origin. Tasks that are already in the suite are skipped.
 
-    An imported trace needs --verifier and a truth. Its prompt is the message of the user, and its tools return the recorded results.
+    An imported trace needs --verifier and a truth. The prompt of its case is the user's message. Its tools return the recorded results.
 
-    With --from-turn the episode is replayed in a live sandbox up to that turn, and the case starts there.
+    With --from-turn, the episode is replayed in a live sandbox up to that turn, and the case starts there.
     """
     from agentrl.failure.promote import describe_excluded_messages, promote
 
     if not traces and not (tag or kind or phase or version is not None or most):
-        raise UserError("no traces are selected", fix="give ids, or filters such as --tag misread_output --most 20")
+        raise UserError("no traces are selected", fix="give trace ids, or filters such as --tag misread_output --most 20")
     supplied = _user_parts(verifier, truths, truth_from, tools, image)
     with open_collection(run) as collection:
         wanted = trace_filter(tag=tag, kind=kind, phase=phase, version=version, ids=traces)
@@ -114,7 +114,8 @@ def _print_promotions(promotions: Sequence[Promotion], into: Path, *, as_json: b
     else:
         print("\n".join(one.summary for one in promotions))
         print(
-            f"{written} new cases in {into}; {len(promotions) - written} exist already. Do not train on them: tasks.withhold='[\"{into}\"]'"
+            f"{written} new cases in {into}; {len(promotions) - written} already exist. "
+            f"To exclude them from training: tasks.withhold='[\"{into}\"]'"
         )
 
 
@@ -127,20 +128,20 @@ def _none_chosen(run: Path, selected: Sequence[TraceRow]) -> UserError:
     text = ", ".join(f"{times} {why}" for why, times in reasons.items() if times)
     return UserError(
         f"none of the {len(selected)} traces that match these filters can become a case: {text}",
-        fix="select other traces; imported traces need --verifier, and --truths FILE or --truth-from KEY",
+        fix="select different traces; imported traces need --verifier, and --truths FILE or --truth-from KEY",
     )
 
 
 def minimize(
     suite: Annotated[Path, typer.Argument(help="Folder of the suite.")],
-    case: Annotated[str, typer.Argument(help="Id of a case in it. The smaller case replaces it.")],
-    recipe: Annotated[Path, typer.Argument(help="Recipe file with the task family, whose gold solution checks the smaller tasks.")],
+    case: Annotated[str, typer.Argument(help="Id of a case in the suite. The smaller case replaces it.")],
+    recipe: Annotated[Path, typer.Argument(help="Recipe file with the task family. Its gold solution must solve the smaller tasks.")],
     policy: Annotated[str, typer.Option(help="Policy that fails the case: a model folder, RUN@VERSION, or module:attr.")],
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Dotted overrides of the evaluation, such as evaluation.sampling.temperature=0.")
     ] = None,
     repeats: Annotated[int, typer.Option(min=3, max=100, help="Attempts per smaller task.")] = 6,
-    budget: Annotated[int, typer.Option(min=12, max=100_000, help="Largest total number of attempts.")] = 240,
+    budget: Annotated[int, typer.Option(min=12, max=100_000, help="Maximum total number of attempts.")] = 240,
     run_dir: Annotated[Path | None, typer.Option(help="Folder for logs. Default: runs/SUITE-eval, runs/SUITE-eval-2, ...")] = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -168,18 +169,18 @@ _LINE = 1000  # characters
 
 
 def practice(
-    suite: Annotated[Path, typer.Argument(help="Folder of a suite. Its practice.jsonl is replaced.")],
+    suite: Annotated[Path, typer.Argument(help="Folder of a suite. The command replaces its practice.jsonl.")],
     recipe: Annotated[Path, typer.Argument(help="Recipe file whose task family generates the tasks.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="Dotted overrides of the recipe.")] = None,
-    count: Annotated[int, typer.Option(min=1, max=10_000, help="Largest number of tasks per case.")] = 12,
+    count: Annotated[int, typer.Option(min=1, max=10_000, help="Maximum number of tasks per case.")] = 12,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the generated tasks.")] = 0,
-    parallel: Annotated[int, typer.Option(min=1, help="Number of sandboxes at a time.")] = 8,
+    parallel: Annotated[int, typer.Option(min=1, help="Number of parallel sandboxes.")] = 8,
     as_json: JsonFlag = False,
 ) -> None:
-    """Generate training tasks from the cases of a suite, and keep those that pass the checks of agentrl check.
+    """Generate training tasks from the cases of a suite and keep those that pass the checks of `agentrl check`.
 
-    No generated task equals, or nearly equals, a case of the suite or of another suite that the recipe withholds. tasks.practice adds them
-    to a run.
+    Tasks that equal or nearly equal a case of this suite, or of any suite that the recipe withholds, are excluded. To train on the
+    generated tasks, set tasks.practice.
     """
     root, loaded = load_recipe(recipe, overrides or [])
     cases = load_suite(suite)

@@ -25,7 +25,7 @@ chaos_app = typer.Typer(no_args_is_help=True, add_completion=False, context_sett
 
 @chaos_app.command("list", epilog="Example: agentrl chaos list --json")
 def chaos_list(as_json: JsonFlag = False) -> None:
-    """List the cases, with their faults and the times within which the run must recover."""
+    """List the cases with their faults and the maximum recovery times."""
     from agentrl.chaos import CASES
 
     if as_json:
@@ -38,19 +38,21 @@ def chaos_list(as_json: JsonFlag = False) -> None:
 
 @chaos_app.command("run", epilog="Example: agentrl chaos run --case 1 --case 5")
 def chaos_run(
-    numbers: Annotated[list[int] | None, typer.Option("--case", help="Number of a case; may be repeated. Default: all.")] = None,
-    minutes: Annotated[float, typer.Option(min=0.0, help="Minutes in which random parts are killed, after the cases. 0: none.")] = 0.0,
+    numbers: Annotated[
+        list[int] | None, typer.Option("--case", help="Number of a case; may be repeated. Default: all, or none with --minutes.")
+    ] = None,
+    minutes: Annotated[float, typer.Option(min=0.0, help="Kill random parts for this many minutes, after the cases of --case.")] = 0.0,
     kills: Annotated[int, typer.Option(min=1, help="Maximum number of random kills.")] = 100,
     seed: Annotated[int, typer.Option(help="Seed of the random kills.")] = 0,
-    work: Annotated[Path | None, typer.Option(help="Folder for the runs, which is kept. Default: a temporary folder.")] = None,
+    work: Annotated[Path | None, typer.Option(help="Keep the runs in this folder. Default: a temporary folder.")] = None,
     sandbox: Annotated[str, typer.Option(help="Sandbox backend.")] = "bubblewrap",
-    slack: Annotated[float, typer.Option(min=1.0, help="Factor that multiplies every bound, for a machine that does other work.")] = 1.0,
+    slack: Annotated[float, typer.Option(min=1.0, help="Multiply every time bound by this factor, for a busy machine.")] = 1.0,
     as_json: JsonFlag = False,
 ) -> None:
-    """Kill, stop and damage the parts of a small real run, and verify that it loses nothing.
+    """Kill, stop and damage the parts of a small real run, and verify that no data is lost.
 
-    Each case proves that its fault happened, and measures the time until the run worked again. Afterwards the ledger, all scores and the
-    processes that are left are verified. Exits with 1 if a case fails.
+    Each case verifies that its fault happened and measures the time until the run recovers. Afterwards it checks the ledger, all scores
+    and the remaining processes. The exit code is 1 if a case fails.
     """
     from agentrl.chaos import CASES, run_cases, run_soak
 
@@ -67,7 +69,7 @@ def chaos_run(
     with tempfile.TemporaryDirectory(prefix="agentrl-chaos-") as scratch:
         folder = (work or Path(scratch)).resolve()
         if folder.is_dir() and any(folder.iterdir()):
-            raise UserError(f"{folder} is not empty", fix="give another --work")
+            raise UserError(f"{folder} is not empty", fix="choose an empty folder with --work")
         folder.mkdir(parents=True, exist_ok=True)
         results = run_cases(chosen, work=folder, backend=sandbox, slack=slack, report=report) if chosen else []
         if minutes:

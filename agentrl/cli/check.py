@@ -35,9 +35,10 @@ def check(
         int | None, typer.Option(min=1, help="Number of tasks per split. Default: all tasks of a folder, 24 of a recipe.")
     ] = None,
     sandbox: Annotated[
-        str | None, typer.Option("--backend", "--sandbox", help="auto, docker, bubblewrap or module:attr (overrides the recipe).")
+        str | None,
+        typer.Option("--backend", "--sandbox", help="Sandbox backend: auto, docker, bubblewrap or module:attr. Overrides the recipe."),
     ] = None,
-    parallel: Annotated[int, typer.Option(min=1, help="Number of tasks at a time.")] = 8,
+    parallel: Annotated[int, typer.Option(min=1, help="Number of tasks checked in parallel.")] = 8,
     as_json: JsonFlag = False,
 ) -> None:
     """Check a task family in real sandboxes: gold solutions score 1, cheats score 0, splits do not overlap, answers are hidden."""
@@ -61,11 +62,11 @@ def check(
 def sandbox_check(
     backend: BackendChoice = "auto",
     image: ImageFolder = "sandboxes/tables",
-    only: Annotated[str, typer.Option(help="Run only checks whose name contains this text.")] = "",
+    only: Annotated[str, typer.Option(help="Run only checks whose name contains this string.")] = "",
     runtime: RuntimeName = "",
     as_json: JsonFlag = False,
 ) -> None:
-    """Check that a sandbox backend conforms to the protocol: limits, isolation, clean-up, hostile programs."""
+    """Check that a sandbox backend conforms to the protocol: limits, isolation, cleanup, hostile programs."""
     from agentrl.check.check import check_backend, sandbox_configs
 
     root = project_root(Path.cwd() / image / "image.toml")
@@ -84,11 +85,11 @@ def sandbox_check(
 def sandbox_attack(
     backend: BackendChoice = "auto",
     image: ImageFolder = "sandboxes/tables",
-    only: Annotated[str, typer.Option(help="Run only attacks whose name contains this text.")] = "",
+    only: Annotated[str, typer.Option(help="Run only attacks whose name contains this string.")] = "",
     runtime: RuntimeName = "",
     as_json: JsonFlag = False,
 ) -> None:
-    """Attack a sandbox backend with hostile programs and report each: contained, ESCAPED, or error. Takes about a minute per backend."""
+    """Run hostile programs in a sandbox backend and report each as contained, ESCAPED or error. Takes about a minute per backend."""
     from agentrl.check.check import attack_backend, sandbox_configs
     from agentrl.sandbox.attacks import AttackResult
 
@@ -101,7 +102,7 @@ def sandbox_attack(
     for config in sandbox_configs(backend):
         backend_results = asyncio.run(attack_backend(config, image, root=root, only=only, runtime=runtime, report=report))
         counts = Counter(item["verdict"] for item in backend_results)
-        tally = ", ".join(f"{count} {verdict}" for verdict, count in counts.items()) or "no attack of that name"
+        tally = ", ".join(f"{count} {verdict}" for verdict, count in counts.items()) or "no attack matches --only"
         print(f"{config.backend}: {tally}", file=sys.stderr if as_json else sys.stdout)
         results += backend_results
     if as_json:
@@ -123,7 +124,7 @@ def open_target(target: str, backend: str | None, overrides: Sequence[str] = ())
     path = Path(target)
     if is_family(target):
         if overrides:
-            raise UserError(f"{overrides[0]}: {target} takes no overrides", fix="write a recipe with tasks.family, and check that")
+            raise UserError(f"{overrides[0]}: {target} takes no overrides", fix="set tasks.family in a recipe and check the recipe")
         root = project_root((path.resolve() if path.is_dir() else Path.cwd()) / "task")
         add_project_root(root)
         family = str(path.resolve()) if path.is_dir() else target  # a `Path` would collapse the two slashes of openenv:http://HOST

@@ -35,13 +35,13 @@ def plan(
     recipe: RecipeFile,
     overrides: Overrides = None,
     cluster: Annotated[
-        str | None, typer.Option(help="auto, HOST:PORT or ray://HOST:PORT of a Ray cluster: also show whether the plan fits it.")
+        str | None, typer.Option(help="Ray cluster: auto, HOST:PORT or ray://HOST:PORT. Also show whether the plan fits it.")
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Show the parts that a recipe starts and what each reserves, without starting anything.
 
-    With --cluster, or cluster.address in the recipe, it also shows the nodes of the cluster. If the plan cannot fit, the exit code is 2.
+    With --cluster, or with cluster.address in the recipe, also show the nodes of the cluster. The exit code is 2 if the plan cannot fit.
     """
     from agentrl.cluster.plan import plan_here
 
@@ -77,8 +77,13 @@ def assignment_note(plan: ClusterPlan, nodes: Sequence[ClusterNode]) -> str:
     if now.assignment is not None:
         return "The plan fits."
     if fit_plan(plan, nodes).assignment is not None:
-        return "The plan fits the cluster, but not next to what other jobs have reserved: " + ("; ".join(now.problems) or "too fragmented")
-    return "No assignment to nodes was found, but the cluster has enough in total. Ray may find one; reserve less to make it likely."
+        return "The plan fits the cluster, but not the resources that other jobs leave free: " + (
+            "; ".join(now.problems) or "they are too fragmented"
+        )
+    return (
+        "No assignment to nodes was found, but the cluster has enough resources in total. "
+        "Ray may find one; this is more likely if the parts reserve less."
+    )
 
 
 def _show_plan(plan: ClusterPlan, nodes: Sequence[ClusterNode] = (), note: str = "", *, as_json: bool = False) -> None:
@@ -100,20 +105,22 @@ def _show_plan(plan: ClusterPlan, nodes: Sequence[ClusterNode] = (), note: str =
 def manifest(
     recipe: RecipeFile,
     overrides: Overrides = None,
-    image: Annotated[str, typer.Option(help="Image of all pods; see agentrl cluster dockerfile.")] = "agentrl:latest",
+    image: Annotated[str, typer.Option(help="Image for all pods; see `agentrl cluster dockerfile`.")] = "agentrl:latest",
     namespace: Annotated[str, typer.Option(help="Namespace of all objects.")] = "default",
     storage: Annotated[str, typer.Option(help="Size of the volume for the run folder.")] = "100Gi",
     egress: Annotated[
-        list[str] | None, typer.Option(help="Address range that driver and workers may reach, such as 203.0.113.0/24. Default: none.")
+        list[str] | None, typer.Option(help="Address range that the driver and workers may reach, such as 203.0.113.0/24. Default: none.")
     ] = None,
-    cells: Annotated[int, typer.Option(min=0, help="Pods in which sandboxes open. 0: they open in the pods of driver and workers.")] = 0,
-    cell_memory: Annotated[str, typer.Option(help="Memory of each cell, for the limits of its sandboxes.")] = "8Gi",
+    cells: Annotated[
+        int, typer.Option(min=0, help="Number of pods for sandboxes. 0: sandboxes open in the pods of the driver and workers.")
+    ] = 0,
+    cell_memory: Annotated[str, typer.Option(help="Memory of each sandbox pod, shared by its sandboxes.")] = "8Gi",
     out: Annotated[Path | None, typer.Option(help="File to write. Default: standard output.")] = None,
 ) -> None:
     """Write the Kubernetes objects of a run as YAML: a KubeRay RayJob, Redis, network policies and a volume.
 
-    Set device=cpu or device=cuda. The file contains no secret: Redis reads its password from a Kubernetes Secret. The first lines of the
-    file have the command that creates it.
+    The recipe must set device=cpu or device=cuda. The file contains no secrets: Redis reads its password from a Kubernetes Secret. The
+    first lines of the file show the command that creates the Secret.
     """
     from agentrl.cluster.manifest import ManifestOptions, build_objects, object_name
     from agentrl.cluster.plan import plan_parts
@@ -122,7 +129,7 @@ def manifest(
     all_overrides = tuple(overrides or ())
     root, loaded = load_recipe(recipe, ["cluster.address=auto", *all_overrides])
     if loaded.device == "auto":
-        raise UserError("device=auto: whether pods request GPUs must be known here", fix="add device=cuda or device=cpu")
+        raise UserError("device=auto: the manifest must specify whether pods request GPUs", fix="add device=cuda or device=cpu")
     path = recipe.resolve().relative_to(root.resolve()).as_posix()
     options = ManifestOptions(
         recipe=path,
@@ -149,10 +156,10 @@ def manifest(
 def write_dockerfile(
     gpu: Annotated[bool, typer.Option("--gpu", help="Build for NVIDIA GPUs. Default: for CPUs.")] = False,
     project: Annotated[Path, typer.Option(help="Project folder, which becomes /project in the image.")] = Path(),
-    requirement: Annotated[str | None, typer.Option(help="Requirement of agentrl for pip. Default: this version.")] = None,
-    out: Annotated[Path | None, typer.Option(help="File to write, with its .dockerignore. Default: standard output.")] = None,
+    requirement: Annotated[str | None, typer.Option(help="Requirement for pip that installs agentrl. Default: this version.")] = None,
+    out: Annotated[Path | None, typer.Option(help="File to write, next to its .dockerignore. Default: standard output.")] = None,
 ) -> None:
-    """Write the Dockerfile of the image for all pods of a run, with the project and its sandbox images."""
+    """Write a Dockerfile for the image of all pods of a run. The image contains the project and its sandbox images."""
     from agentrl.cluster.dockerfile import IGNORED, dockerfile, project_requirement
 
     installed = project_requirement(project, "gpu" if gpu else "cpu", requirement)
@@ -170,5 +177,5 @@ def _write(text: str, out: Path | None) -> None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"cannot write {out}: {error.strerror or error}", fix="choose another --out") from error
+        raise UserError(f"cannot write {out}: {error.strerror or error}", fix="choose a different --out") from error
     print(f"wrote {out}", file=sys.stderr)

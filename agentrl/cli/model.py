@@ -56,10 +56,10 @@ def import_(
     if as_json:
         print(json.dumps({"folder": str(imported.folder), "fresh": imported.fresh, **record}))
         return
-    licence = record["licence"]["id"] or "not stated by the source; look it up before you share the trained model"
+    licence = record["licence"]["id"] or "not specified by the source; look it up before you share the trained model"
     print(f"{imported.folder}{'' if imported.fresh else ' already contains this model'}")
     print(f"{record['model']['type']}, {record['model']['parameters']:,} parameters, {record['model']['dtype']}; licence: {licence}")
     if not record["chat_template"]["shows_tools"]:
-        print(f"the chat template cannot show tools; for tasks with tools add --chat-template {SHIPPED_TEMPLATES[0]}")
+        print(f"the chat template does not render tools; for tasks with tools, add --chat-template {SHIPPED_TEMPLATES[0]}")
     elif "tool_format" in record["chat_template"]:  # not in the record of an import by an older version
         print(f"tool calls: {record['chat_template']['tool_format']}")

@@ -30,14 +30,17 @@ def profile(
     steps: Annotated[int, typer.Option(min=1, help="Learner steps to measure, after a warm-up step.")] = 2,
     run_dir: Annotated[Path | None, typer.Option(help="Keep the run in this folder. Default: a temporary folder.")] = None,
     sandbox: SandboxChoice = None,
-    nsight: Annotated[bool, typer.Option("--nsight", help="Also record learner and servers with Nsight Systems, on a GPU.")] = False,
+    nsight: Annotated[
+        bool, typer.Option("--nsight", help="Also record the learner and the servers with Nsight Systems. Needs a GPU.")
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Run a few learner steps of a recipe, and print where the time went.
+    """Run a few learner steps of a recipe and print where the time is spent.
 
-    Runs the recipe without evaluations and gate in a temporary folder. The parts that compute at the same time, and the states of each
-    part, add up to the wall time of the measured steps. CPU seconds add up to the number of CPUs times the wall time. With --nsight, the
-    measured steps are also in reports of Nsight Systems, in nsight/ of --run-dir or of the current folder.
+    Runs the recipe without evaluations and gate in a temporary folder. One table shows which parts compute at the same time, and one
+    table per part shows its states. Each of them adds up to the wall time of the measured steps. CPU seconds add up to the number of CPUs
+    times the wall time. With --nsight, the command also writes Nsight Systems reports of the measured steps to nsight/ in --run-dir or in
+    the current folder.
     """
     root, written = load_recipe(recipe, [])
     changed = written.but(*(overrides or []), *([f"sandbox.backend={sandbox}"] if sandbox else []))
@@ -59,7 +62,7 @@ def profile(
         result = asyncio.run(profile_steps(loaded, start, checked, root=root, wanted=wanted, nsight=recorder))
         print(json.dumps(result.to_data()) if as_json else render_profile(result))
         if recorder is not None:
-            print(f"reports of Nsight Systems: {recorder.folder}", file=sys.stderr)
+            print(f"Nsight Systems reports: {recorder.folder}", file=sys.stderr)
 
 
 @contextmanager

@@ -37,7 +37,7 @@ def init_project(target: Path, name: str, *, empty: bool = False) -> list[Path]:
     """
     shown = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")
     if not shown:
-        raise UserError(f"{name!r} is not a project name", fix="use a folder name with letters, digits and dashes")
+        raise UserError(f"{name!r} is not a valid project name", fix="use a folder name with letters, digits and dashes")
     root, parts = content_root(), () if empty else CONTENT
     try:
         _make_empty(target)
@@ -48,7 +48,7 @@ def init_project(target: Path, name: str, *, empty: bool = False) -> list[Path]:
             text = template.read_text(encoding="utf-8").replace(NAME_MARK, shown).replace(AGENTRL_MARK, requirement())
             result.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"cannot write {target}: {error.strerror or error}", fix="choose a folder that you may write to") from error
+        raise UserError(f"cannot write {target}: {error.strerror or error}", fix="choose a writable folder") from error
     return sorted(path for path in target.rglob("*") if path.is_file())
 
 
@@ -66,7 +66,7 @@ def _make_empty(target: Path) -> None:
         raise UserError(f"{target} is a file", fix="choose a new folder")
     target.mkdir(parents=True, exist_ok=True)
     if any(target.iterdir()):
-        raise UserError(f"{target} is not empty", fix="choose a new folder; nothing in it was changed")
+        raise UserError(f"{target} is not empty", fix="choose a new folder; this one was not changed")
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -69,7 +69,7 @@ def evaluate_suites_command(
             junit_file, junit_xml(outcomes, folder=prepared.start.folder, policy=policy.name, at=evaluations[0].results.about.at)
         )
     if pinning:
-        print(f"{pin_baselines(evaluations)} cases store these results as their baseline", file=sys.stderr)
+        print(f"stored these results as the baseline of {pin_baselines(evaluations)} cases", file=sys.stderr)
     if code := exit_code(outcomes):
         raise typer.Exit(code)
 

@@ -89,7 +89,7 @@ def undoing() -> Iterator[Callable[[], None]]:
 
 def _leave(*_: object) -> NoReturn:
     with suppress(OSError):
-        os.write(2, b"\nstopped before the start\n")
+        os.write(2, b"\nstopped before the command started\n")
     os._exit(130)
 
 
@@ -148,7 +148,7 @@ def run_folder(
 def load_recipe(path: Path, overrides: list[str]) -> tuple[Path, Recipe]:
     """Loads a recipe file with overrides. Returns the root of its project, which is added to `sys.path`, and the recipe."""
     if not path.is_file():
-        raise RecipeError(f"no recipe file {path}", fix="give the path of a Python file with a module-level `recipe`")
+        raise RecipeError(f"there is no recipe file {path}", fix="give the path of a Python file with a module-level `recipe`")
     root = project_root(path)
     add_project_root(root)
     recipe = resolve(f"{path.resolve()}:recipe")
@@ -157,8 +157,10 @@ def load_recipe(path: Path, overrides: list[str]) -> tuple[Path, Recipe]:
     return root, apply_overrides(recipe, overrides)
 
 
-JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
-SandboxChoice = Annotated[str | None, typer.Option("--sandbox", help="auto, docker, bubblewrap or module:attr (overrides the recipe).")]
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+SandboxChoice = Annotated[
+    str | None, typer.Option("--sandbox", help="Sandbox backend: auto, docker, bubblewrap or module:attr. Overrides the recipe.")
+]
 
 
 def model_override(model: str | None) -> tuple[str, ...]:

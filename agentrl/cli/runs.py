@@ -21,17 +21,19 @@ _FOLLOW_S = 5.0  # between two looks at a run
 
 def report(
     run_dir: Annotated[Path, typer.Argument(help="Run folder.")],
-    follow: Annotated[bool, typer.Option("--follow", help="Write it again whenever the run changes, until it ends.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="Rewrite the report whenever the run changes, until the run ends.")] = False,
 ) -> None:
     """Write report.html from the files of a run folder."""
     if not run_dir.is_dir():
         raise UserError(f"there is no run folder {run_dir}", fix="give the folder of a run, such as runs/quickstart")
     if not is_run(run_dir) and not (run_dir / "episodes").is_dir():
-        raise UserError(f"{run_dir} has no run, evaluation or captured failures", fix="give the folder of a run, such as runs/quickstart")
+        raise UserError(
+            f"{run_dir} contains no run, evaluation or captured failures", fix="give the folder of a run, such as runs/quickstart"
+        )
     print(_write(run_dir), flush=True)
     while follow and (changed := _wait_for_change(run_dir)):
         _write(run_dir)
-        print(f"{changed}: written again", file=sys.stderr, flush=True)
+        print(f"{changed} changed: the report was rewritten", file=sys.stderr, flush=True)
 
 
 def _write(run_dir: Path) -> Path:
@@ -67,12 +69,12 @@ def _marks(run_dir: Path) -> dict[str, tuple[int, int]]:
     return marks
 
 
-_CLAIM = "no episode read notes of its own group, of a later version, of another split, or of an attempt at the same task"
+_CLAIM = "no episode read notes from its own group, a later version, a different split, or an attempt at the same task"
 _SHOWN = 10  # episodes that read an answer
 
 
 def memory(run_dir: Annotated[Path, typer.Argument(help="Run folder.")], as_json: JsonFlag = False) -> None:
-    """Show the notes of a run's agents, and check from its episodes that no agent read a note from an attempt at the same task."""
+    """Show the notes of a run's agents. Check in its episodes that no agent read a note from an attempt at the same task."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -84,10 +86,10 @@ def memory(run_dir: Annotated[Path, typer.Argument(help="Run folder.")], as_json
     if as_json:
         print(json.dumps(report.to_data()))
         raise typer.Exit(0 if report.ok else 1)
-    print(f"version {report.version} of the memory")
+    print(f"memory version {report.version}")
     for scope, (notes, writers) in report.kept.items():
-        print(f"  {one_line(scope)}: {notes} notes of {writers} episodes")
-    print(f"{report.episodes} training episodes: {report.writers} wrote notes, {report.readers} read some")
+        print(f"  {one_line(scope)}: {notes} notes from {writers} episodes")
+    print(f"{report.episodes} training episodes: {report.writers} wrote notes, {report.readers} read notes")
     print(f"{report.evaluated} evaluation episodes: {report.evaluated_readers} read notes")
     print(f"{'ok  ' if report.ok else 'FAIL'}  {_CLAIM}")
     for why in report.examples:

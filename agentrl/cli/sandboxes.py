@@ -37,7 +37,9 @@ def sandbox_ls(as_json: JsonFlag = False) -> None:
 @sandbox_app.command("prune", epilog="Example: agentrl sandbox prune --images --dry-run")
 def sandbox_prune(
     images: Annotated[bool, typer.Option("--images", help="Also remove unused images.")] = False,
-    unused_days: Annotated[float | None, typer.Option(help="With --images: age of unused images in days. Default: 30.", min=0.0)] = None,
+    unused_days: Annotated[
+        float | None, typer.Option(help="With --images: days since the last use of an image. Default: 30.", min=0.0)
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")] = False,
 ) -> None:
     """Remove sandboxes of drivers that have died. With --images, also remove unused images."""
@@ -50,7 +52,7 @@ def sandbox_prune(
             if not sandbox.driver_alive:
                 print(f"would remove sandbox {sandbox.name} ({sandbox.backend})")
     else:
-        print(f"{prune()} removed")
+        print(f"sandboxes removed: {prune()}")
     if images:
         evicted = evict(days=30.0 if unused_days is None else unused_days, dry=dry_run)
         for item in evicted:
@@ -60,12 +62,16 @@ def sandbox_prune(
 
 @sandbox_app.command("serve", epilog="Example: agentrl sandbox serve --key env:AGENTRL_CELL_KEY")
 def sandbox_serve(
-    key: Annotated[str, typer.Option(help="The key of drivers: env:NAME or file:PATH, at least 16 characters.")] = "env:AGENTRL_CELL_KEY",
-    listen: Annotated[str, typer.Option(help="Address. The connection is not encrypted: use a private network.")] = "0.0.0.0:7423",
-    sandboxes: Annotated[int, typer.Option(min=1, help="Sandboxes open at once.")] = 64,
-    memory_mb: Annotated[int, typer.Option(min=0, help="Memory of all sandboxes. 0: what this container may use, less 256 MiB.")] = 0,
+    key: Annotated[str, typer.Option(help="Key of the drivers: env:NAME or file:PATH, at least 16 characters.")] = "env:AGENTRL_CELL_KEY",
+    listen: Annotated[
+        str, typer.Option(help="Address to listen on. The connection is not encrypted: use a private network.")
+    ] = "0.0.0.0:7423",
+    sandboxes: Annotated[int, typer.Option(min=1, help="Maximum number of open sandboxes.")] = 64,
+    memory_mb: Annotated[
+        int, typer.Option(min=0, help="Memory of all sandboxes in MiB. 0: the memory of this container minus 256 MiB.")
+    ] = 0,
 ) -> None:
-    """Serve as a cell: open bubblewrap sandboxes for drivers elsewhere that set sandbox.backend=cell. Run it in a container or pod."""
+    """Run a cell: open bubblewrap sandboxes for drivers on other machines that set sandbox.backend=cell. Run it in a container or pod."""
     from agentrl.sandbox.cell.server import run_cell
 
     run_cell(read_secret(key), listen, sandboxes=sandboxes, memory_mb=memory_mb)

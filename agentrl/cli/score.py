@@ -31,34 +31,39 @@ def score(
     episode: Annotated[str | None, typer.Argument(help="Id of the episode.")] = None,
     part: Annotated[str | None, typer.Argument(help="Name of the pending part.")] = None,
     value: Annotated[float | None, typer.Argument(help="The score. Write -- before a negative number.")] = None,
-    by: Annotated[str, typer.Option(help="Who scored it. Default: the user name.")] = "",
+    by: Annotated[str, typer.Option(help="Name of the scorer. Default: the user name.")] = "",
     key: Annotated[
         str,
-        typer.Option(help="Idempotency key: a repeated score with it counts once. Default: a hash of the score; with --replace a new key."),
+        typer.Option(
+            help="Idempotency key: scores with the same key count once. Default: a hash of the score, or a new key with --replace."
+        ),
     ] = "",
     replace: Annotated[
-        bool, typer.Option("--replace", help="Replace an earlier score. Possible while the group waits for another score.")
+        bool, typer.Option("--replace", help="Replace an earlier score. Possible while the group waits for more scores.")
     ] = False,
-    list_all: Annotated[bool, typer.Option("--list", help="List the scores that the run waits for.")] = False,
+    list_all: Annotated[bool, typer.Option("--list", help="List the pending scores.")] = False,
     import_file: Annotated[
-        Path | None, typer.Option("--import", help="Send the scores of a file: one JSON object per line, as for POST /scores.")
+        Path | None, typer.Option("--import", help="Send the scores in a file: one JSON object per line, as for POST /scores.")
     ] = None,
-    serve: Annotated[bool, typer.Option("--serve", help="Serve POST /scores and a page for people until ctrl-C.")] = False,
+    serve: Annotated[bool, typer.Option("--serve", help="Serve POST /scores and a scoring page until ctrl-C.")] = False,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of --serve; 0: any free port.")] = 8421,
-    host: Annotated[str, typer.Option(help="Address of --serve.")] = "127.0.0.1",
-    blind: Annotated[bool, typer.Option("--blind", help="Hide the true answers on the page.")] = False,
+    host: Annotated[str, typer.Option(help="Address that --serve listens on.")] = "127.0.0.1",
+    blind: Annotated[bool, typer.Option("--blind", help="Hide the correct answers on the page.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """List the scores that a run waits for, and send them. Works during the run and after it.
+    """List the pending scores of a run, and send scores. Works during the run and afterwards.
 
-    A line of --import: {"episode_id": ..., "part": ..., "value": ..., "scored_by": ..., "key": ..., "replace": ...}; the last three are
-    optional. Exits with 1 if a line was rejected, and with 2 if a single score was.
+    Each line of the --import file has the form
+    {"episode_id": ..., "part": ..., "value": ..., "scored_by": ..., "key": ..., "replace": ...}. The last three fields are optional. The
+    exit code is 1 if a line is rejected, and 2 if a single score is rejected.
     """
     single = (episode, part, value)
     if replace and value is None:
         raise UserError("--replace needs EPISODE PART VALUE", fix='in a file or a request, write "replace": true')
     if sum((any(one is not None for one in single), list_all, import_file is not None, serve)) != 1:
-        raise UserError("give exactly one of EPISODE PART VALUE, --list, --import and --serve", fix="agentrl score --help has examples")
+        raise UserError(
+            "give exactly one of EPISODE PART VALUE, --list, --import and --serve", fix="see the examples: agentrl score --help"
+        )
     with open_run_store(run_dir) as store:
         if list_all:
             _list(store, as_json=as_json)
@@ -67,7 +72,7 @@ def score(
         elif serve:
             asyncio.run(_serve(store, run_dir, host, port, blind=blind, user=by or _user()))
         elif any(one is None for one in single):
-            raise UserError("EPISODE, PART and VALUE belong together", fix="agentrl score RUN EPISODE PART VALUE")
+            raise UserError("EPISODE, PART and VALUE must be given together", fix="agentrl score RUN EPISODE PART VALUE")
         else:
             key = key or (secrets.token_hex(16) if replace else "")  # a person may correct a score back and forth
             sent = {"episode_id": episode, "part": part, "value": value, "key": key or None, "replace": replace}
@@ -106,7 +111,7 @@ def _send(store: ExperienceStore, data: dict[str, Any], by: str, *, as_json: boo
     if as_json:
         print(json.dumps(codec.to_data(receipt)))
         return
-    state = "was stored before" if receipt.repeated else "is stored"
+    state = "was already stored" if receipt.repeated else "is stored"
     state += "" if receipt.replaced is None else f" and replaces {receipt.replaced:g}"
     group = sampled_index(receipt.group)
     print(f"the score {state}: attempt {receipt.attempt} of group {group}, which waits for {receipt.remaining} more scores")

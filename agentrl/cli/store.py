@@ -40,15 +40,15 @@ def store(
         bool, typer.Option("--verify", help="Compare the ledger with all groups, the newest checkpoint and metrics.jsonl.")
     ] = False,
     index: Annotated[
-        bool, typer.Option("--index", help="Index the episodes of a run of an older version, or with a user-supplied store.")
+        bool, typer.Option("--index", help="Index the episodes of a run of an older version or a run with a user-supplied store.")
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """List the groups of a run and count its sampled, trained, excluded and open tokens. Works during the run.
 
     A group is issued (its block has started), running (an attempt has ended or saved a turn), parked (it waits for late scores), ready,
-    assigned to a learner step, trained, or excluded because its step trained none of its tokens. Open tokens belong to parked, ready and
-    assigned groups. Exits with 1 if --verify reports a problem.
+    assigned to a learner step, trained, or excluded (its step trained none of its tokens). Open tokens belong to parked, ready and assigned
+    groups. The exit code is 1 if --verify reports a problem.
     """
     from agentrl.experience import audit
 
@@ -85,7 +85,7 @@ def store(
 
 def _print_counts(counts: LedgerCounts, expiries: Sequence[float]) -> None:
     if counts.residuals:
-        print(f"{counts.tokens_residual:,} tokens of {counts.residuals} groups trained again, for late parts (residuals)")
+        print(f"{counts.tokens_residual:,} tokens of {counts.residuals} groups were trained again for late parts (residuals)")
     if counts.parts_pending:
         first = f"; the next expires at {datetime.fromtimestamp(min(expiries)).isoformat(' ', 'seconds')}" if expiries else ""
         print(f"{counts.parts_pending} parts of late scores have not arrived{first}")
@@ -107,7 +107,7 @@ def _index(run_dir: Path) -> None:
     if groups is None:
         print("the store has an index, which is always up to date")
     else:
-        print(f"indexed {groups} groups in {run_dir / 'episodes.sqlite'}; index again for later ones")
+        print(f"indexed {groups} groups in {run_dir / 'episodes.sqlite'}; repeat this command to index later groups")
 
 
 def _expiries(opened: ExperienceStore) -> list[float]:
@@ -166,7 +166,7 @@ def open_run_store(run_dir: Path) -> Iterator[ExperienceStore]:
     loaded = recipe.load(run_dir / "recipe.json")
     if loaded.store.ref in STORE.shipped and not (run_dir / "experience.sqlite").is_file():
         raise UserError(
-            f"{run_dir} has no stored groups yet", fix="wait until the first group is stored, or give the folder of another run"
+            f"{run_dir} has no stored groups yet", fix="wait until the first group is stored, or give the folder of a different run"
         )
     opened = open_store(run_dir, loaded)
     try:

@@ -71,11 +71,11 @@ def evaluate_suite(
 def compare_evaluations(
     before: Annotated[
         str | None,
-        typer.Argument(help="Folder of an evaluation or its run, RUN@VERSION for one of the gate, or a training run."),
+        typer.Argument(help="Folder of an evaluation or of its run, RUN@VERSION for an evaluation by the gate, or a training run."),
     ] = None,
-    after: Annotated[str | None, typer.Argument(help="The second evaluation or run. Without it, plan a comparison.")] = None,
+    after: Annotated[str | None, typer.Argument(help="The second evaluation or run. If omitted, plan a comparison.")] = None,
     alpha: Annotated[float, typer.Option(help="Significance level.")] = ALPHA,
-    margin: Annotated[float, typer.Option(help="Difference of mean scores that counts as equal.")] = MARGIN,
+    margin: Annotated[float, typer.Option(help="Largest difference of mean scores that counts as equal.")] = MARGIN,
     difference: Annotated[float, typer.Option(help="Print how many cases are needed to detect this difference of mean scores.")] = 0.1,
     rate: Annotated[
         float | None, typer.Option(min=0, max=1, help="Plan without an evaluation: expected share of passing attempts.")
@@ -87,10 +87,10 @@ def compare_evaluations(
 ) -> None:
     """Compare two evaluations of a suite case by case: effect with interval, verdict, and the cases whose result changed.
 
-    Two training runs are compared by what differs in their recipes, success before and after training, by kind, and cost.
+    For two training runs, compare their recipes, success before and after training, success by kind, and cost.
 
     The verdict is better or worse if the difference is significant, same if it is smaller than --margin in either direction, and otherwise
-    not enough data. Evaluations with different temperature, top_k, top_p or min_p get no verdict without --across-sampling.
+    not enough data. If temperature, top_k, top_p or min_p differ, there is no verdict unless --across-sampling is given.
 
     With one evaluation, or only --rate, print how many cases a comparison needs to detect --difference.
     """
@@ -257,7 +257,7 @@ def render_comparison(
     ]
     test = "exact" if comparison.exact else "sampled"
     ways = " and ".join(_sampling(one) for one in (first, second))
-    concluded = comparison.verdict if verdict else f"none: sampled with {ways}; add --across-sampling to get one"
+    concluded = comparison.verdict if verdict else f"none because the sampling settings differ: {ways}; add --across-sampling to get one"
     lines = [
         f"before  {comparison.before:.3f}  {names[0]}",
         f"after   {comparison.after:.3f}  {names[1]}",
@@ -273,7 +273,7 @@ def render_comparison(
         lines += [f"{what}: {one_line(case, _NAME)}  {_mean(ones[case])} -> {_mean(others[case])}" for case in cases[:_CASES_SHOWN]]
         if len(cases) > _CASES_SHOWN:
             lines.append(f"{what}: {len(cases) - _CASES_SHOWN} more cases")
-    for what, named in (("only on one side", comparison.unpaired), ("changed", tuple(changed))):
+    for what, named in (("only in one evaluation", comparison.unpaired), ("changed", tuple(changed))):
         if named:
             more = f", and {len(named) - _CASES_SHOWN} more" if len(named) > _CASES_SHOWN else ""
             lines.append(f"{what}: {', '.join(one_line(case, _NAME) for case in named[:_CASES_SHOWN])}{more}")

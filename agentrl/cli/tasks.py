@@ -31,7 +31,7 @@ def list_command(
     all_tasks: Annotated[bool, typer.Option("--all", help=f"List all tasks. Default: the {_ROWS} with the most groups.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """List the task families of a run, the tasks that it has used (weight, state, groups, mean score) and the changes."""
+    """List the task families of a run, the tasks used so far (weight, state, groups, mean score) and the changes."""
     with loading():
         from agentrl.session.task_changes import list_tasks
 
@@ -69,7 +69,7 @@ def add_command(
     family: Annotated[str, typer.Argument(help="Folder of task folders, or plug-in reference, as for tasks.family.")],
     options: Annotated[list[str] | None, typer.Argument(help="Options of the family, such as level=3.")] = None,
     name: Annotated[str | None, typer.Option(help="Name of the family in this run. Default: the last part of FAMILY.")] = None,
-    weight: Annotated[float, typer.Option(help="Share of the groups relative to other families. The recipe's family has 1.")] = 1.0,
+    weight: Annotated[float, typer.Option(help="Weight relative to other families. The recipe's family has weight 1.")] = 1.0,
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of the family. Default: the recipe's.")] = None,
 ) -> None:
     """Add a task family to a run. Run this in the recipe's project.
@@ -115,7 +115,7 @@ def _request(run: Path, action: str, name: str, **settings: Any) -> None:
     done = request_change(run, change)
     live = is_driven(run)
     print(f"requested: {one_line(done.text)}, starting with the next group")
-    print(f"see: agentrl tasks list {run}" if live else f"the run is stopped; continue it with: {resume_command(run)}")
+    print(f"check with: agentrl tasks list {run}" if live else f"the run is stopped; continue it with: {resume_command(run)}")
 
 
 def _options(pairs: list[str]) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def _options(pairs: list[str]) -> dict[str, Any]:
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals or not key:
-            raise UserError(f"option {pair!r} is not KEY=VALUE", fix="write an option as level=3")
+            raise UserError(f"option {pair!r} is not KEY=VALUE", fix="write options such as level=3")
         try:
             options[key] = json.loads(value)
         except (ValueError, RecursionError):

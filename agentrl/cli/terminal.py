@@ -31,7 +31,7 @@ PATIENCE_S = 30.0
 _MOST = 1 << 20  # bytes of output that wait for a reader
 _CHUNK = 4096  # bytes of one write
 _PAUSE_S = 0.05
-_DROPPED = b"\n[output is missing here: it was not read in time. The run folder has all figures]\n"
+_DROPPED = b"\n[some output was dropped because it was not read in time; the run folder has all figures]\n"
 
 
 def outlast_readers() -> None:

@@ -57,10 +57,10 @@ def train(
 ) -> None:
     """Fine-tune an agent with reinforcement learning.
 
-    Press ctrl-C once to finish the current step, save and write the report; twice to stop immediately.
+    Press ctrl-C once to finish the current step, save, and write the report. Press it twice to stop immediately.
 
-    objective.advantage, objective.loss, trackers, store, sandbox.backend and serving.weight_transfer take the name of a built-in part, or a
-    reference to your own: module:attr, ./file.py:attr, or an entry point of the group agentrl.plugins.
+    objective.advantage, objective.loss, trackers, store, sandbox.backend and serving.weight_transfer accept the name of a built-in part, or
+    a reference to your own part: module:attr, ./file.py:attr, or an entry point of the group agentrl.plugins.
     """
     root, written = load_recipe(recipe, [])
     chosen = [f"sandbox.backend={sandbox}"] * bool(sandbox) + [f"cluster.address={json.dumps(cluster)}"] * bool(cluster)
@@ -72,7 +72,7 @@ def train(
     with run_folder(root, recipe, written, all_overrides, run_dir, resume=resume) as (start, loaded, checked):
         summary = finished_summary(start.folder, loaded) if resume else None
         if summary is not None:
-            print(f"{start.folder} is already finished. To train further, add steps=N", file=sys.stderr)
+            print(f"{start.folder} is already finished. To train more steps, add steps=N", file=sys.stderr)
         else:
             with loading():
                 from agentrl.run.loop import train as run_training
@@ -117,7 +117,7 @@ def _train_supervised(
 def evaluate(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE|SUITE", help="Recipe file, or with --policy the folder of a suite.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="Dotted overrides, such as evaluation.heldout=64. With --policy, further suites.")
+        list[str] | None, typer.Argument(help="Dotted overrides, such as evaluation.heldout=64. With --policy, more suites.")
     ] = None,
     policy: Annotated[str | None, typer.Option(help="Policy to evaluate: a model folder, RUN@VERSION, URL, or module:attr.")] = None,
     suite: Annotated[Path | None, typer.Option(help="Folder of a suite, whose cases replace the held-out tasks.")] = None,
@@ -130,7 +130,7 @@ def evaluate(
     header: Annotated[list[str] | None, typer.Option(help="With --policy URL: additional header, NAME=env:VARIABLE or file:PATH.")] = None,
     tokens_name: Annotated[str, typer.Option(help="With --policy URL: the name of max_tokens on that server.")] = "",
     junit: Annotated[Path | None, typer.Option(help="With --policy: file for JUnit XML.")] = None,
-    pin: Annotated[bool, typer.Option("--pin", help="With --policy: store the results in the cases, as their baselines.")] = False,
+    pin: Annotated[bool, typer.Option("--pin", help="With --policy: store the results in the cases as their baselines.")] = False,
     model: Annotated[
         str | None, typer.Option(help="Model folder or id, or RUN@VERSION. With --policy URL: the model name on that server.")
     ] = None,
@@ -142,16 +142,16 @@ def evaluate(
 ) -> None:
     """Evaluate a model or any other policy on held-out tasks or on suites of cases.
 
-    agentrl eval RECIPE evaluates the model of the recipe on its held-out tasks. With evaluation.attempts=8 each task is tried eight times,
-    and the report shows pass@k and success against sampled tokens. With --suite the cases of a suite replace the held-out tasks. With
-    --policy URL or --policy module:attr it evaluates a policy that agentrl does not serve. --policy MODEL equals --model MODEL.
+    agentrl eval RECIPE evaluates the model of the recipe on its held-out tasks. With evaluation.attempts=8, each task is tried eight times,
+    and the report shows pass@k and success against sampled tokens. With --suite, the cases of a suite replace the held-out tasks. With
+    --policy URL or --policy module:attr, it evaluates a policy that agentrl does not serve. --policy MODEL is the same as --model MODEL.
 
     agentrl eval SUITE ... evaluates a policy on suites without a recipe. --policy defaults to the policy recorded in suite.toml. The exit
     code is 0 if every case passes, otherwise 1. A case passes if the mean score of its attempts reaches its threshold.
     """
     without_recipe = recipe.is_dir() and suite is None and not (model or key_env or request or header or tokens_name)
     if policy is not None and suite is not None:
-        raise UserError("--policy and --suite exclude each other", fix="use --model, or agentrl eval SUITE [SUITE ...] --policy POLICY")
+        raise UserError("--policy and --suite cannot be combined", fix="use --model, or agentrl eval SUITE [SUITE ...] --policy POLICY")
     requests = RequestOptions.parse(request or (), header or (), tokens_name)
     target = None if policy is None else find_policy(policy, model_name=model or "", key_env=key_env, requests=requests)
     if target is not None and target.served and recipe.is_file() and not (junit or pin):
@@ -227,7 +227,7 @@ def _evaluate_policy(
         return
     if len(suites) > 1 or junit is not None or pin:
         raise UserError(
-            f"--junit, --pin and more suites cannot be combined with the recipe {path}",
+            f"--junit, --pin and additional suites cannot be combined with the recipe {path}",
             fix=f"agentrl eval {path} [KEY=VALUE ...] --policy POLICY",
         )
     root, written = load_recipe(path, overrides)
@@ -307,7 +307,7 @@ def sample(
     groups: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Number of training tasks, each with rollout.group.size attempts. Default: 32, or as before with --resume."
+            min=1, help="Number of training tasks, each with rollout.group.size attempts. Default: 32, or with --resume the earlier number."
         ),
     ] = None,
     model: Annotated[str | None, typer.Option(help="Model folder or id, or RUN@VERSION. Default: the model of the recipe.")] = None,
@@ -320,8 +320,9 @@ def sample(
 ) -> None:
     """Sample and score attempts at training tasks without training.
 
-    Writes a run folder for agentrl tune, label, failures and report. Prints for each kind of task how many tasks are solved, and how many
-    groups have different scores, from which training can learn. Press ctrl-C once to finish the current groups, twice to stop immediately.
+    Writes a run folder for agentrl tune, label, failures and report. For each kind of task, prints how many tasks were solved and how many
+    groups contain different scores. Training can learn from such groups. Press ctrl-C once to finish the current groups. Press it twice to
+    stop immediately.
     """
     root, written = load_recipe(recipe, [])
     all_overrides = (*(overrides or []), *([f"sandbox.backend={sandbox}"] if sandbox else []), *model_override(model))
@@ -345,20 +346,21 @@ def worker(
         typer.Argument(help="Folder of a run in progress with rollout.workers, or http://HOST:PORT of its driver.", show_default=False),
     ],
     key_file: Annotated[
-        Path | None, typer.Option(help="With an address: copy of workers.json from the run folder. Default: the key in AGENTRL_DRIVER_KEY.")
+        Path | None,
+        typer.Option(help="With http://HOST:PORT: copy of workers.json from the run folder. Default: the key in AGENTRL_DRIVER_KEY."),
     ] = None,
 ) -> None:
-    """Start another rollout worker for a run in progress.
+    """Start an additional rollout worker for a run in progress.
 
-    The worker ends with the run, or with ctrl-C; other workers then continue its groups. On another machine, give the driver's address and
-    run the command in a copy of the project. The worker opens as many sandboxes as each worker that the run starts.
+    The worker stops when the run ends, or on ctrl-C. Other workers then continue its groups. On a different machine, give the driver's
+    address and run the command in a copy of the project. The worker opens as many sandboxes as each worker that the run starts.
     """
     with loading():
         from agentrl.cluster.link import take_key
         from agentrl.run.worker import main
         from agentrl.run.worker_access import WorkerAccess, read_key
 
-    print(f"sampling for {run}; ctrl-C ends this worker, not the run", file=sys.stderr)
+    print(f"sampling for {run}; ctrl-C stops this worker, not the run", file=sys.stderr)
     if not run.startswith("http://"):
         raise typer.Exit(main(lambda stack: WorkerAccess.local(Path(run))))
     key, root = take_key() if key_file is None else read_key(key_file), Path.cwd()
@@ -375,7 +377,9 @@ def render_result(result: SampleResult, *, group_size: int) -> str:
     lines += ["solved: tasks that at least one attempt solved; differ: groups whose attempts have different scores"]
     lines += [f"{count:>8} excluded  {reason}" for reason, count in result.totals.left_out_reasons.items()]
     if result.totals.solved:
-        lines.append(f"imitate the best: {shlex.join(['agentrl', 'tune', 'sft', str(result.folder), '--out', 'models/imitated'])}")
+        lines.append(
+            f"to imitate the best episodes: {shlex.join(['agentrl', 'tune', 'sft', str(result.folder), '--out', 'models/imitated'])}"
+        )
     lines.append(f"folder {result.folder}  ({result.requested} groups of {group_size})")
     return "\n".join(lines)
 

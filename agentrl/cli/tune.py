@@ -29,11 +29,11 @@ _LEAST = 1e-9  # of what would train nothing at 0
 Run = Annotated[Path, typer.Argument(help="Run folder whose scored episodes are used.")]
 Out = Annotated[Path, typer.Option(help="Folder to write the model to; must not exist.")]
 Start = Annotated[Path | None, typer.Option("--model", help="Model folder to start from. Default: the run's base policy.")]
-PerTask = Annotated[int, typer.Option(min=1, help="Maximum number for each task.")]
+PerTask = Annotated[int, typer.Option(min=1, help="Maximum number of examples per task.")]
 Margin = Annotated[float, typer.Option(min=0, help="Minimum difference of two scores for a preference pair.")]
 Epochs = Annotated[float, typer.Option(min=0.01, help="Passes over the data.")]
-Rate = Annotated[float, typer.Option(min=_LEAST, help="Highest learning rate; it follows a cosine.")]
-BatchSize = Annotated[int, typer.Option(min=1, help="Rows in an optimizer step.")]
+Rate = Annotated[float, typer.Option(min=_LEAST, help="Peak learning rate of a cosine schedule.")]
+BatchSize = Annotated[int, typer.Option(min=1, help="Rows per optimizer step.")]
 Seed = Annotated[int, typer.Option(min=0)]
 
 
@@ -44,7 +44,7 @@ def sft(
     out: Out,
     model: Start = None,
     min_score: Annotated[
-        float | None, typer.Option(help="Lowest score of an episode to imitate. Default: the task's pass threshold, else 1.")
+        float | None, typer.Option(help="Minimum score of an episode to imitate. Default: the task's pass threshold, or 1.")
     ] = None,
     per_task: PerTask = 1,
     epochs: Epochs = 2,
@@ -93,11 +93,13 @@ def reward(
     out: Out,
     run: Annotated[Path | None, typer.Argument(help="Run folder whose scored episodes are used.")] = None,
     labels: Annotated[
-        list[Path] | None, typer.Option(help="Learn from label files of agentrl label instead of a run. Needs --model.")
+        list[Path] | None, typer.Option(help="Learn from label files of `agentrl label` instead of a run. Needs --model.")
     ] = None,
     shows: Annotated[
         str | None,
-        typer.Option(help=f"With --labels: input of the model, from question, reference, transcript, outputs, answer. Default: {SHOWS}."),
+        typer.Option(
+            help=f"With --labels: fields in the model's input: question, reference, transcript, outputs, answer. Default: {SHOWS}."
+        ),
     ] = None,
     model: Start = None,
     margin: Margin = MARGIN,
@@ -140,7 +142,7 @@ def _start(run: Path, model: Path | None, out: Path) -> Path:
 
 def _model(start: Path | None, out: Path) -> Path:
     if out.exists():
-        raise UserError(f"{out} exists", fix="choose another --out, or move it away")
+        raise UserError(f"{out} already exists", fix="choose a different --out, or move the folder")
     if start is None:
         raise UserError("--labels needs a model to start from", fix="give a model folder with --model")
     if not (start / "config.json").is_file():

@@ -40,7 +40,7 @@ _TOTALS = ("episodes", "episodes_left_out", "tokens_trained", "groups_late", "ro
 def list_versions(run: RunFolder, as_json: JsonFlag = False) -> None:
     """List the versions of a run: state, staleness of the trained tokens, size, evaluations with 95% intervals, gate decisions.
 
-    A version has the number of the learner step that produced it. The run can return to versions with a checkpoint. `*`: pinned.
+    The number of a version is the learner step that produced it. The run can roll back to versions with a checkpoint. `*`: pinned.
     """
     from agentrl.session.versions import read_versions
 
@@ -103,20 +103,24 @@ def diff(
 ) -> None:
     """Compare two versions: the steps between them, the tensors that changed, and their recorded evaluations.
 
-    Evaluations are compared as by `agentrl compare`: effect with a 95% interval, a sign-flip test over cases, and the cases that changed.
+    Evaluations are compared as in `agentrl compare`: effect with a 95% interval, a sign-flip test over cases, and the cases that changed.
     """
-    from agentrl.session.version_changes import known_version
+    from agentrl.session.version_changes import known_version, require_weights
     from agentrl.session.versions import evaluation_differences, lineage, open_registry, read_versions
     from agentrl.version.tensor_diff import compare_weights
 
     registry = open_registry(run)
-    folders = [registry.path(known_version(registry, number)) for number in (before, after)]
+    versions = [known_version(registry, number) for number in (before, after)]
+    for version in versions:
+        require_weights(registry, version)
     records = {one.number: one for one in read_versions(run)}
     common, back, forth = lineage([one.version for one in records.values()], before, after)
     try:
-        tensors = list(compare_weights(*folders))
+        tensors = list(compare_weights(*(registry.path(version) for version in versions)))
     except (ValueError, OSError) as error:
-        raise UserError(f"versions {before} and {after} of {run}: {error}", fix=f"choose others: agentrl versions list {run}") from None
+        raise UserError(
+            f"cannot compare versions {before} and {after} of {run}: {error}", fix=f"choose different versions: agentrl versions list {run}"
+        ) from None
     evaluations = evaluation_differences(run, records[before], records[after])
     totals = {name: sum(records[step].metrics.get(name, 0) for step in forth if step in records) for name in _TOTALS}
     if as_json:
@@ -125,7 +129,7 @@ def diff(
         data |= {"tensors": [asdict(one) | {"relative": one.relative} for one in tensors]}
         print(json.dumps(data | {"evaluations": [asdict(one) for one in evaluations]}))
         return
-    way = f"; version {before} is {len(back)} steps from it on another branch" if back else ""
+    way = f"; version {before} is {len(back)} steps from it on a different branch" if back else ""
     print(f"version {after} continues from version {common} with {len(forth)} steps{way}")
     print("  " + ", ".join(f"{value:,.0f} {name}" for name, value in totals.items()))
     _print_metrics(records[before], records[after])
@@ -133,7 +137,7 @@ def diff(
     for one in evaluations:
         _print_evaluation(one)
     if not evaluations:
-        print(f"no evaluation of both versions is recorded; evaluate both: agentrl versions compare {run} {before} {after}")
+        print(f"no recorded evaluation includes both versions; to evaluate both: agentrl versions compare {run} {before} {after}")
 
 
 def _print_metrics(before: VersionRecord, after: VersionRecord) -> None:
@@ -177,9 +181,9 @@ def compare_versions(
     cases: Annotated[int | None, typer.Option(min=1, help="Maximum number of cases. Default: all of the suite or recipe.")] = None,
     repeats: Annotated[int | None, typer.Option(min=1, help="Attempts per case and version. Default: as set in the case or suite.")] = None,
     alpha: Annotated[float, typer.Option(help="Probability of a wrong verdict `better` or `worse`.")] = 0.05,
-    margin: Annotated[float, typer.Option(help="Difference of mean scores that counts as equal.")] = 0.05,
+    margin: Annotated[float, typer.Option(help="Largest difference of mean scores that counts as equal.")] = 0.05,
     canary: Annotated[
-        float | None, typer.Option(help="Give AFTER this share of the attempts, such as 0.2; then promote it or return to BEFORE.")
+        float | None, typer.Option(help="Give AFTER this share of the attempts, such as 0.2; then promote it or roll back to BEFORE.")
     ] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Folder of the comparison. Default: the first free runs/NAME-eval.")] = None,
     sandbox: SandboxChoice = None,
@@ -188,10 +192,10 @@ def compare_versions(
     """Run two versions on the same cases until it is clear which is better (A/B test). Run this in the recipe's project.
 
     One server switches between their weights. The comparison stops after a block of 16 cases if the 95% interval of the difference, which
-    is valid at any number of cases, excludes 0 (better, worse) or is within --margin (same). Exits with 1 if AFTER is worse.
+    is valid at any number of cases, excludes 0 (better, worse) or is within --margin (same). The exit code is 1 if AFTER is worse.
 
     With --canary 0.2, AFTER runs a fifth of the attempts and BEFORE the others. AFTER is promoted once it is clear that it is not worse by
-    --margin or more; the run returns to BEFORE once it is clear that AFTER is worse. The exit code is 1 unless AFTER is promoted.
+    --margin or more. The run rolls back to BEFORE once it is clear that AFTER is worse. The exit code is 1 unless AFTER is promoted.
     """
     with loading():
         from agentrl.evaluation.canary import check_canary, run_canary
@@ -253,7 +257,7 @@ def _apply_canary(run: Path, before: int, after: int, canary: CanaryResult, *, q
     from agentrl.evaluation.canary import CanaryOutcome
     from agentrl.session.version_changes import is_driven, promote, request_rollback
 
-    lines = ["no decision, so nothing changes: raise --cases or --repeats, or widen --margin"]
+    lines = ["no decision, so nothing was changed: raise --cases or --repeats, or widen --margin"]
     if canary.outcome is CanaryOutcome.PROMOTE:
         promote(run, after)
         lines = [f"version {after} is promoted"]
@@ -289,7 +293,7 @@ def _comparison_text(difference: DifferenceSoFar, comparison: VersionComparison)
 def promote_version(run: RunFolder, number: Number) -> None:
     """Promote a version, and export it to model/ of the run folder unless the run is in progress.
 
-    A running gate then compares later versions with it, if it was evaluated. The result of a run that ends later replaces model/.
+    A running gate then compares later versions with it, if it was evaluated. If the run ends later, its result replaces model/.
     """
     from agentrl.session.version_changes import promote
 
@@ -297,7 +301,7 @@ def promote_version(run: RunFolder, number: Number) -> None:
     print(f"version {promotion.number} is promoted" + ("" if promotion.model is None else f" and exported to {promotion.model}"))
     if promotion.newest != promotion.number:
         print(
-            f"version {promotion.newest} is promoted too, and is newer; "
+            f"version {promotion.newest} is also promoted, and is newer; "
             f"to continue from version {promotion.number}: agentrl versions rollback"
         )
 
@@ -305,21 +309,21 @@ def promote_version(run: RunFolder, number: Number) -> None:
 @versions_app.command("rollback", epilog="Example: agentrl versions rollback runs/quickstart 4")
 def rollback_version(
     run: RunFolder,
-    number: Annotated[int | None, typer.Argument(min=0, help="Number of the version to return to. It needs a checkpoint.")] = None,
-    cancel: Annotated[bool, typer.Option("--cancel", help="Withdraw a requested rollback that the learner has not performed yet.")] = False,
+    number: Annotated[int | None, typer.Argument(min=0, help="Number of the version to roll back to. It must have a checkpoint.")] = None,
+    cancel: Annotated[bool, typer.Option("--cancel", help="Cancel a requested rollback that the learner has not performed yet.")] = False,
 ) -> None:
-    """Return server and learner to a version: weights, optimizer, random state and schedule.
+    """Roll the server and the learner back to a version: weights, optimizer, random state and schedule.
 
-    The learner does it instead of its next update, in a live run or after --resume, and publishes the old weights under the next number.
-    The versions in between are rolled back and never serve again. The groups of their steps stay consumed. The groups of the rollback's
-    step, which these versions sampled, are excluded.
+    The learner performs the rollback instead of its next update, in a live run or after --resume, and publishes the old weights under the
+    next number. The versions in between are rolled back and are never served again. The groups of their steps remain consumed. The groups
+    of the rollback step, which these versions sampled, are excluded.
     """
     from agentrl.session.version_changes import cancel_rollback, request_rollback
 
     if cancel == (number is not None):
         raise UserError("give the number of a version, or --cancel", fix="agentrl versions rollback RUN NUMBER")
     if number is None:
-        print(f"the rollback to version {cancel_rollback(run)} is withdrawn")
+        print(f"the rollback to version {cancel_rollback(run)} is cancelled")
         return
     print("\n".join(_rollback_lines(run, number, request_rollback(run, number))))
 
@@ -329,9 +333,9 @@ def _rollback_lines(run: Path, number: int, rollback: RequestedRollback) -> list
 
     replaced = rollback.replaced is not None and rollback.replaced != number
     lines = [f"replaces the requested rollback to version {rollback.replaced}"] if replaced else []
-    lines.append(f"requested: back to version {number}, undoing {', '.join(map(str, rollback.undone))}")
+    lines.append(f"requested: roll back to version {number}, undoing {', '.join(map(str, rollback.undone))}")
     if rollback.live and not rollback.needs_steps:
-        return [*lines, "the learner performs it with its next step"]
+        return [*lines, "the learner performs it at its next step"]
     command = f"{resume_command(run)}{' steps=N' if rollback.needs_steps else ''}"
     lines.append(f"{'when the run has ended, ' if rollback.live else ''}continue with: {command}")
     return [*lines, "the run has completed its steps: set a larger steps=N"] if rollback.needs_steps else lines
@@ -339,7 +343,7 @@ def _rollback_lines(run: Path, number: int, rollback: RequestedRollback) -> list
 
 @versions_app.command("pin", epilog="Example: agentrl versions pin runs/quickstart 4")
 def pin_version(run: RunFolder, number: Number) -> None:
-    """Keep the weights of a version and its checkpoint: learner.keep_versions and learner.keep_checkpoints do not apply to it."""
+    """Keep the weights and the checkpoint of a version: learner.keep_versions and learner.keep_checkpoints do not apply to it."""
     from agentrl.session.version_changes import has_checkpoint, set_pinned
 
     set_pinned(run, number, pinned=True)
@@ -349,7 +353,7 @@ def pin_version(run: RunFolder, number: Number) -> None:
 
 @versions_app.command("unpin", epilog="Example: agentrl versions unpin runs/quickstart 4")
 def unpin_version(run: RunFolder, number: Number) -> None:
-    """Unpin a version, so that it is deleted when newer ones replace it."""
+    """Unpin a version. It is then deleted when newer versions replace it."""
     from agentrl.session.version_changes import set_pinned
 
     set_pinned(run, number, pinned=False)
@@ -358,9 +362,9 @@ def unpin_version(run: RunFolder, number: Number) -> None:
 
 @versions_app.command("league", epilog="Example: agentrl versions league runs/kuhn --json")
 def show_league(run: RunFolder, as_json: JsonFlag = False) -> None:
-    """List the ratings of a league (rollout.agent=players): Elo relative to version 0 with 95% interval, games. `*`: an opponent.
+    """List the ratings of a league (rollout.agent=players): Elo relative to version 0 with 95% interval, games. `*` marks an opponent.
 
-    The strength of a version counts only games against members of the league. `draw` is the probability of the next opponent.
+    The rating of a version counts only games against members of the league. `draw` is the probability that it is the next opponent.
     """
     from agentrl.version.league import FILE, LeagueTable
 

@@ -22,13 +22,15 @@ if TYPE_CHECKING:
 def view(
     runs: Annotated[Path, typer.Argument(help="Folder with runs, or one run.")] = Path("runs"),
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any free port.")] = 8420,
-    host: Annotated[str, typer.Option(help="Address to listen on. Any other than 127.0.0.1 shows the runs to your network.")] = "127.0.0.1",
-    read_only: Annotated[bool, typer.Option("--read-only", help="Show runs only: no tags, labels, cases or scores.")] = False,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. Any address except 127.0.0.1 shows the runs to your network.")
+    ] = "127.0.0.1",
+    read_only: Annotated[bool, typer.Option("--read-only", help="Show runs only; do not accept tags, labels, cases or scores.")] = False,
     browser: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
 ) -> None:
-    """Show runs in a web page, also while they train: from a curve to the step, the group, the episode and the token.
+    """Show runs in a web page, even during training: from a curve down to the step, the group, the episode and the token.
 
-    The printed address contains the token that the pages need. Press ctrl-C to stop.
+    The printed address contains the access token of the pages. Press ctrl-C to stop.
     """
     from agentrl.base.installation import install_command
 
@@ -45,7 +47,7 @@ async def _serve(server: ViewServer, *, browser: bool) -> None:
     try:
         print(server.url, flush=True)
         if browser and not await asyncio.to_thread(_open, server.url):
-            print("no browser was found: open the address in one", file=sys.stderr)
+            print("no browser was found; open the address in a browser", file=sys.stderr)
         await server.wait()
     finally:
         await server.stop()
@@ -60,8 +62,8 @@ def _open(address: str) -> bool:
 def watch(run: Annotated[Path, typer.Argument(metavar="RUN|RUNS_DIR", help="Run folder, or a folder with runs.")]) -> None:
     """Show a run in the terminal: curves, busy parts, alerts, token counts and the newest episodes, while it trains or afterwards.
 
-    The arrow keys select an episode, enter opens its transcript, the left arrow returns, n and p show the next and previous episode, q
-    quits. If the output is not a terminal, the command prints one frame.
+    The arrow keys select an episode, enter opens its transcript, the left arrow returns, n and p show the next and the previous episode,
+    and q quits. If the output is not a terminal, the command prints one frame.
     """
     from rich.console import Console
 

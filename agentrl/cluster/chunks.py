@@ -51,7 +51,7 @@ class FileChunks(Record):
         Record.__post_init__(self)
         parts = self.name.split("/")
         if len(parts) > _DEPTH or not all(_PART.fullmatch(part) for part in parts) or self.name in _RECORDS:
-            raise ValueError(f"{self.name[:200]!a} cannot be the name of a file in a version or checkpoint")
+            raise ValueError(f"{self.name[:200]!a} is not a valid file name in a version or checkpoint")
         if self.size < 0 or len(self.chunks) != -(-self.size // CHUNK) or not all(_SHA256.fullmatch(one) for one in self.chunks):
             raise ValueError(f"{self.name}: {self.size} bytes do not have {len(self.chunks)} checksums")
 
@@ -66,7 +66,7 @@ class FolderListing(Record):
         Record.__post_init__(self)
         names = [one.name for one in self.files]
         if names != sorted(set(names)) or len(names) > MAX_FILES or sum(len(one.chunks) for one in self.files) > MAX_CHUNKS:
-            raise ValueError(f"a folder has at most {MAX_FILES} files, sorted by name")
+            raise ValueError(f"a folder must have at most {MAX_FILES} files, sorted by name")
         folders = {"/".join(parts[:end]) for parts in (name.split("/") for name in names) for end in range(1, len(parts))}
         if both := folders & set(names):
             raise ValueError(f"{min(both)} is both a file and a folder")
@@ -96,7 +96,7 @@ def fetched_path(root: Path, kind: str, name: str) -> Path:
 def numbered_folders(root: Path, kind: str) -> list[str]:
     """Returns the names of a run's complete folders of a kind, in ascending order. A version that contains only its record is excluded."""
     if kind not in KINDS:
-        raise ValueError(f"{kind[:40]!a} is none of {', '.join(KINDS)}")
+        raise ValueError(f"{kind[:40]!a} is not one of {', '.join(KINDS)}")
     with contextlib.suppress(FileNotFoundError):
         entries = [entry for entry in os.scandir(root / kind) if _NUMBER.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)]
         return sorted((entry.name for entry in entries if any(_visible(Path(entry.path)))), key=int)
@@ -218,7 +218,7 @@ class ArrivingFolder:
             raise ValueError(f"{len(data)} bytes do not have the checksum {sha256[:12]}...")
         with self._lock:
             if self._closed:
-                raise ValueError(f"{self.final.name} no longer arrives")
+                raise ValueError(f"{self.final.name} no longer accepts chunks")
             self._writing += 1
             slots = self._slots.get(sha256, [])
         try:

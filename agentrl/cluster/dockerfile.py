@@ -48,7 +48,7 @@ def project_requirement(root: Path, device: str, given: str | None = None) -> st
     own = requirement()
     if "file:" in own or ("==" not in own and "@" not in own):
         raise UserError(
-            "agentrl is installed from a folder of this machine, which an image cannot contain",
+            "agentrl is installed from a folder on this machine, which an image cannot contain",
             fix=f'give --requirement, such as "{DISTRIBUTION} @ git+https://HOST/REPOSITORY@COMMIT"',
         )
     return project_requirement(root, device, own)
@@ -70,7 +70,7 @@ def dockerfile(device: Literal["cpu", "gpu"], installed: str, images: Sequence[s
         images: folders with an `image.toml`. Their sandbox images are built into this image, because pods cannot reach a package mirror.
     """
     lines = [
-        f"# The image of a run on {'GPUs' if device == 'gpu' else 'CPUs'}. In the project folder: docker build -t NAME -f THIS_FILE .",
+        f"# Image of a run on {'GPUs' if device == 'gpu' else 'CPUs'}. Build it in the project folder: docker build -t NAME -f THIS_FILE .",
         "ARG BASE=python:3.11-slim-bookworm",
         "FROM ${BASE}",
         "ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1 AGENTRL_CACHE=/opt/agentrl-cache",

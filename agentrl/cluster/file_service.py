@@ -160,7 +160,7 @@ class FileService:
     async def _single(self, request: Request) -> Response:
         name = request.path_params["name"]
         if name not in SINGLE_FILES:
-            raise RequestError("not_found", f"{name[:100]!a} is none of {', '.join(SINGLE_FILES)}")
+            raise RequestError("not_found", f"{name[:100]!a} is not one of {', '.join(SINGLE_FILES)}")
         try:
             content = await self._in_thread(lambda: read_bytes(self.folder / name, most=MAX_SINGLE, inside=self.folder))
         except FileNotFoundError:
@@ -208,7 +208,7 @@ class FileService:
                 store.upload(name, path, listing)
                 store.drop_others(numbered_folders(self.folder, "versions"))
             except InfrastructureError as error:
-                self._alert(f"{name} is not in the object store: {error}\n  hosts fetch it from the driver and from each other")
+                self._alert(f"{name} is not in the object store: {error}\n  hosts fetch it from the driver and from each other instead")
                 return ""
             return store.url
 
@@ -232,7 +232,7 @@ class FileService:
         arriving = ArrivingFolder(final, listing, self.index)
         needs, free = min(arriving.missing_bytes, listing.size), shutil.disk_usage(final.parent).free
         if not arriving.unchanged and needs + _SPARE_BYTES > free:
-            raise DiskFull(f"no room for {final}: {needs >> 20} MiB are missing, {free >> 20} MiB are free")
+            raise DiskFull(f"no room for {final}: {needs >> 20} MiB are needed, {free >> 20} MiB are free")
         return arriving
 
     async def _write(self, request: Request) -> Response:
@@ -257,7 +257,7 @@ class FileService:
     def _arriving_of(self, request: Request) -> ArrivingFolder:
         name = f"{request.path_params['kind']}/{request.path_params['number']}"
         if (arriving := self._arriving.get(name)) is None:
-            raise RequestError("not_found", f"{name} is not arriving here: send its listing first")
+            raise RequestError("not_found", f"{name} is not being received: send its listing first")
         return arriving
 
     async def _in_thread(self, function: Callable[[], T]) -> T:

@@ -88,7 +88,7 @@ class Link:
         try:
             return json.loads(answer)
         except (ValueError, RecursionError):
-            raise LinkLost(f"{self.what} at {self.url} answered {path} with something other than JSON") from None
+            raise LinkLost(f"{self.what} at {self.url} did not answer {path} with JSON") from None
 
     def request(self, method: str, path: str, body: bytes = b"", *, timeout_s: float, most: int = MAX_ANSWER) -> tuple[int, bytes]:
         """Sends one request and returns the status and the content. `most`: largest content in bytes.
@@ -145,7 +145,7 @@ class Link:
         if status == 500:
             raise StoreError(message)
         if status == 401:
-            fix = "copy workers.json from the run folder again: each start of the driver has a new key"
+            fix = "copy workers.json from the run folder again: each start of the driver creates a new key"
             raise UserError(f"{self.what} at {self.url} rejected the key", fix=fix)
         raise UserError(f"{self.what} rejected {path} with status {status}: {message}", fix="use the same agentrl version on every host")
 

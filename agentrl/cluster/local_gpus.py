@@ -54,14 +54,14 @@ def check_shared_memory(recipe: Recipe, *, on_gpus: bool) -> None:
     shared = [recipe.serving.gpu_memory_utilization, *(judge.gpu_memory_utilization for judge in recipe.judge_servers.values())]
     if not _has_separate_gpus(recipe, on_gpus) and recipe.judge_servers and recipe.device == "cuda" and sum(shared) > 1:
         raise UserError(
-            f"the servers of policy and judges share a GPU and together need {sum(shared):g} of its memory",
+            f"the servers of policy and judges share a GPU and together need {sum(shared):g} times its memory",
             fix="lower serving.gpu_memory_utilization or judge_servers.NAME.gpu_memory_utilization",
         )
 
 
 def _too_few(recipe: Recipe, *, needed: int, visible: int, ranks: int, with_gate: bool) -> UserError:
     serving, keys = recipe.serving, []
-    fix = "set serving.weight_transfer=file: learner and server then share a GPU"
+    fix = "set serving.weight_transfer=file, so that learner and server share a GPU"
     if serving.weight_transfer.ref == "nccl":
         keys.append("serving.weight_transfer=nccl")
     if serving.replicas > 1:
@@ -69,9 +69,9 @@ def _too_few(recipe: Recipe, *, needed: int, visible: int, ranks: int, with_gate
         fix = "lower serving.replicas" + ("; with 1, learner and server share a GPU" if ranks else "")
     if with_gate:
         keys.append("gate.server=own")
-        fix = "set gate.server=shared: the policy's servers then also run the gate's attempts"
+        fix = "set gate.server=shared, so that the policy's servers also run the gate's attempts"
     learner = f" with learner.ranks={ranks}" if ranks else ""
-    return UserError(f"{' and '.join(keys)}{learner} needs {needed} GPUs, {visible} are visible here", fix=fix)
+    return UserError(f"{' and '.join(keys)}{learner} needs {needed} GPUs, but only {visible} are visible here", fix=fix)
 
 
 def visible_gpus() -> list[str]:

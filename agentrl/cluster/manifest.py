@@ -80,9 +80,9 @@ def build_objects(recipe: Recipe, plan: ClusterPlan, options: ManifestOptions) -
             "sandbox.backend=docker: a pod has no Docker daemon", fix="set sandbox.backend=bubblewrap, whose sandboxes run inside the pods"
         )
     if recipe.sandbox.backend.ref == cells.CLAIMS and not options.cells:
-        raise UserError(f"sandbox.backend={cells.CLAIMS} needs a warm pool", fix="add --cells with the number of cells that stay ready")
+        raise UserError(f"sandbox.backend={cells.CLAIMS} needs a warm pool", fix="add --cells with the number of cells to keep ready")
     if wrong := sorted({name for part in plan.parts for name in part.bundle.custom if name.lower().endswith("gpu")}):
-        raise UserError(f"cluster.resources: KubeRay takes {', '.join(wrong)} for GPUs", fix="rename it so that it does not end in gpu")
+        raise UserError(f"cluster.resources: KubeRay treats {', '.join(wrong)} as GPUs", fix="choose a name that does not end in gpu")
     name = object_name(recipe.name)
     builder = _Builder(name=name, options=options, claims=recipe.sandbox.backend.ref == cells.CLAIMS)
     script = _start_script(recipe, plan, options, name)

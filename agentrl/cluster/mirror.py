@@ -220,7 +220,7 @@ class Mirror:
             store = ObjectStore(url)
             self._for_each(pieces, fetch)
         except (InfrastructureError, UserError, ValueError) as error:
-            log.warning("the rest of %s comes from the driver or another host, not from the object store: %s", name, error)
+            log.warning("the rest of %s is fetched from the driver or from other hosts, not from the object store: %s", name, error)
 
     def _fetch_chunk(self, sha256: str, arriving: ArrivingFolder, sources: list[Link], deadline: float) -> None:
         for source in tuple(sources):
@@ -279,7 +279,7 @@ class Mirror:
                     break
                 except BlockingIOError:
                     if time.monotonic() > deadline:
-                        message = f"another process used the mirror {self.folder} for {timeout_s:g} s\n  fix: end it, or wait for it"
+                        message = f"another process used the mirror {self.folder} for {timeout_s:g} s\n  fix: wait for it, or end it"
                         raise InfrastructureError(message) from None
                     time.sleep(0.05)
             yield
@@ -298,7 +298,7 @@ def _left(deadline: float) -> float:
 def _check_space(folder: Path, needs: int, name: str) -> None:
     free = shutil.disk_usage(folder).free
     if needs > free:
-        raise DiskFull(f"no room for {name} in {folder}: {needs >> 20} MiB are missing, {free >> 20} MiB are free")
+        raise DiskFull(f"no room for {name} in {folder}: {needs >> 20} MiB are needed, {free >> 20} MiB are free")
 
 
 @contextmanager

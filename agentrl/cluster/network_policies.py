@@ -85,5 +85,5 @@ def _block(block: str) -> dict[str, Any]:
         raise UserError(f"--egress {block[:60]!r} is not an address range", fix="give one such as 203.0.113.0/24 or 0.0.0.0/0") from None
     link_local: Any = _LINK_LOCAL[network.version]
     if network.subnet_of(link_local):
-        raise UserError(f"--egress {block[:60]!r} is link-local: clouds serve credentials of the node there", fix="remove it")
+        raise UserError(f"--egress {block[:60]!r} is link-local: clouds serve the credentials of a node there", fix="remove it")
     return {"cidr": str(network)} | ({"except": [str(link_local)]} if network.supernet_of(link_local) else {})

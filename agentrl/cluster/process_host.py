@@ -334,7 +334,7 @@ class ReservedPort:
                 self._name.close()
                 if error.errno != errno.EADDRINUSE:
                     raise
-        raise LaunchError(f"no free port on {host} after {_PORT_TRIES} tries\n  fix: stop programs that hold ports; `ss -tan` lists them")
+        raise LaunchError(f"no free port on {host} after {_PORT_TRIES} tries\n  fix: stop programs that use ports; `ss -tan` lists them")
 
     def release(self) -> None:
         """Releases the port of a server that has ended. Idempotent."""
@@ -349,7 +349,7 @@ def free_port(host: str) -> int:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
             return int(probe.getsockname()[1])
-    raise LaunchError(f"{host} has no free port\n  fix: stop programs that hold ports; `ss -tan` lists them")
+    raise LaunchError(f"{host} has no free port\n  fix: stop programs that use ports; `ss -tan` lists them")
 
 
 def _unassigned_ports() -> list[int]:

@@ -273,5 +273,5 @@ def run_id(folder: Path) -> str:
         write_atomically(path, uuid.uuid4().hex)
     text = path.read_bytes()[:100].decode("ascii", "replace").strip()
     if not _ID.fullmatch(text):
-        raise UserError(f"{path} contains no id of a run", fix="delete it: the run gets another id")
+        raise UserError(f"{path} does not contain a valid run id", fix="delete it: the run then gets a new id")
     return text

@@ -155,7 +155,7 @@ class RayLauncher:
         states: list[HostState] = await asyncio.gather(*requests)
         for state in states:
             if state.version != agentrl.__version__:
-                versions = f"{state.node} has agentrl {state.version}, the driver {agentrl.__version__}"
+                versions = f"{state.node} has agentrl {state.version}, but the driver has {agentrl.__version__}"
                 raise UserError(versions, fix="install the same version on every node")
         self.shared_folder = all(state.sees_folder for state in states)
 
@@ -215,14 +215,14 @@ class RayLauncher:
             except self._ray.exceptions.RayTaskError as error:
                 raise LaunchError(f"{name} does not start: {error}") from error
             except self._ray.exceptions.RayError as error:
-                reason = f"its host is lost: {error}".partition("\n")[0]
+                reason = f"its host was lost: {error}".partition("\n")[0]
                 if "ModuleNotFoundError" in str(error) or "ImportError" in str(error):
                     fix = f"install agentrl {agentrl.__version__} in the environment of every node"
                     raise UserError(f"a node of {self._plan.address} cannot import agentrl: {reason}", fix=fix) from error
             await asyncio.sleep(pause_s)
         nodes = await asyncio.to_thread(self._current_nodes)
         raise LaunchError(
-            f"{name} did not start on {self._plan.address} within {timeout_s:g} s ({reason}): a node may be lost, and no other has room\n"
+            f"{name} did not start on {self._plan.address} within {timeout_s:g} s ({reason}): a node may be lost, and no node has room\n"
             f"{no_fit_error(self._plan, nodes, [f'{name}: no node has room'])}"
         )
 
@@ -263,8 +263,8 @@ class RayLauncher:
         for name, earlier in before.items():
             if (state := await self._described(name)) is not None and state.calls > earlier.calls:
                 raise RunFolderBusy(
-                    f"the run in {self._settings.folder} is driven by another agentrl on this cluster: {state.driver}",
-                    fix="stop it, or choose another --run-dir",
+                    f"the run in {self._settings.folder} is in use by another agentrl on this cluster: {state.driver}",
+                    fix="stop it, or choose a different --run-dir",
                 )
         for name in names:
             with contextlib.suppress(ValueError, ray.exceptions.RayError):

@@ -52,7 +52,9 @@ def list_nodes(address: str, *, wait_s: float = WAIT_S) -> list[ClusterNode]:
 def _unreachable(address: str, reason: str) -> UserError:
     fix = "start a cluster (ray start --head), and give cluster.address as HOST:PORT of its head, or ray://HOST:10001"
     if "version mismatch" in reason.lower():
-        return UserError(f"the Ray cluster at {address} has other versions: {reason}", fix="install the same Ray and Python everywhere")
+        return UserError(
+            f"the Ray cluster at {address} has different versions: {reason}", fix="install the same versions of Ray and Python everywhere"
+        )
     return UserError(f"no Ray cluster answers at {address}: {reason}", fix=fix)
 
 

@@ -180,9 +180,9 @@ class RayPart:
         """Marks the part as lost if its node is dead, or if its host has been silent for too long."""
         now = time.monotonic()
         if node_is_dead:
-            self.lose(f"node {self.node} is gone")
+            self.lose(f"node {self.node} died")
         elif self.refused_at is not None and now - self.refused_at > REFUSED_S:
-            self.lose(f"its host on node {self.node} is gone")
+            self.lose(f"its host on node {self.node} died")
         elif now - self.answered_at > SILENT_S:
             self.lose(f"node {self.node} has not answered for {SILENT_S:g} s")
 

@@ -33,7 +33,7 @@ WORKER, HOST, LEARNER = "worker", "host", "learner"
 """Parts that have a key: a rollout worker, a host with a mirror, the learner of this session."""
 LOOPBACK = "127.0.0.1"
 MAX_CONNECTIONS = 16384
-_KEYS = "a worker reads it from workers.json in the run folder, other parts get it from the driver"
+_KEYS = "a worker reads it from workers.json in the run folder; the driver passes it to all other parts"
 _TEXT = 1000  # characters of an error in an answer
 _CHECK = "agentrl.check_key"  # key in the scope of a request
 
@@ -135,7 +135,7 @@ class RunService:
         digest = _digest(key)
         part = next((owner for known, owner in self._keys.items() if hmac.compare_digest(known, digest)), None)
         if part is None and digest in self._replaced:
-            raise Replaced("the driver has started this part again")
+            raise Replaced("the driver restarted this part")
         if part is None:
             raise RequestError("wrong_key", f"the key is missing or wrong: {_KEYS}")
         if part not in route.parts:

@@ -13,7 +13,7 @@ from agentrl.config.section import Needs, Section, resumable
 
 LOCAL, AUTO = "local", "auto"
 AMOUNTS = ("cpus", "gpus", "memory_gib", "nodes")
-"""Entries of a part that have a fixed meaning. Every other number is an amount of a custom resource, every text the value of a label."""
+"""Entries of a part that have a fixed meaning. Any other number is an amount of a custom resource, and a string is the value of a label."""
 _ADDRESS = re.compile(r"(ray://)?([A-Za-z0-9](?:[A-Za-z0-9.-]{0,253})|\[[0-9A-Fa-f:.]{2,45}\]):(\d{1,5})")
 _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_./-]{0,126}[A-Za-z0-9])?")
 _LABEL_VALUE = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
@@ -44,7 +44,7 @@ class ClusterConfig(Section):
         Needs("a cluster: set cluster.address to auto or HOST:PORT", lambda recipe, own: own.address != LOCAL),
     ] = resumable({}, max_length=64)
     """What each server, learner, worker, gate, redis or judge-NAME reserves, such as {"server": {"cpus": 8, "gpus": 1, "memory_gib": 64}}.
-    A text is a label that the node must have. "nodes" of the learner: machines over which its ranks are divided."""
+    A string is a label that the node must have. "nodes" of the learner: machines over which its ranks are divided."""
 
     @property
     def is_local(self) -> bool:
@@ -67,7 +67,7 @@ def resource_errors(resources: dict[str, Amounts], parts: list[str], *, ranks: i
     for part, amounts in resources.items():
         where = f"cluster.resources.{part}"
         if part not in parts:
-            yield f"{where} does nothing: this recipe starts {', '.join(parts)}"
+            yield f"{where} does nothing: this recipe starts only {', '.join(parts)}"
             continue
         if not amounts:
             yield f"{where} is empty: remove it, or set {', '.join(AMOUNTS[:3])}, a custom resource or a label"
@@ -76,7 +76,7 @@ def resource_errors(resources: dict[str, Amounts], parts: list[str], *, ranks: i
                 yield f"{where}.{name}: {problem}"
     nodes = resources.get("learner", {}).get("nodes", 1)
     if isinstance(nodes, int) and nodes >= 1 and ranks % nodes:
-        yield f"learner.ranks={ranks} cannot be divided over cluster.resources.learner.nodes={nodes}: set a multiple of it"
+        yield f"learner.ranks={ranks} must be a multiple of cluster.resources.learner.nodes={nodes}: change one of them"
 
 
 def _amount_error(part: str, name: str, amount: float | str) -> str:
@@ -84,21 +84,21 @@ def _amount_error(part: str, name: str, amount: float | str) -> str:
     if name in _OF_RAY:
         return f"unknown; write {_OF_RAY[name]}"
     if not _NAME.fullmatch(name):
-        return "a resource or label has letters, digits and _ . / - in its name, at most 128"
+        return "the name of a resource or label may contain only letters, digits and _ . / -, at most 128 characters"
     if isinstance(amount, str):
         if name in AMOUNTS:
             return "it must be a number"
-        return "" if _LABEL_VALUE.fullmatch(amount) else "the value of a label has letters, digits and _ . -, at most 63"
+        return "" if _LABEL_VALUE.fullmatch(amount) else "a label value may contain only letters, digits and _ . -, at most 63 characters"
     if not 0 <= amount <= _MOST or (name != "gpus" and amount == 0):
         return f"it must be above 0 and at most {_MOST:g}"
     if name == "nodes":
         if part != "learner":
-            return "only the learner is divided over nodes; the number of others is serving.replicas or rollout.workers"
+            return "only the learner can use several nodes; for more servers or workers set serving.replicas or rollout.workers"
         return "" if isinstance(amount, int) else "it must be an integer"
     if name == "gpus":
         if not part.startswith(_USES_GPUS):
-            return "the learner has a GPU for each of learner.ranks" if part == "learner" else "this part uses no GPU"
-        return "" if amount <= 1 else "a server uses at most one GPU; several servers are serving.replicas"
+            return "the learner uses one GPU per rank: set learner.ranks" if part == "learner" else "this part uses no GPU"
+        return "" if amount <= 1 else "a server uses at most one GPU; for several servers set serving.replicas"
     return ""
 
 

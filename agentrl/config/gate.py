@@ -20,7 +20,7 @@ class GateConfig(Section):
     every: int = Field(1, ge=1)
     """Versions between evaluations. Version 0, the first baseline version, and the last version are always evaluated."""
     repeats: int = Field(4, ge=1, le=1000)
-    """Attempts per case and version, unless the case sets them. With fewer than 3 only the suite can block."""
+    """Attempts per case and version, unless the case sets them. With fewer than 3, only the suite's mean can block."""
     margin: float = Field(0.0, ge=0, lt=1)
     """Largest drop of the suite's mean score that never blocks."""
     action: Literal["block", "rollback"] = "rollback"

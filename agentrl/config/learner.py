@@ -13,7 +13,7 @@ _ON_GPU = Needs("a learner on a GPU (device=cuda or auto)", lambda recipe, own: 
 _FALLS = Needs("two steps after the warm-up", lambda recipe, own: recipe.step_limit > own.warmup_steps + 1)
 
 _PLAIN = Needs(
-    "policy.dtype=float32: in bfloat16 stage 0 is stage 1, whose optimizer keeps the weights in float32",
+    "policy.dtype=float32: in bfloat16, stage 0 runs as stage 1, whose optimizer keeps the weights in float32",
     lambda recipe, own: own.zero_stage > 0 or recipe.policy.dtype == "float32",
 )
 
@@ -42,7 +42,7 @@ class Limit(Section):
     """Metric of `metrics.jsonl`. kl_reference needs objective.kl=k1, k2 or k3; mismatch_kl needs max_staleness=0. The metrics from
     reward_mean on need action=alert."""
     at: float
-    """Smallest allowed value of entropy, ess, reward_mean and tokens_per_s; largest of the others."""
+    """Minimum of entropy, ess, reward_mean and tokens_per_s; maximum of the other metrics."""
     action: Literal["skip", "rollback", "halt", "alert"] = "skip"
     """skip: no optimizer step; its groups are excluded. rollback: learner and server return to the newest checkpoint that met all limits,
     at most twice in a run. halt: the run stops (exit code 1), and `--resume` repeats the step. alert: the run continues and reports it."""
@@ -55,7 +55,9 @@ class Limit(Section):
     @model_validator(mode="after")
     def _step_metrics_alert(self) -> Limit:
         if self.metric in get_args(StepMetric) and self.action != "alert":
-            raise ValueError(f"metric={self.metric} is known after the update, so action={self.action} is impossible; use action=alert")
+            raise ValueError(
+                f"metric={self.metric} is known only after the update, so action={self.action} is impossible; use action=alert"
+            )
         return self
 
     @model_validator(mode="after")
@@ -65,7 +67,7 @@ class Limit(Section):
         low, high = _BOUNDS.get(self.metric, (0.0, math.inf))
         if not low < self.at < high:
             raise ValueError(
-                f"at must be between {low:g} and {high:g} for metric={self.metric}; outside it has no effect or stops every update"
+                f"at must be between {low:g} and {high:g} for metric={self.metric}; other values have no effect or reject every update"
             )
         return self
 
@@ -96,7 +98,7 @@ class LearnerConfig(Section):
     minibatches: int = Field(1, ge=1)
     """Optimizer steps per batch. Above 1, the later ones are off-policy."""
     max_tokens_per_microbatch: int = resumable(16384, ge=16)
-    """Tokens per forward/backward pass and rank, without padding. A shared token counts once."""
+    """Tokens per forward/backward pass and rank, without padding. Shared tokens count once."""
     gradient_checkpointing: bool | None = resumable(None)
     """Recomputes layers in the backward pass: less memory, about a third more arithmetic. None: on CUDA only."""
     kernels: Literal["torch", "liger"] = "torch"
@@ -119,5 +121,7 @@ class LearnerConfig(Section):
     def _one_limit_per_metric(self) -> LearnerConfig:
         kinds = [(limit.metric, limit.action == "alert") for limit in self.limits]
         if twice := sorted({metric for metric, alerts in kinds if kinds.count((metric, alerts)) > 1}):
-            raise ValueError(f"limits has several entries with metric={', '.join(twice)}; keep one per metric, and one with action=alert")
+            raise ValueError(
+                f"limits has several entries with metric={', '.join(twice)}; keep at most one per metric, and one more with action=alert"
+            )
         return self

@@ -20,7 +20,7 @@ def _weights(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
         checked = -1.0
     weights = checked if isinstance(checked, tuple) else (checked,)
     if min(weights) < 0:
-        raise ValueError("must be a number of at least 0, or a list of two: [first, last]")
+        raise ValueError("must be a number of at least 0, or a list of two such numbers: [first, last]")
     return checked if len({*weights}) > 1 else weights[0]
 
 
@@ -48,7 +48,7 @@ _PRESETS = {  # a mask's bounds are those of arXiv:2510.18855
 
 
 class OffPolicyConfig(Section):
-    """How the loss corrects for tokens that other weights sampled, or the server's arithmetic. docs/objectives.md compares the presets."""
+    """How the loss corrects for tokens sampled by different weights or arithmetic. docs/objectives.md compares the presets."""
 
     preset: Literal["auto", "behaviour", "truncate", "truncate_sequence", "mask", "mask_sequence", "second_moment", "none"] = "auto"
     """Denominator of the ratio, and importance weights (docs/objectives.md has the formulas). auto: behaviour, or truncate in batches of
@@ -74,7 +74,7 @@ class OffPolicyConfig(Section):
     def _every_key_acts(self) -> OffPolicyConfig:
         correction = self.correction
         if self.cap is not None and correction.weights == "none":
-            raise ValueError("cap does nothing with preset=none; remove it or set another preset")
+            raise ValueError("cap does nothing with preset=none; remove it or set a different preset")
         if self.floor is not None and correction.weights != "mask":
             raise ValueError(f"floor does nothing with preset={self.preset}; set preset=mask or mask_sequence")
         if correction.floor >= correction.cap:
@@ -97,7 +97,7 @@ class ObjectiveConfig(Section):
     loss: parts.Loss = parts.Part("clip")
     """clip: PPO, ratio per token. gspo: ratio per sequence. cispo: clipped weight, full gradient."""
     clip_low: float = Field(0.2, gt=0, le=1)
-    """Distance below 1 at which the importance ratio is clipped. 1: never from below."""
+    """Distance below 1 at which the importance ratio is clipped. 1 disables it."""
     clip_high: float = Field(0.2, gt=0)
     """Distance above 1 at which the importance ratio is clipped."""
     dual_clip: float | None = Field(None, gt=1)
@@ -162,7 +162,7 @@ class CriticConfig(Section):
     """The value model of `objective.advantage=gae`, in the learner's processes. docs/objectives.md compares the trunks."""
 
     trunk: Literal["separate", "shared", "detached"] = "separate"
-    """separate: another model, initialised from the policy. shared: a value head on the policy. detached: the same, but the value loss
+    """separate: a second model, initialised from the policy. shared: a value head on the policy. detached: the same, but the value loss
     has no gradient below the head."""
     lr: float = Field(1e-3, gt=0)
     """Peak learning rate of AdamW (with a value head: of the head). Other optimizer settings are those of the learner."""
@@ -186,7 +186,7 @@ class CriticConfig(Section):
     def _every_key_acts(self) -> CriticConfig:
         if self.shared and (self.epochs, self.minibatches) != (1, 1):
             raise ValueError(
-                f"epochs and minibatches do nothing with trunk={self.trunk}: its value loss is part of the policy's optimizer steps;"
+                f"epochs and minibatches do nothing with trunk={self.trunk}: the value loss is part of the policy's optimizer steps;"
                 " set learner.minibatches"
             )
         return self

@@ -83,13 +83,13 @@ class Recipe(Section):
     steps: int | None = resumable(16, ge=1)
     """Learner steps. None: until ctrl-C or SIGTERM."""
     max_staleness: Annotated[int, _LAGS] = Field(1, ge=0)
-    """Learner versions that an episode may lag behind. 0: on-policy; rollouts wait for each update."""
+    """Maximum lag of an episode, in learner versions. 0: on-policy; rollouts wait for each update."""
     pipeline_depth: Annotated[int | None, _OVERLAPS] = Field(None, ge=1)
-    """Blocks of rollout.groups_per_step groups in flight at once, up to max_staleness + 1, which is the default. Less lowers the mean
-    staleness; rollouts may then wait for updates."""
+    """Blocks of rollout.groups_per_step groups in flight at once, at most max_staleness + 1 (default). A lower value reduces the mean
+    staleness, but rollouts may wait for updates."""
     order: Annotated[Literal["oldest_first", "in_order", "replay"], _OVERLAPS] = "oldest_first"
-    """Which finished groups a learner step takes. oldest_first: those that the oldest weights sampled. in_order: those that started for
-    this step, so it waits for the slowest. replay: as oldest_first, and each step trains those of the previous step a second time."""
+    """Finished groups that a learner step uses. oldest_first: those sampled by the oldest weights. in_order: those started for this step,
+    so it waits for the slowest. replay: like oldest_first, but each step also trains on the groups of the previous step."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of server and learner. auto: cuda if torch finds a GPU, else cpu."""
     policy: PolicyConfig
@@ -99,15 +99,15 @@ class Recipe(Section):
     mcp: dict[ServerName, MCPConfig] = Field({})
     """MCP servers by name. The task tool `mcp:NAME` stands for all tools of a server, `mcp:NAME/TOOL` for one. See docs/tools.md."""
     tools: dict[str, ToolConfig] = Field({})
-    """Bounds and descriptions of tools by name, in place of their own."""
+    """Limits and descriptions of tools, by name. They replace the defaults."""
     memory: MemoryConfig | None = None
     """Notes that agents write for later episodes. None disables memory; `{}` uses the defaults."""
     capture: CaptureConfig = resumable(CaptureConfig())
     cluster: ClusterConfig = resumable(ClusterConfig())
     store: parts.Store = Part("sqlite")
     """Store of scored groups between rollouts and learner. sqlite: a file in the run folder. redis: the same file, to which
-    a Redis stream carries the groups of rollout workers. With the option keep_steps=N both delete episodes of older steps; the
-    ledger stays."""
+    a Redis stream carries the groups of rollout workers. The option keep_steps=N deletes episodes after N steps; the ledger
+    stays."""
     trackers: tuple[parts.Tracker, ...] = resumable((Part("terminal"), Part("tensorboard")))
     """Receivers of metrics, in addition to `metrics.jsonl`. terminal: progress. tensorboard: event files in logs/tensorboard."""
     sandbox: SandboxConfig = resumable(SandboxConfig())
@@ -119,7 +119,7 @@ class Recipe(Section):
     judge_servers: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")], JudgeServerConfig] = Field({})
     """Servers that the run starts for its judges, by name. A judge refers to one with `agentrl.judge.served(NAME)`."""
     gate: GateConfig | None = resumable(None)
-    """Evaluates versions on a suite before promotion. None: promotes the last version."""
+    """Evaluates versions on a suite before promotion. None: the last version is promoted."""
 
     @property
     def agent(self) -> Part:
@@ -159,8 +159,8 @@ class Recipe(Section):
     def _combinations(self) -> Iterator[str]:
         if self.objective.advantage.ref in ("grpo", "rloo", "reinforce++-baseline") and self.rollout.group.size < 2:
             yield (
-                "rollout.group.size must be at least 2: a single attempt equals its baseline, whatever objective.normalize_std is;"
-                " only objective.advantage=reinforce++ and gae need no group"
+                "rollout.group.size must be at least 2: the score of a single attempt equals its baseline, whatever objective.normalize_std"
+                " is; only objective.advantage=reinforce++ and gae work without a group"
             )
         if self.rollout.group.size * self.rollout.groups_per_step < 2:
             yield "rollout.groups_per_step must be at least 2 when rollout.group.size is 1: one score has no baseline"
@@ -171,12 +171,12 @@ class Recipe(Section):
         if self.rollout.extra_groups and self.objective.advantage.ref in ("reinforce++", "gae"):
             yield (
                 f"rollout.extra_groups replaces groups whose attempts score the same; with objective.advantage={self.objective.advantage},"
-                " which compares all attempts of a step, such groups have a training signal too: set it to 0"
+                " which compares all attempts of a step, such groups also have a training signal: set extra_groups to 0"
             )
         if self.steps is None and self.learner.lr_schedule in ("linear", "cosine"):
             yield (
-                f"learner.lr_schedule={self.learner.lr_schedule} decays until the last step, but a run with steps=None has none: set"
-                " constant or inverse_sqrt, or set steps"
+                f"learner.lr_schedule={self.learner.lr_schedule} decays until the last step, but a run with steps=None has no last step:"
+                " set constant or inverse_sqrt, or set steps"
             )
         if isinstance(self.objective.entropy_coef, tuple) and (self.steps is None or self.steps < 2):
             yield (
@@ -188,20 +188,20 @@ class Recipe(Section):
         if self.tasks.weighting and self.objective.advantage.ref in ("reinforce++", "gae"):
             yield (
                 "tasks.weighting samples tasks less often if their attempts score the same; with objective.advantage="
-                f"{self.objective.advantage} such tasks have a training signal too: set it to false"
+                f"{self.objective.advantage} such tasks also have a training signal: set weighting to false"
             )
 
     def _resources(self) -> Iterator[str]:
         if self.store.ref == "redis" and not self.rollout.workers:
-            yield "store=redis carries the groups of rollout workers: set rollout.workers, or store=sqlite"
+            yield "store=redis needs rollout workers: set rollout.workers, or store=sqlite"
         if self.store.ref in parts.STORE.shipped:
             yield from self._store_options()
         if self.serving.replicas > self.rollout.concurrency:
-            yield "serving.replicas exceeds rollout.concurrency: an episode uses one server, so some would stay idle; lower replicas"
+            yield "serving.replicas exceeds rollout.concurrency: an episode uses one server, so some servers would be idle; lower replicas"
         if self.serving.weight_transfer.ref == "nccl" and self.device == "cpu":
             yield "serving.weight_transfer=nccl copies from GPU to GPU; with device=cpu use weight_transfer=file"
         if self.learner.kernels == "liger" and self.device == "cpu":
-            yield "learner.kernels=liger are GPU kernels; with device=cpu use kernels=torch"
+            yield "learner.kernels=liger needs a GPU; with device=cpu use kernels=torch"
         if self.learner.keep_versions <= self.max_staleness:
             yield "learner.keep_versions must exceed max_staleness: a version must stay on disk until it has served"
         if self.learner.max_tokens_per_microbatch * self.learner.sequence_parallel < self.policy.max_model_len:
@@ -221,7 +221,7 @@ class Recipe(Section):
         if not transfer.options or transfer.ref not in parts.CHANNEL.with_options:
             return
         if unknown := ", ".join(sorted(set(transfer.options) - {"store"})):
-            yield f"serving.weight_transfer.options: unknown {unknown}; use store, or none"
+            yield f"serving.weight_transfer.options: unknown {unknown}; the only option is store"
         elif problem := store_problem(transfer.options["store"]):
             yield f"serving.weight_transfer.options.store {problem}"
         elif self.cluster.is_local:
@@ -230,7 +230,8 @@ class Recipe(Section):
     def _store_options(self) -> Iterator[str]:
         options = self.store.options
         if self.store.ref == "sqlite" and set(options) - {"keep_steps"}:
-            yield f"store.options of store=sqlite: unknown {', '.join(sorted(set(options) - {'keep_steps'}))}; use keep_steps, or none"
+            unknown = ", ".join(sorted(set(options) - {"keep_steps"}))
+            yield f"store.options of store=sqlite: unknown {unknown}; the only option is keep_steps"
         least = self.max_staleness + self.learner.keep_checkpoints + 2
         keep = options.get("keep_steps", least)
         if not isinstance(keep, int) or isinstance(keep, bool) or keep < least:
@@ -239,7 +240,7 @@ class Recipe(Section):
                 " driver still reads the episodes of these steps, and the learner repeats steps after a fault"
             )
         if "keep_steps" in options and self.tasks.weighting:
-            yield "tasks.weighting needs all episodes after a resume: remove store.options.keep_steps, or set it to false"
+            yield "tasks.weighting needs all episodes after a resume: remove store.options.keep_steps, or set weighting to false"
 
     def _every_key_acts(self) -> Iterator[str]:
         yield from section.keys_without_effect(self)
@@ -263,14 +264,14 @@ class Recipe(Section):
         if teaching:
             yield (
                 f"rollout.group.stop_equal_after stops groups whose attempts score the same, because they have no training signal; with"
-                f" {' and '.join(teaching)} they have one: set it to 0"
+                f" {' and '.join(teaching)} they have one: set stop_equal_after to 0"
             )
 
     def _one_restart_policy(self) -> Iterator[str]:
         if self.policy.rewritten_context == "restart" and (self.rollout.compaction is not None or self.rollout.agent.ref == "delegating"):
             yield (
-                "policy.rewritten_context=restart is for agents with one context at a time: rollout.compaction and"
-                " rollout.agent=delegating need a template that is extended exactly; leave it at refuse"
+                "policy.rewritten_context=restart works only for agents with one context at a time: rollout.compaction and"
+                " rollout.agent=delegating need a chat template that does not rewrite earlier context; leave it at refuse"
             )
 
     @property
@@ -309,10 +310,10 @@ class Recipe(Section):
         each, beside = 1 + delegation.total, self.max_concurrent_episodes // self.rollout.concurrency
         if self.max_concurrent_episodes * each > most:
             fewer = f", or rollout.concurrency={most // each // beside}" if most >= each * beside else ""
-            gate = ", with as many attempts of gate.server=own beside them," if beside > 1 else ""
+            gate = ", and as many attempts of gate.server=own," if beside > 1 else ""
             yield (
-                f"rollout.delegation.sandbox=own: an episode may hold {each} sandboxes at once, its own and those of {delegation.total}"
-                f" sub-agents, and rollout.concurrency={self.rollout.concurrency} such episodes{gate} would wait for one another with"
+                f"rollout.delegation.sandbox=own: an episode can use {each} sandboxes at once, its own and those of {delegation.total}"
+                f" sub-agents. rollout.concurrency={self.rollout.concurrency} such episodes{gate} could deadlock with"
                 f" sandbox.max_open={most}: set sandbox.max_open={self.max_concurrent_episodes * each}{fewer}, or a lower"
                 " rollout.delegation.total"
             )
@@ -321,13 +322,13 @@ class Recipe(Section):
         if self.memory is None:
             return
         if self.rollout.agent.ref not in parts.AGENT.shipped:
-            yield "memory works only with built-in agents: a user-supplied agent does not get its tools; remove memory"
+            yield "memory works only with built-in agents: a user-supplied agent does not get the memory tools; remove memory"
         if self.memory.heldout_rounds > max(1, self.evaluation.heldout, self.evaluation.heldout_real):
             yield "memory.heldout_rounds exceeds the number of tasks of every evaluation: lower it to at most that number"
         if self.step_limit < self.depth + 1 and self.memory.heldout_rounds == 1:
             yield (
-                "memory does nothing: no step is late enough to read the notes of another; set steps to pipeline_depth + 1 or more, or"
-                " memory.heldout_rounds above 1"
+                "memory does nothing: no step starts late enough to read the notes of an earlier step; set steps to pipeline_depth + 1 or"
+                " more, or memory.heldout_rounds above 1"
             )
 
     def _learner_parts(self) -> Iterator[str]:
@@ -337,11 +338,11 @@ class Recipe(Section):
         if learner.ranks % learner.sequence_parallel:
             yield "learner.sequence_parallel must divide learner.ranks: it is the number of ranks in a team"
         if learner.sequence_parallel > 1 and self.critic is not None:
-            yield "learner.sequence_parallel above 1 does not support a critic: set another advantage than objective.advantage=gae"
+            yield "learner.sequence_parallel above 1 does not support a critic: choose an objective.advantage other than gae"
         if learner.offload == "optimizer" and learner.zero_stage == 0:
             yield "learner.offload=optimizer needs learner.zero_stage 1, 2 or 3: at stage 0 DeepSpeed has no optimizer to move"
         if learner.offload == "parameters" and learner.zero_stage != 3:
-            yield "learner.offload=parameters needs learner.zero_stage=3: at other stages every rank holds all weights"
+            yield "learner.offload=parameters needs learner.zero_stage=3: at other stages every rank stores all weights"
 
     def _limits_act(self) -> Iterator[str]:
         limits = {limit.metric for limit in self.learner.limits}
@@ -352,9 +353,9 @@ class Recipe(Section):
             yield "learner.limits: the limit on grad_norm must exceed learner.max_grad_norm; otherwise no gradient is ever clipped"
         if "mismatch_kl" in limits and self.max_staleness > 0:
             yield (
-                "learner.limits: metric=mismatch_kl needs max_staleness=0: it is measured on tokens that the learner's current weights"
-                " sampled, and a step of older tokens has none. serving.probe_max_abs_diff compares server and learner at every swap,"
-                " whatever the staleness; metric=kl_behaviour bounds staleness and mismatch together"
+                "learner.limits: metric=mismatch_kl needs max_staleness=0: it is measured only on tokens that the learner's current weights"
+                " sampled. With a higher max_staleness, use serving.probe_max_abs_diff, which compares server and learner at every swap, or"
+                " metric=kl_behaviour, which measures staleness and mismatch together"
             )
 
     def _ratio_moves(self) -> Iterator[str]:
@@ -377,7 +378,7 @@ class Recipe(Section):
         if self.objective.loss.ref == "cispo" and off_policy.cap is not None and not off_policy.recomputes(self.learner.minibatches):
             yield "objective.off_policy.cap does nothing: cispo clips the weight; set clip_high, or objective.off_policy.preset=truncate"
         if (self.objective.advantage.ref == "gae") != (self.critic is not None):
-            yield "objective.advantage=gae and critic go together: write critic=CriticConfig(), or choose another advantage"
+            yield "objective.advantage=gae and critic go together: write critic=CriticConfig(), or choose a different advantage"
         if self.critic is not None and self.critic.minibatches * self.learner.minibatches > self.rollout.groups_per_step:
             yield "critic.minibatches times learner.minibatches must not exceed rollout.groups_per_step"
 

@@ -28,12 +28,12 @@ class SamplingConfig(Section):
     """The distribution that tokens are sampled from: `rollout.sampling` and `evaluation.sampling`."""
 
     temperature: float = Field(1.0, ge=0, le=2)
-    """Sampling temperature. Logprobs and losses use that of rollouts too. 0, in evaluations only: greedy."""
+    """Sampling temperature. Logprobs and losses also use the rollout temperature. 0 (evaluations only): greedy."""
     top_k: int = Field(0, ge=0)
     """Samples from the k most likely tokens. In rollouts at most 128, and the learner scores each token over the same set. 0 or None
     disables it."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Samples from the fewest most likely of these tokens with this share of their probability. In rollouts it needs top_k. 1 or None
+    """Samples from the smallest set of these tokens that has this share of their probability. In rollouts it needs top_k. 1 or None
     disables it."""
     min_p: float = Field(0.0, ge=0, lt=1)
     """Minimum probability of a token, relative to the most likely one. In rollouts it needs top_k. 0 or None disables it."""
@@ -47,7 +47,7 @@ class SamplingConfig(Section):
     @model_validator(mode="after")
     def _every_key_acts(self) -> SamplingConfig:
         if 0 < self.temperature < _COLDEST:
-            raise ValueError(f"temperature must be 0 (greedy) or at least {_COLDEST:g}: vLLM replaces lower temperatures by {_COLDEST:g}")
+            raise ValueError(f"temperature must be 0 (greedy) or at least {_COLDEST:g}: vLLM raises lower temperatures to {_COLDEST:g}")
         if self.temperature == 0 and self.distribution().truncated:
             raise ValueError("top_k, top_p and min_p do nothing at temperature=0, which takes the most likely token: remove them")
         return self
@@ -61,11 +61,11 @@ class GroupConfig(Section):
     """The attempts at one task: `rollout.group`. docs/objectives.md describes the biases of the keys that stop attempts."""
 
     size: int = Field(8, ge=1)
-    """Attempts per task; they share a baseline. A group of which fewer than two count is dropped, unless size is 1."""
+    """Attempts per task; they share a baseline. A group with fewer than two valid attempts is dropped, unless size is 1."""
     spare_attempts: int = Field(0, ge=0)
-    """Additional attempts. When `size` attempts count, the rest are cancelled. Favours short episodes."""
+    """Additional attempts. Once `size` attempts are valid, the rest are cancelled. Favours short episodes."""
     stop_equal_after: int = Field(0, ge=0)
-    """Attempts that start first. If all score the same, the others are not started, which misses rare successes. 0 disables it."""
+    """Attempts that start first. If they all score the same, the others are not started, so rare successes are missed. 0 disables it."""
     branches: int = Field(1, ge=1)
     """Tree rollouts: attempts that continue from the same state (files and context), including the first. Must divide size. 1: none."""
     branch_turn: Annotated[int, Needs("branches above 1", lambda recipe, own: own.branches > 1)] = Field(1, ge=1)
@@ -91,8 +91,8 @@ class GroupConfig(Section):
             raise ValueError(f"size={self.size} must be a multiple of branches={self.branches}: change one of them")
         if self.branches > 1 and (self.stop_equal_after or self.spare_attempts):
             raise ValueError(
-                "spare_attempts and stop_equal_after cannot be combined with branches: a branch starts only after its stem, so the first to"
-                " end would be those of the fastest stem; remove one of them"
+                "spare_attempts and stop_equal_after cannot be combined with branches: a branch starts only after its stem, so the attempts"
+                " of the fastest stem would end first; remove branches or these keys"
             )
         return self
 
@@ -100,16 +100,16 @@ class GroupConfig(Section):
 class DelegationConfig(Section):
     """Limits on the sub-agents of `rollout.agent=delegating`, and their tools and sandbox. See docs/agents.md."""
 
-    depth: Annotated[
-        int, Needs("a sub-agent for each level: set total to at least as many", lambda recipe, own: own.depth <= own.total)
-    ] = Field(1, ge=1, le=8)
+    depth: Annotated[int, Needs("a sub-agent for each level: set total to at least depth", lambda recipe, own: own.depth <= own.total)] = (
+        Field(1, ge=1, le=8)
+    )
     """Levels of sub-agents. 1: only the main agent starts them."""
     total: int = Field(8, ge=1, le=1024)
     """Sub-agents per episode, at all depths. Those of one turn run concurrently."""
     turns: int = Field(4, ge=1)
     """Turns per sub-agent. They count towards the task's `Limits.turns` too."""
     tools: tuple[str, ...] | None = None
-    """Tools of sub-agents. None: those of the task. With `submit` they return the submitted answer, otherwise their last message."""
+    """Tools of sub-agents. None: those of the task. With `submit`, sub-agents return the submitted answer, otherwise their last message."""
     instruction: str = ""
     """System message of sub-agents. Empty: none."""
     sandbox: Literal["shared", "own"] = "shared"
@@ -138,24 +138,24 @@ class RolloutConfig(Section):
     """How training episodes are sampled: `rollout`."""
 
     agent: parts.Agent = parts.Part("turns")
-    """Agent of each episode. turns: samples and calls tools until the agent submits or answers. delegating: turns, with a tool that starts
-    sub-agents. players: several roles in one environment (docs/environments.md)."""
+    """Agent of each episode. turns: samples and calls tools until the agent submits or answers. delegating: like turns, with a tool that
+    starts sub-agents. players: several roles in one environment (docs/environments.md)."""
     delegation: DelegationConfig | None = None
-    """Bounds of sub-agents (agent=delegating). None: the defaults."""
+    """Limits on sub-agents (agent=delegating). None: the defaults."""
     compaction: float | None = Field(None, gt=0, lt=1)
-    """Share of the context (policy.max_model_len, or the task's `Limits.episode_tokens` if less) at which the agent continues from a
-    summary. None: a full context ends the episode. See docs/agents.md."""
+    """Share of the context (policy.max_model_len, or the task's `Limits.episode_tokens` if lower) at which the agent continues from
+    a summary. None: a full context ends the episode. See docs/agents.md."""
     instructions: str | None = Field(None, min_length=1)
     """Replaces the system messages of the tasks for the main agent."""
     group: GroupConfig = GroupConfig()
     groups_per_step: int = Field(16, ge=1)
     """Tasks per learner step."""
     extra_groups: int = Field(0, ge=0)
-    """Additional groups per step, one for each group whose attempts all score the same."""
+    """Maximum additional groups per step: one for each group whose attempts all score the same."""
     concurrency: int = resumable(64, ge=1)
-    """Episodes in flight at once. Fewer if the server's KV cache is nearly full."""
+    """Episodes in flight at once; fewer if the server's KV cache is nearly full."""
     workers: int = resumable(0, ge=0, le=256)
-    """Processes that run the episodes, each with an equal share of `concurrency`. 0: the driver runs them. Others can join (`agentrl worker
+    """Processes that run the episodes, each with an equal share of `concurrency`. 0: the driver runs them. More can join (`agentrl worker
     RUN`)."""
     sampling: SamplingConfig = SamplingConfig()
     checkpoint_turns: bool = resumable(False)
@@ -198,7 +198,7 @@ class RolloutConfig(Section):
     def _can_be_trained_on(cls, sampling: SamplingConfig) -> SamplingConfig:
         if sampling.temperature == 0 or sampling.top_k == 1:
             raise ValueError(
-                "temperature=0 and top_k=1 leave every token without an alternative, so the policy cannot learn: set temperature above 0,"
+                "temperature=0 and top_k=1 leave only one candidate for every token, so the policy cannot learn: set temperature above 0,"
                 " and top_k to 0 or at least 2"
             )
         if sampling.top_k > MAX_TOP_K:
@@ -221,7 +221,7 @@ class EvalConfig(Section):
     attempts: Annotated[int, _HELD_OUT] = Field(1, ge=1, le=1024)
     """Attempts per task. With more than one, the report has pass@k and success against compute."""
     thinking_tokens: Annotated[tuple[int, ...], _HELD_OUT] = Field((), max_length=16)
-    """Limits on thinking tokens per turn. Held-out tasks run once more with each."""
+    """Limits on thinking tokens per turn. Held-out tasks are repeated with each limit."""
     sampling: Annotated[SamplingConfig, _EVALUATED] = SamplingConfig()
     every: Annotated[int, _HELD_OUT, _BETWEEN] = Field(0, ge=0)
     """Steps between evaluations during training. 0: only before and after."""
@@ -234,7 +234,7 @@ class EvalConfig(Section):
     @model_validator(mode="after")
     def _every_key_acts(self) -> EvalConfig:
         if any(most < 1 for most in self.thinking_tokens) or len({*self.thinking_tokens}) < len(self.thinking_tokens):
-            raise ValueError("thinking_tokens must be positive and different from one another")
+            raise ValueError("thinking_tokens must be distinct positive numbers")
         if self.sampling.temperature == 0 and self.attempts > 1:
             raise ValueError(
                 "attempts does nothing at sampling.temperature=0, because all attempts at a task are the same: remove one of them"

@@ -59,7 +59,7 @@ class Section(BaseModel):
         data, pairs = self.model_dump(mode="json"), list[tuple[str, Any]]()
         for item in (*overrides, changes):
             if not isinstance(item, str | Mapping):
-                raise RecipeError(f"but({shortened(item)}): neither text nor a mapping", fix='write recipe.but("learner.lr=1e-4")')
+                raise RecipeError(f"but({shortened(item)}): expected a string or a mapping", fix='write recipe.but("learner.lr=1e-4")')
             pairs += [_pair(item)] if isinstance(item, str) else item.items()
         for key, value in sorted(pairs, key=lambda pair: _is_below_part(type(self), pair[0])):
             _assign(data, type(self), key, value)
@@ -108,7 +108,7 @@ def keys_without_effect(
             continue
         for needs, owner in conditions:
             if value != usual and not needs.holds(root, owner):
-                yield f"{key}={shortened(value)} does nothing without {needs.what}; or leave it at {usual!r}"
+                yield f"{key}={shortened(value)} does nothing without {needs.what}; otherwise leave it at {usual!r}"
         if isinstance(value, Section):
             yield from keys_without_effect(root, value, f"{key}.")
         elif isinstance(value, dict):
@@ -188,9 +188,7 @@ def build(kind: type[S], data: Mapping[str, Any]) -> S:
     try:
         return kind.model_validate(data)
     except ValidationError as error:
-        raise RecipeError(
-            validation_text(error), fix=f"every key is in {inspect.getfile(kind)}, with its default and what it does"
-        ) from None
+        raise RecipeError(validation_text(error), fix=f"see {inspect.getfile(kind)} for every key, its default and its effect") from None
 
 
 def section_of(annotation: Any) -> type[Section] | None:
@@ -233,7 +231,7 @@ def _pair(override: str) -> tuple[str, Any]:
 def _assign(data: dict[str, Any], model: type[Section], dotted: str, value: Any) -> None:
     """Sets one value in the data of a section. Raises `RecipeError` for an unknown key."""
     if not isinstance(dotted, str):
-        raise RecipeError(f"{shortened(dotted)} is not a key of a recipe", fix='write a key as text, such as "learner.lr"')
+        raise RecipeError(f"{shortened(dotted)} is not a recipe key", fix='write a key as a string, such as "learner.lr"')
     *parents, leaf = dotted.split(".")
     node = data
     for depth, part in enumerate(parents):
@@ -256,9 +254,9 @@ def _assign(data: dict[str, Any], model: type[Section], dotted: str, value: Any)
             return
         if (listed := listed_section_of(field.annotation)) is not None:
             name, keys = where.partition("[")[0], ", ".join(f'"{key}": ...' for key in listed.model_fields)
-            raise RecipeError(f"{dotted}: {name} is a list, which is set as a whole", fix=f"write {name}=[{{{keys}}}]")
+            raise RecipeError(f"{dotted}: {name} is a list, whose items cannot be set alone", fix=f"write {name}=[{{{keys}}}]")
         if inner is None:
-            raise RecipeError(f"{dotted}: {where} has no keys of its own", fix=f"set the key itself: {where}=VALUE")
+            raise RecipeError(f"{dotted}: {where} has no keys", fix=f"set the key itself: {where}=VALUE")
         if node.get(part) is None:
             node[part] = {}  # an override turns an optional section on
         node, model = node[part], inner

@@ -37,7 +37,7 @@ class ServerConfig(Section):
     threads: Annotated[int, ON_CPU] = resumable(0, ge=0)
     """CPU threads per server. 0: all cores, which the servers of the policy share (CPU only)."""
     startup_timeout_s: float = resumable(600.0, gt=0)
-    """Seconds for a started server to answer. Requests of the policy wait as long for a restart."""
+    """Seconds that a server may take to start. Policy requests wait equally long for a restart."""
 
 
 class PolicyConfig(ModelConfig):
@@ -49,7 +49,7 @@ class PolicyConfig(ModelConfig):
     tool_format: str | None = Field(None, min_length=1)
     """Tool-call format to parse, such as `hermes`. None: the format of the chat template."""
     rewritten_context: Literal["refuse", "restart"] = "refuse"
-    """For chat templates that rewrite earlier context. refuse: an error. restart: a rewritten context starts another trajectory."""
+    """For chat templates that rewrite earlier context. refuse: an error. restart: a rewritten context starts a new trajectory."""
 
 
 class ServingConfig(ServerConfig):
@@ -58,8 +58,8 @@ class ServingConfig(ServerConfig):
     replicas: int = Field(1, ge=1)
     """Servers of the policy, each with a process, a port, a KV cache and, on GPUs, a GPU."""
     weight_transfer: parts.Channel = parts.Part("file")
-    """file: the server maps safetensors; other machines copy them, with options.store=URL from an object store. delta: file, with changes
-    only; pays in bfloat16 with a small learning rate. nccl: from the learner's GPUs to the server's."""
+    """file: the server maps safetensors; other machines copy them (with options.store=URL from an object store). delta: like file, but
+    only changes; useful in bfloat16 with a small learning rate. nccl: from the learner's GPUs to the server's."""
     request_timeout_s: float = Field(120.0, gt=0)
     """Seconds that a turn may lose to a slow server, and deadline of a weight swap."""
     probe_max_abs_diff: float | None = Field(None, gt=0)

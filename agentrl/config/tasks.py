@@ -10,7 +10,7 @@ from agentrl.config.section import Needs, Section
 from agentrl.plugins.parts import Part
 
 _TAUGHT = Needs(
-    "a step late enough to use the results of another: set steps to pipeline_depth + 1 or more",
+    "a step late enough to use the results of an earlier step: set steps to pipeline_depth + 1 or more",
     lambda recipe, own: recipe.step_limit > recipe.depth,
 )
 _PRACTISED = Needs("practice tasks: set tasks.practice", lambda recipe, own: own.practice)
@@ -57,5 +57,7 @@ class TasksConfig(GroupJudging):
     @classmethod
     def _audit_is_another(cls, audit: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
         if same := sorted({*audit} & {*info.data.get("verifiers", ())}):
-            raise ValueError(f"{same[0]} is also in tasks.verifiers: an audit that agrees with itself shows nothing; remove one")
+            raise ValueError(
+                f"{same[0]} is also in tasks.verifiers: an audit with the same verifier shows nothing; remove it from one of them"
+            )
         return audit

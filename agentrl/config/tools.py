@@ -41,9 +41,9 @@ class MCPConfig(Section):
     url: str = Field("", pattern=r"^(https?://[^\s/?#@]+.*)?$")
     """HTTP address. Redirects are not followed."""
     env: dict[str, str] = Field({})
-    """Environment of host_command; values are `env:NAME` or `file:/PATH`. PATH, HOME, TMPDIR and the locale are set too."""
+    """Environment of host_command; values are `env:NAME` or `file:/PATH`. PATH, HOME, TMPDIR and the locale are also set."""
     key_env: str = Field("", pattern=r"^([A-Za-z_][A-Za-z0-9_]*)?$")
-    """Environment variable that holds the bearer token of `url`."""
+    """Environment variable with the bearer token of `url`."""
     only: tuple[str, ...] = ()
     """Tools to offer. Empty: all, at most 64."""
     together: bool = False
@@ -53,7 +53,7 @@ class MCPConfig(Section):
     def _one_place(self) -> MCPConfig:
         places = {"command": self.command, "host_command": self.host_command, "url": self.url}
         if len(set_keys := [name for name, value in places.items() if value]) != 1:
-            raise ValueError(f"a server has one of command, host_command and url, not {' and '.join(set_keys) or 'none'}")
+            raise ValueError(f"a server needs exactly one of command, host_command and url, got {' and '.join(set_keys) or 'none'}")
         if self.together and not self.url:
             raise ValueError("together does nothing with a program, which handles one call at a time: remove it")
         if self.url and self.env:
@@ -61,9 +61,9 @@ class MCPConfig(Section):
         if self.command and self.env:
             raise ValueError("env works only with host_command: the agent could read the environment of a program in its sandbox")
         if wrong := [name for name, value in self.env.items() if not secrets.is_reference(value)]:
-            raise ValueError(f"env.{wrong[0]} is given by value, and recipe.json and the report would show it: {secrets.HOW_TO_REFER}")
+            raise ValueError(f"env.{wrong[0]} is given by value, which recipe.json and the report would show: {secrets.HOW_TO_REFER}")
         if self.url and (urlsplit(self.url).query or urlsplit(self.url).fragment):
-            raise ValueError("url has a query, and recipe.json and the report would show it: set key_env to the variable with the token")
+            raise ValueError("url has a query, which recipe.json and the report would show: set key_env to the variable with the token")
         if self.key_env and not self.url:
             raise ValueError("key_env does nothing without a url: give a program its variables with env")
         if any("\0" in word for word in (*self.command, *self.host_command)) or not all((self.command or self.host_command or ("-",))[:1]):
@@ -72,7 +72,7 @@ class MCPConfig(Section):
 
 
 class ToolConfig(Section):
-    """What a recipe changes about one tool: its bounds, in place of the task's limits, and the descriptions that agents read."""
+    """Changes to one tool: limits, which replace those of the task, and the descriptions that agents read."""
 
     timeout_s: float | None = Field(None, gt=0, le=3600)
     """Seconds per call."""
@@ -88,7 +88,7 @@ class ToolConfig(Section):
     @model_validator(mode="after")
     def _changes_something(self) -> ToolConfig:
         if self == type(self).model_construct():
-            raise ValueError("it changes nothing: set timeout_s, output_chars, calls, description or arguments")
+            raise ValueError("this section changes nothing: set timeout_s, output_chars, calls, description or arguments")
         return self
 
 

@@ -76,10 +76,10 @@ def text_of(value: Any, where: str) -> str:
     """
     text = value.text if isinstance(value, Observation) else value
     if not isinstance(text, str):
-        raise EnvironmentFault(f"{where} returned {type(text).__name__} instead of text or an Observation")
+        raise EnvironmentFault(f"{where} returned {type(text).__name__} instead of a string or an Observation")
     if isinstance(value, Observation) and value.media:
         if len(value.media) > MAX_IMAGES:
-            raise EnvironmentFault(f"{where} returned {len(value.media)} media; at most {MAX_IMAGES} are allowed")
+            raise EnvironmentFault(f"{where} returned {len(value.media)} media items; at most {MAX_IMAGES} are allowed")
         text = "\n".join((*([text] if text else []), *(media_text(content, where) for content in value.media)))
     if len(text) > MAX_OBSERVATION_CHARS:
         visible = REFERENCE.sub("", text) if MARK in text and len(text) <= MAX_IMAGES * 3 * MAX_IMAGE_BYTES // 2 else text
@@ -94,7 +94,7 @@ def media_text(content: bytes, where: str) -> str:
     """Returns the text that shows an image, or the exact numbers of an npy file. Raises `EnvironmentFault` if the media are too large, or
     if the npy file is invalid."""
     if len(content) > MAX_IMAGE_BYTES:
-        raise EnvironmentFault(f"{where} returned media of {len(content)} bytes; at most {MAX_IMAGE_BYTES} are allowed")
+        raise EnvironmentFault(f"{where} returned a media item of {len(content)} bytes; at most {MAX_IMAGE_BYTES} are allowed")
     if not content.startswith(NUMPY):
         return image_text(content)
     try:
@@ -104,7 +104,7 @@ def media_text(content: bytes, where: str) -> str:
     if is_pixels(array):
         return image_text(content)
     if not 0 < array.size <= MAX_NUMBERS:  # an array of size 0 may have any number of empty rows
-        raise EnvironmentFault(f"{where} returned an array of {array.size} numbers; 1 to {MAX_NUMBERS} are shown")
+        raise EnvironmentFault(f"{where} returned an array of {array.size} numbers; 1 to {MAX_NUMBERS} are allowed")
     return number_text(array)
 
 
@@ -161,17 +161,17 @@ def actions_of(value: Any, where: str) -> tuple[str, ...] | tuple[dict[str, Any]
     if value is None:
         return None
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:
-        raise EnvironmentFault(f"{where}: actions must be None, or a non-empty sequence of texts or function schemas")
+        raise EnvironmentFault(f"{where}: actions must be None or a non-empty sequence of strings or function schemas")
     items = tuple(value)
     if all(isinstance(item, str) and item for item in items):
         if len(set(items)) < len(items):
-            raise EnvironmentFault(f"{where}: actions contains a text twice")
+            raise EnvironmentFault(f"{where}: actions contains the same string twice")
         return items
     for item in items:
         function = item.get("function") if isinstance(item, Mapping) else None
         function = function if isinstance(function, Mapping) else {}
         if not isinstance(function.get("name"), str) or not isinstance(function.get("parameters"), Mapping):
-            raise EnvironmentFault(f"{where}: an action is neither a text nor a function schema with a name and parameters")
+            raise EnvironmentFault(f"{where}: an action is neither a string nor a function schema with a name and parameters")
     return items
 
 

@@ -68,7 +68,7 @@ def add_environment(
     wanted = tuple(_checked_requirement(item, root) for item in requires)
     name = name or name_of(wanted[0], root)
     if not NAME.fullmatch(name):
-        raise UserError(f"{name!r} is not a name of an environment", fix="use letters, digits, '.', '_' and '-'")
+        raise UserError(f"{name!r} is not a valid environment name", fix="use letters, digits, '.', '_' and '-'")
     executable, version = _find_python(python)
     with _building(root, name, report):
         path = root / LOCKS / f"{name}.lock"
@@ -95,7 +95,8 @@ def sync_environment(root: Path, name: str, *, report: Report = lambda text: Non
     lock = read_lock(path)
     if lock.platform != this_platform():
         raise UserError(
-            f"{path} was written on {lock.platform}, this is {this_platform()}", fix=f"agentrl env add {' '.join(lock.requires)}"
+            f"{path} was written on {lock.platform}, but this machine is {this_platform()}",
+            fix=f"agentrl env add {' '.join(lock.requires)}",
         )
     executable, _ = _find_python(lock.python)
     with _building(root, name, report):
@@ -145,9 +146,9 @@ def _building(root: Path, name: str, report: Report) -> Iterator[None]:
     handle = os.open(base / f".{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         if not wait_for_lock(handle, fcntl.LOCK_EX, within_s=1.0):
-            report(f"waiting for another agentrl that builds {name}")
+            report(f"waiting for another agentrl process that is building {name}")
             if not wait_for_lock(handle, fcntl.LOCK_EX, within_s=_OTHER_BUILD_S):
-                raise UserError(f"another agentrl has been building {name} for {_OTHER_BUILD_S:g} s", fix="wait for it, or end it")
+                raise UserError(f"another agentrl process has been building {name} for {_OTHER_BUILD_S:g} s", fix="wait for it, or stop it")
         _restore(base / name)
         yield
     finally:
@@ -201,7 +202,7 @@ def _resolve(root: Path, venv: Path, name: str, wanted: tuple[str, ...], version
         pins = sorted(line for item in items if (line := _pin(item, root)))
     folders = tuple((item, _folder_sha256(root / item)) for item in copies)
     if users := _users_of_torch(items):
-        report(f"torch is among the packages, because {users} needs it")
+        report(f"torch will be installed: it is required by {users}")
     report(f"{len(items)} packages")
     return Lock(name=name, requires=wanted, python=version, platform=this_platform(), pins=tuple(pins), folders=folders)
 
@@ -214,7 +215,9 @@ def _pin(item: dict[str, Any], root: Path) -> str:
     archive = source.get("archive_info", {})
     sha256 = archive.get("hashes", {}).get("sha256") or archive.get("hash", "").removeprefix("sha256=")
     if not re.fullmatch("[0-9a-f]{64}", sha256):
-        raise UserError(f"{name} {version} has no sha256, so it cannot be pinned", fix="use a release of an index, an archive or a folder")
+        raise UserError(
+            f"{name} {version} has no sha256, so it cannot be pinned", fix="use a release from a package index, an archive or a folder"
+        )
     if item.get("is_direct"):
         path = os.path.relpath(unquote(urlsplit(source["url"]).path), root)
         return f"{path if path.startswith('.') else f'./{path}'} --hash=sha256:{sha256}"
@@ -253,14 +256,14 @@ def _run(command: list[str], log: Path, *, cwd: Path | None = None) -> None:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             if isinstance(error, subprocess.TimeoutExpired):
-                raise InfrastructureError(f"{' '.join(command[:4])} did not end within {_BUILD_S:g} s") from None
+                raise InfrastructureError(f"{' '.join(command[:4])} did not finish within {_BUILD_S:g} s") from None
             raise
     if status:
         raise _failure(tail_bytes(log, most=_LOG_BYTES, start=start))
 
 
 _CAUSES: tuple[tuple[str, str, str], ...] = (
-    (r"DO NOT MATCH THE HASHES", "the index serves other files than the lock", "agentrl env add ... --upgrade"),
+    (r"DO NOT MATCH THE HASHES", "the index serves files that differ from the lock", "agentrl env add ... --upgrade"),
     (r"No space left on device|Disk quota exceeded", "the disk is full", "free space, then repeat the command"),
     (
         r"NewConnectionError|Failed to establish a new connection|NameResolutionError|ConnectTimeoutError|ProxyError|ReadTimeoutError",
@@ -269,17 +272,17 @@ _CAUSES: tuple[tuple[str, str, str], ...] = (
     ),
     (
         r"Requires-Python ([^\n;]+)|requires a different Python: [^\n]*?not in '([^']+)'",
-        "the package needs another Python: {}",
+        "the package requires a different Python version: {}",
         "choose one with --python, such as --python 3.12",
     ),
-    (r"No matching distribution found for ([^\n]+)", "the index has no package {}", "check name and version"),
-    (r"The conflict is caused by:\n((?:    .*\n){1,6})", "versions conflict:\n{}", "request other versions"),
+    (r"No matching distribution found for ([^\n]+)", "the index has no package {}", "check the name and the version"),
+    (r"The conflict is caused by:\n((?:    .*\n){1,6})", "versions conflict:\n{}", "request different versions"),
     (
         r"No module named '?ensurepip|ensurepip is not available",
         "this Python cannot create environments",
         "install its package python3-venv",
     ),
-    (r"Failed (?:to build|building wheel for) '?([\w.-]+)", "{} cannot be built from source", "install what its build needs"),
+    (r"Failed (?:to build|building wheel for) '?([\w.-]+)", "{} cannot be built from source", "install its build dependencies"),
 )
 
 
@@ -290,7 +293,7 @@ def _failure(log: str) -> Exception:
             kind = InfrastructureError if "connection" in message else UserError
             text = message.format(detail)
             return UserError(text, fix=fix) if kind is UserError else InfrastructureError(f"{text}\n  fix: {fix}")
-    return UserError(f"pip failed: {cause_in_log(log)[0]}", fix="see its message")
+    return UserError(f"pip failed: {cause_in_log(log)[0]}", fix="see the message from pip")
 
 
 def _find_python(wanted: str) -> tuple[str, str]:
@@ -305,7 +308,7 @@ def _find_python(wanted: str) -> tuple[str, str]:
             done = subprocess.run([executable, "-I", "-c", shows], capture_output=True, text=True, timeout=_PROBE_S, check=False)
             if done.returncode == 0 and re.fullmatch(r"3\.\d+", version := done.stdout.strip()):
                 return executable, version
-    raise UserError(f"no Python {wanted!r} runs on this machine", fix="install it, or give its path: --python /path/to/python3")
+    raise UserError(f"Python {wanted!r} is not available on this machine", fix="install it, or give its path: --python /path/to/python3")
 
 
 def _checked_requirement(item: str, root: Path) -> str:
@@ -313,13 +316,13 @@ def _checked_requirement(item: str, root: Path) -> str:
     if is_path(item):
         path = Path(item).resolve()
         if not path.exists():
-            raise UserError(f"no file or folder {item}", fix="give a package's name, or the path of its folder")
+            raise UserError(f"there is no file or folder {item}", fix="give a package's name, or the path of its folder")
         if path.is_dir() and not (path / "pyproject.toml").is_file() and not (path / "setup.py").is_file():
             raise UserError(f"{item} is not a package: it has no pyproject.toml", fix="give the folder with the pyproject.toml")
         text = os.path.relpath(path, root)
         return text if text.startswith(".") else f"./{text}"
     if not re.fullmatch(r"[A-Za-z0-9][^\s#]*( *(;|[<>=!~]=?) *[^\n#@]+)?", item) or "://" in item:
-        raise UserError(f"{item!r} is not a requirement", fix="write NAME, NAME==VERSION, or the path of a folder or wheel")
+        raise UserError(f"{item!r} is not a valid requirement", fix="write NAME, NAME==VERSION, or the path of a folder or wheel")
     return item
 
 

@@ -104,11 +104,11 @@ class Dialogue:
         train_user: bool = False,
     ) -> None:
         if train_user and user != POLICY:
-            raise ValueError(f"train_user needs user={POLICY}")
+            raise ValueError(f"train_user requires user={POLICY}")
         if turns < 1 or chars < 1 or not step_s > 0 or not opening:
             raise ValueError("turns, chars and step_s must be positive, and opening must not be empty")
         if bool(actions) != bool(translate):
-            raise ValueError("actions and translate need each other")
+            raise ValueError("actions and translate must be set together")
         self.instructions, self.step_s = instructions, step_s
         self.said: list[tuple[str, str]] = []
         self._calls: list[tuple[str, dict[str, Any]]] = []
@@ -184,14 +184,14 @@ class Dialogue:
         except PromptRefusedError:
             text = await self._ask(tuple((speaker, UNREADABLE if speaker == AGENT else words) for speaker, words in dialogue))
         if not isinstance(text, str) or not text.strip():
-            raise EnvironmentFault(f"the simulated user returned {type(text).__name__ if not isinstance(text, str) else 'an empty text'}")
+            raise EnvironmentFault(f"the simulated user returned {type(text).__name__ if not isinstance(text, str) else 'an empty string'}")
         text, ended = text.strip(), text.strip().endswith(END)
         words = text.removesuffix(END).replace(END, "").strip()[: self._chars]
         return f"{words} {END}".strip() if ended else words or LEFT
 
     async def _ask(self, dialogue: Said) -> Any:
         if self._user is None:
-            raise PluginError("the policy plays the user only for an agent that provides it", fix="set rollout.agent=turns")
+            raise PluginError("the policy can play the user only if the agent supports it", fix="set rollout.agent=turns")
         try:
             reply = self._user(self._brief, dialogue)
             return await reply if inspect.isawaitable(reply) else reply

@@ -29,7 +29,7 @@ class EnvPoolEnvironment(GymnasiumEnvironment):
             raise PluginError(f"envpool:{id} needs a package that is not installed: {error}", fix=install_command("envpool")) from error
         settings = {"num_envs": 1, "num_threads": 1, **options}
         if settings["num_envs"] != 1 or "batch_size" in settings or "seed" in settings:
-            raise PluginError("num_envs, batch_size and seed of envpool belong to agentrl", fix="remove them from tasks.family.options")
+            raise PluginError("agentrl sets num_envs, batch_size and seed of envpool", fix="remove them from tasks.family.options")
         if id not in (known := envpool.list_all_envs()):
             near = difflib.get_close_matches(id, known, n=2) or known[:2]
             raise PluginError(f"EnvPool has no environment {id}", fix=f"use one of its {len(known):,}, such as {' and '.join(near)}")
@@ -57,14 +57,14 @@ class _Single:
             self._pool = self._make(seed % _SEEDS)
             observation, info = self._pool.reset()
         if (players := len(info["players"]["env_id"])) != 1:
-            raise TaskError(f"the environment has {players} players; only those with one can be played")
+            raise TaskError(f"the environment has {players} players, but only environments with one player are supported")
         return _first(observation), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Applies an action."""
         import numpy as np
 
-        assert self._pool is not None, "reset() comes first"
+        assert self._pool is not None, "reset() must be called first"
         observation, reward, terminated, truncated, _ = self._pool.step(np.asarray(action)[None])
         return _first(observation), float(reward[0]), bool(terminated[0]), bool(truncated[0]), {}
 

@@ -68,7 +68,7 @@ def observations_of(value: Any, roles: Sequence[str], where: str, *, ended: bool
     }
     for item in observations.values():
         if len(set(item.actions)) < len(item.actions) or not all(item.actions):
-            raise EnvironmentFault(f"{where} returned an observation whose actions are empty or not different")
+            raise EnvironmentFault(f"{where} returned an observation whose actions are empty or repeated")
     return observations
 
 
@@ -109,7 +109,7 @@ class PooledGame:
         self.instructions, self.forfeit, self._ref = str(opened["instructions"]), float(opened["forfeit"]), ref
         self.actions = None if opened["actions"] is None else tuple(opened["actions"])
         if self.actions is not None and not all(isinstance(action, str) for action in self.actions):
-            raise EnvironmentFault(f"{ref}: the actions of a game with roles are texts")
+            raise EnvironmentFault(f"{ref}: the actions of a game with roles must be strings")
         self.roles = roles_of(opened["roles"], ref)
         self._first, self._run, self._close = from_data(opened["first"]), run, close
 

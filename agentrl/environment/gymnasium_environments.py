@@ -85,7 +85,7 @@ class GymnasiumEnvironment(Environment):
             names = tuple(action_names or ACTIONS.get(self._name, ()))
             names = names if len(names) == count or action_names else tuple(map(str, range(start, start + count)))
             if len(set(names)) != count:
-                raise PluginError(f"action_names has {len(names)} names for {count} actions", fix="give each action another name")
+                raise PluginError(f"action_names has {len(names)} names for {count} actions", fix="give each action a different name")
             self._numbers = {name: start + number for number, name in enumerate(names)}
             self.actions = names
             return
@@ -120,7 +120,11 @@ class GymnasiumEnvironment(Environment):
         except ImportError as error:
             fix = f"correct {module}"
             if isinstance(error, ModuleNotFoundError):
-                fix = install_command("gymnasium") if error.name == "gymnasium" else f"install the package that has {error.name or module}"
+                fix = (
+                    install_command("gymnasium")
+                    if error.name == "gymnasium"
+                    else f"install the package that contains {error.name or module}"
+                )
             raise PluginError(f"gymnasium:{id} cannot be imported: {error}", fix=fix) from error
         try:
             environment = gymnasium.make(name, disable_env_checker=True, **options)
@@ -129,7 +133,7 @@ class GymnasiumEnvironment(Environment):
             environment.close()
             return gymnasium.make(name, disable_env_checker=True, render_mode="ansi", **options), True
         except gymnasium.error.Error as error:
-            fix = "correct the id or the options as it says"
+            fix = "correct the id or the options as the error describes"
             if isinstance(error, gymnasium.error.NameNotFound | gymnasium.error.NamespaceNotFound):
                 no_module = "correct the id, or write gymnasium:MODULE:ID if another package's MODULE registers it"
                 fix = f"use an id that {module} registers, or write a class that wraps its environment" if module else no_module
@@ -150,7 +154,9 @@ class GymnasiumEnvironment(Environment):
 
     def _text(self, observation: Any) -> str | Observation:
         if not is_inside(self._seen, observation):
-            raise EnvironmentFault(f"{self._name}: {describe_outside(self._seen, observation)}\n  fix: correct it, or the space")
+            raise EnvironmentFault(
+                f"{self._name}: {describe_outside(self._seen, observation)}\n  fix: correct the observation or its space"
+            )
         if self._format is not None:
             return self._format(observation)
         if self._drawn:

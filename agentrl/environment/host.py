@@ -92,7 +92,7 @@ def describe(spec: HostSpec) -> Any:
                 described = json_value(json.loads(file.read_bytes()))
         if not isinstance(described, dict):
             tail = output.read_bytes()[-2000:].decode("utf-8", "replace").strip()
-            raise UserError(f"{spec.name}: its host ended with status {status} and no description of the tasks: {tail}")
+            raise UserError(f"{spec.name}: its host ended with status {status} and did not describe the tasks: {tail}")
     if "error" in described:
         raise UserError(f"{spec.name}: {str(described['error'].get('message', ''))[:4000]}")
     return described.get("result")
@@ -160,7 +160,7 @@ class Host:
             async with asyncio.timeout(timeout_s):
                 result = await (await self._running()).call(method, params, serve)
         except TimeoutError:
-            raise InfrastructureError(f"{self.spec.name}: no result of {method} within {timeout_s:g} s") from None
+            raise InfrastructureError(f"{self.spec.name}: {method} returned no result within {timeout_s:g} s") from None
         self.deaths = 0
         return result
 
@@ -171,7 +171,7 @@ class Host:
             if self._process is not None:
                 self.deaths += 1
                 if self.deaths > MAX_DEATHS:
-                    raise HostDied(f"{self.spec.name}: its host died {self.deaths} times in a row; the last time: {self._process.reason}")
+                    raise HostDied(f"{self.spec.name}: its host died {self.deaths} times in a row; the last reason: {self._process.reason}")
                 await asyncio.sleep(min(RESTART_S * 2**self.deaths, 30.0))
             self._process = await _Process.start(self.spec)
             return self._process
@@ -333,7 +333,7 @@ class _Process:
     def _serve(self, message: Mapping[str, Any]) -> None:
         call = self._calls.get(message["for"])
         if len(self._serving) >= MAX_SERVED:
-            raise ValueError(f"more than {MAX_SERVED} requests at a time")
+            raise ValueError(f"more than {MAX_SERVED} requests at the same time")
         task = asyncio.create_task(self._served(message, call))
         for tasks in (self._serving, *(() if call is None else (call.tasks,))):
             tasks.add(task)

@@ -88,7 +88,7 @@ class InspectFamily:
             raise PluginError(f"tasks.family.options.{unknown[0]}: unknown option of inspect tasks", fix=f"use one of {', '.join(OPTIONS)}")
         own = options.get("solver") == OWN_SOLVER
         if (tools or outputs) and not own:
-            raise PluginError(f"tasks.family.options: tools and outputs do nothing without solver={OWN_SOLVER}", fix="remove them")
+            raise PluginError(f"tasks.family.options: tools and outputs require solver={OWN_SOLVER}", fix="remove them")
         self.name = ref
         with raising_as(lambda error: PluginError(f"tasks.family.options: {error}", fix="correct sandbox or limits"), but=(AgentRLError,)):
             self._limits = Limits(**{"turns": 16, **(limits or {})})
@@ -140,7 +140,7 @@ async def _score_ended(task: Task, episode: Episode, sandboxes: SandboxBackend) 
         async def serve(method: str, params: Mapping[str, Any]) -> Any:
             if not opened:
                 if task.sandbox is None:
-                    raise TaskError(f"task {task.id!r} has no sandbox, and its scorer uses one", fix="set tasks.family.options.image")
+                    raise TaskError(f"task {task.id!r} has no sandbox, but its scorer uses one", fix="set tasks.family.options.image")
                 files = {**task.contents(), **episode.outputs}
                 opened.append(
                     await sandboxes.open(task.sandbox, files={path: data for path, data in files.items() if path not in episode.removed})

@@ -108,7 +108,7 @@ class NemoGymSession(Session):
         kind, reason = clean(answer.get("failure_kind"), 80), clean(answer.get("failure_reason"), 500)
         blame = FAILURE_KINDS.get(kind, Blame.INFRASTRUCTURE)
         if answer.get("mask_sample") is True and blame is not Blame.POLICY:
-            message = f"{self.server.what} gave no valid score: {kind or 'masked'}: {reason}"
+            message = f"{self.server.what} returned no valid score: {kind or 'masked'}: {reason}"
             raise TaskError(message, fix="repair the verifier of the server") if blame is Blame.TASK else EnvironmentFault(message)
         components = answer.get("reward_components")
         parts = {str(name)[:80]: number(value, f"the reward {str(name)[:80]}") for name, value in _items(components)}

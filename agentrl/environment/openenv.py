@@ -131,7 +131,7 @@ class OpenEnvSession(Session):
                 raise Busy(f"{self.server.what} answered /ws with status {status}") from error
             raise EnvironmentFault(f"{self.server.what} answered /ws with status {status}; redirects are not followed") from error
         except (WebSocketException, OSError) as error:
-            raise Busy(f"{self.server.what} accepted no connection: {describe_error(error)}") from error
+            raise Busy(f"{self.server.what} did not accept a connection: {describe_error(error)}") from error
 
     async def _request(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the data of the observation that answers a request."""

@@ -59,7 +59,7 @@ def kind_of(ref: str) -> str:
         return ref
     raise PluginError(
         f"{ref!r} is not an environment",
-        fix="refer to a subclass of agentrl.environment.Environment, or a class with the methods of agentrl.protocols.EnvironmentOpener",
+        fix="specify a subclass of agentrl.environment.Environment, or a class with the methods of agentrl.protocols.EnvironmentOpener",
     )
 
 

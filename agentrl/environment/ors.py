@@ -34,7 +34,7 @@ class OrsSession(Session):
         self._path = f"/{quote(str(name), safe='')}"
         self._id, _ = await http.event_data("/create_session", {})
         if not 0 < len(self._id) <= _LONGEST_ID or not self._id.isascii() or not self._id.isprintable():
-            raise EnvironmentFault(f"{where} gave an invalid session id")
+            raise EnvironmentFault(f"{where} returned an invalid session id")
         task = {"env_name": name, "split": self.options.get("split", "train"), "index": self.options.get("index", 0)}
         self._created = True
         try:

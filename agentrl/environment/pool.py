@@ -99,7 +99,7 @@ class ProcessPool:
                 largest = max(sizes, key=lambda process: sizes[process])
                 largest.fail(
                     f"the environments use {total >> 20:,} MiB of memory; at most {self._memory >> 20:,} are allowed. The largest process,"
-                    f" with {sizes[largest] >> 20:,}, was killed; lower rollout.concurrency, or use environments that need less"
+                    f" with {sizes[largest] >> 20:,} MiB, was killed; lower rollout.concurrency, or use environments that need less memory"
                 )
 
     async def _process(self, alone: bool) -> _Process:
@@ -254,7 +254,7 @@ class _Process:
                 left -= len(shown)
                 sys.stderr.write(shown.decode(errors="replace"))
                 if not left:
-                    log.warning("an environment writes more than %d bytes to standard error; the rest is discarded", _MOST_ERRORS)
+                    log.warning("an environment wrote more than %d bytes to standard error; the rest is discarded", _MOST_ERRORS)
 
     async def _read(self) -> None:
         """Passes results to their callers until the process ends."""
@@ -296,7 +296,7 @@ class _Process:
         count = PROGRESS.unpack(self._progress[:])[0]
         self._idle = self._idle + 1 if count == self._seen else 0
         if self._idle and (count % 2 or self._idle > _MAX_IDLE):
-            self.fail(f"an environment gave no result within {self._timeout_s:g} s")
+            self.fail(f"an environment returned no result within {self._timeout_s:g} s")
             return
         self._seen = count
         self._watch = self._loop.call_later(self._timeout_s, self._check_progress)

@@ -185,7 +185,7 @@ class RemoteServer:
     async def call(self, session: Session, what: str, work: Callable[[], Awaitable[T]], limit_s: float) -> T:
         """Returns the result of a request of a session. Raises `PolicyFault`, `EnvironmentFault` and `TaskError`."""
         self._used_at[session] = time.monotonic()
-        with self.faults(f"{what}, within {limit_s:g} s"):
+        with self.faults(f"{what} (limit: {limit_s:g} s)"):
             async with asyncio.timeout(limit_s):
                 return await work()
 
@@ -212,7 +212,9 @@ class RemoteServer:
         """Raises `EnvironmentFault` if a description differs from its first version in this process. `what` identifies the description."""
         text = json.dumps(value, sort_keys=True)
         if self._pinned.setdefault(what, text) != text:
-            raise EnvironmentFault(f"{self.what} changed {what} during the run\n  fix: restart the server as it was, or start a new run")
+            raise EnvironmentFault(
+                f"{self.what} changed {what} during the run\n  fix: restart the server in its previous state, or start a new run"
+            )
         while len(self._pinned) > _MAX_PINNED:
             self._pinned.popitem(last=False)
 
@@ -336,7 +338,7 @@ class RemoteEnvironment:
 
     async def _call(self, what: str, work: Callable[[], Awaitable[T]], limit_s: float) -> T:
         if self._fault:
-            raise EnvironmentFault(f"{what} follows a fault of the session: {self._fault}")
+            raise EnvironmentFault(f"{what} is not possible after a fault of the session: {self._fault}")
         try:
             return await self._server.call(self._session, what, work, limit_s)
         except PolicyFault:
@@ -357,7 +359,7 @@ class RemoteOpener:
     async def open(self, spec: EnvironmentSpec) -> RemoteEnvironment:
         """Opens a session for an episode. Raises `EnvironmentFault`, `TaskError`, and `UserError` if the options are invalid."""
         (prefix, _, url), kind = spec.ref.partition(":"), environment_kind(spec.ref)
-        assert kind is not None, "only such environments have this opener"
+        assert kind is not None, "only remote environments have this opener"
         general, options = RemoteOptions.split(secrets.resolve_options(spec.options))
         if spec.ref not in self.servers:
             self.servers[spec.ref] = RemoteServer(prefix, url, general)

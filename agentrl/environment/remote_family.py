@@ -65,7 +65,10 @@ class RemoteFamily(EnvironmentFamily):
         if self._kind == "openenv" and find_spec("websockets") is None:
             raise PluginError(f"tasks.family {ref!r} needs the package websockets", fix=install_command("openenv"))
         if (self._kind == "nemo-gym") is not (tasks is not None):
-            raise PluginError(f"tasks.family.options.tasks is for NeMo Gym, got {tasks!r}", fix="give the file with its rows as tasks")
+            raise PluginError(
+                f"tasks.family.options.tasks must be set for a NeMo Gym server and only for it, got {tasks!r}",
+                fix="for NeMo Gym, set tasks to the file with the rows; for other servers, remove tasks",
+            )
         self._tasks, self._heldout_split = tasks, heldout_split
         self._split = split or ("train" if self._kind == "ors" else "")
 
@@ -115,7 +118,7 @@ class RemoteFamily(EnvironmentFamily):
             raise PluginError(f"tasks.family.options.tasks: {path} cannot be read: {error}", fix="write one JSON object per line") from None
         if not rows or not all(isinstance(row, dict) for row in rows):
             raise PluginError(
-                f"tasks.family.options.tasks: {path} has a line that is not an object, or no line", fix="write one JSON object per line"
+                f"tasks.family.options.tasks: {path} is empty or has a line that is not an object", fix="write one JSON object per line"
             )
         return rows
 
@@ -170,7 +173,7 @@ def prompt_of(row: Mapping[str, Any], where: str) -> tuple[Message, ...]:
         if isinstance(content, list):
             content = "\n".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
         if not isinstance(content, str) or role not in ("system", "developer", "user", "assistant"):
-            raise TaskError(f"{where}: responses_create_params.input has an item that is not a message of text", fix="remove the row")
+            raise TaskError(f"{where}: responses_create_params.input has an item that is not a text message", fix="remove the row")
         messages.append(Message(role="system" if role == "developer" else role, content=content))
     if not messages:
         raise TaskError(f"{where}: responses_create_params.input has no message", fix="correct or remove the row")

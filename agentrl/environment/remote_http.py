@@ -86,7 +86,7 @@ class HttpClient:
             async for piece in response.aiter_raw():
                 taken, pieces = taken + len(piece), pieces + 1
                 if taken > 2 * MAX_BYTES or pieces > 4096 + taken // 64:
-                    raise EnvironmentFault(f"{self._what} answered {path} with {taken} bytes in {pieces} pieces, which is too much")
+                    raise EnvironmentFault(f"{self._what} answered {path} with {taken} bytes in {pieces} pieces, which exceeds the limits")
                 for name, content in stream.feed(piece):
                     if name == b"task_id":
                         task = content.decode("ascii", "replace").strip()
@@ -146,7 +146,7 @@ class HttpClient:
         text = clean(_detail(content), _ERROR_CHARS)
         message = f"{self._what} answered {path} with status {status}: {text}"
         if status < 400:
-            raise EnvironmentFault(f"{message}\n  fix: redirects are not followed; put the final address into tasks.family")
+            raise EnvironmentFault(f"{message}\n  fix: redirects are not followed; set tasks.family to the final address")
         if status in (401, 403):
             raise EnvironmentFault(f"{message}\n  fix: set tasks.family.options.key to env:NAME, and export the key of the server as NAME")
         if status in TRANSIENT and status not in _NOT_BUSY:
@@ -175,7 +175,7 @@ class _Stream:
         import httpx
 
         if isinstance(error, httpx.HTTPError | httpx.StreamError | httpx.InvalidURL | OSError) and not isinstance(error, TimeoutError):
-            return Busy(f"{self._what} gave no answer to {self._path}: {describe_error(error)}")
+            return Busy(f"{self._what}: request {self._path} failed: {describe_error(error)}")
         return error
 
 
@@ -205,7 +205,7 @@ def read_json(content: bytes | str, where: str) -> Any:
     try:
         return _plain(json.loads(content), MAX_DEPTH)
     except (ValueError, RecursionError) as error:
-        raise EnvironmentFault(f"{where} sent no valid JSON: {clean(str(error), 200)}") from None
+        raise EnvironmentFault(f"{where} sent invalid JSON: {clean(str(error), 200)}") from None
 
 
 def _plain(value: Any, levels: int) -> Any:

@@ -151,7 +151,7 @@ def text_of(space: Any, value: Any) -> str:
         case "Box" | "MultiDiscrete" | "MultiBinary":
             if value.size > MOST_NUMBERS:
                 shape = "x".join(map(str, value.shape))
-                raise TaskError(f"an observation of {shape} numbers has no text", fix="set tasks.family.options.formatter")
+                raise TaskError(f"an observation of {shape} numbers cannot be shown as text", fix="set tasks.family.options.formatter")
             return _short(value.tolist())
         case "Sequence":
             return "[" + ", ".join(text_of(space.feature_space, item) for item in value) + "]"
@@ -161,7 +161,9 @@ def text_of(space: Any, value: Any) -> str:
             return str(value)
         case "":
             name = type(space).__name__
-            raise TaskError(f"an observation in a space of the class {name} has no text", fix="set tasks.family.options.formatter")
+            raise TaskError(
+                f"an observation in a space of the class {name} cannot be shown as text", fix="set tasks.family.options.formatter"
+            )
     return ", ".join(text_of(part, item) for part, item in zip(space.spaces, value, strict=True))
 
 

@@ -62,9 +62,9 @@ class Lock:
             elif _PIN.fullmatch(line):
                 pins.append(line)
             elif line:
-                raise ValueError(f"has an unpinned line: {clip_text(line)}")
+                raise ValueError(f"it has an unpinned line: {clip_text(line)}")
         if not comments["requires"] or len(comments["python"]) != 1 or len(comments["platform"]) != 1:
-            raise ValueError("lacks its comments")
+            raise ValueError("the comments requires, python and platform are missing or repeated")
         folders = tuple((folder, sha256) for folder, _, sha256 in (line.rpartition(" ") for line in comments["folder"]))
         return cls(
             name=name,
@@ -87,7 +87,7 @@ def environment_python(root: Path, name: str) -> Path:
     if not path.is_file():
         raise UserError(f"the project has no environment {name!r}", fix=f"agentrl env add {name}")
     if not is_built(root, read_lock(path)):
-        raise UserError(f"the environment {name!r} is not built, or was built from another lock", fix=f"agentrl env sync {name}")
+        raise UserError(f"the environment {name!r} is not built, or was built from a different lock", fix=f"agentrl env sync {name}")
     return python_of(root / BUILT / name)
 
 
@@ -137,7 +137,7 @@ def read_lock(path: Path) -> Lock:
         return Lock.from_text(path.stem, untrusted_files.read_bytes(path, most=LOCK_BYTES).decode())
     except (OSError, ValueError) as error:
         raise UserError(
-            f"{path} is not a lock of an environment: {error}", fix=f"restore it, or remove the environment: agentrl env remove {path.stem}"
+            f"{path} is not a valid environment lock: {error}", fix=f"restore it, or remove the environment: agentrl env remove {path.stem}"
         ) from None
 
 

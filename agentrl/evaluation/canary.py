@@ -78,11 +78,11 @@ def check_canary(run: Path, before: int, after: int) -> None:
     baseline, candidate = known_version(registry, before), known_version(registry, after)
     if before >= after or VersionState.ROLLED_BACK in (baseline.state, candidate.state):
         raise UserError(
-            f"version {after} of {run} cannot be a canary next to version {before}: the candidate must be newer, and neither rolled back",
-            fix=f"choose others: agentrl versions list {run}",
+            f"version {after} of {run} cannot be a canary for version {before}: it must be newer, and neither may be rolled back",
+            fix=f"choose other versions: agentrl versions list {run}",
         )
     if not has_checkpoint(run, before):
-        raise UserError(f"version {before} of {run} has no intact checkpoint to return to", fix="pin versions to keep, before a canary")
+        raise UserError(f"version {before} of {run} has no intact checkpoint to return to", fix="before a canary, pin the versions to keep")
     if run_recipe(run).gate is None and is_driven(run):
         raise UserError(f"{run} is running without a gate, so its last version is its result", fix="wait until it ends, or add a gate")
 
@@ -94,7 +94,7 @@ def plan_units(cases: Sequence[Case], repeats_of: Callable[[Case], int], *, shar
     """
     size = round(1 / share) if 0 < share <= 0.5 else 0
     if not size or abs(share * size - 1) > 0.01:
-        raise UserError(f"the canary's share {share:g} is not one of 1/2, 1/3, 1/4, ...", fix="use for example --canary 0.2")
+        raise UserError(f"the canary's share {share:g} is not one of 1/2, 1/3, 1/4, ...", fix="use --canary 0.2, for example")
     rng, slots = random.Random(seed), list[Slot]()
     for number in range(max(map(repeats_of, cases), default=0)):
         turn = [(case.id, number) for case in cases if number < repeats_of(case)]
@@ -105,7 +105,9 @@ def plan_units(cases: Sequence[Case], repeats_of: Callable[[Case], int], *, shar
         chosen, *others = rng.sample(slots[start : start + size], size)
         units.append(CanaryUnit(candidate=chosen, baseline=tuple(others)))
     if not units:
-        raise UserError(f"a canary with share {share:g} needs {size} attempts, not {len(slots)}", fix="raise --cases or --repeats")
+        raise UserError(
+            f"a canary with share {share:g} needs {size} attempts, but there are only {len(slots)}", fix="raise --cases or --repeats"
+        )
     return tuple(units)
 
 

@@ -98,7 +98,7 @@ def prepare_evaluation(
     check_attempt_options(repeats=repeats, threshold=threshold)
     names = [suite.name for suite in suites]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise UserError(f"two suites are called {twice[0]!r}", fix="change the name in one suite.toml")
+        raise UserError(f"two suites have the name {twice[0]!r}", fix="change the name in one suite.toml")
     root, recipe = own or (project_of(suites), recipe_for(policy, suites, overrides))
     add_project_root(root)
     typed = [str(suite.folder) for suite in suites]
@@ -134,20 +134,20 @@ def _check_source(policy: NamedPolicy, suites: Sequence[Suite], recipe: Recipe) 
     for case in (case for suite in suites for case in suite.cases):
         if policy.source is PolicySource.ENDPOINT and case.start is not None:
             raise UserError(
-                f"case {case.id} starts in the middle of an episode, with exact tokens, and an endpoint accepts only messages",
+                f"case {case.id} starts in the middle of an episode, with exact tokens, but an endpoint accepts only messages",
                 fix="evaluate a suite of cases that start with their task",
             )
         environment = "" if case.task.environment is None else case.task.environment.ref
         if policy.source is PolicySource.ENDPOINT and environment:
             also = f", or set tasks.family.options.solver={OWN_SOLVER}" if environment.startswith("inspect:") else ""
             raise UserError(
-                f"case {case.id} is played in the environment {environment[:80]!a}, and a model behind an endpoint gets only a"
+                f"case {case.id} runs in the environment {environment[:80]!a}, but a model behind an endpoint gets only a"
                 " task's messages and tools",
                 fix=f"evaluate a model that agentrl serves: agentrl eval RECIPE --model FOLDER{also}",
             )
         if is_hosted(case.task) and recipe.agent.ref in parts.AGENT.shipped:
             raise UserError(
-                f"case {case.id}: the program of {environment[:80]!a} drives the model, so {recipe.agent} cannot play it",
+                f"case {case.id}: the program of {environment[:80]!a} drives the model, so {recipe.agent} cannot run it",
                 fix="evaluate it with the recipe of its tasks: agentrl eval RECIPE --suite SUITE --model MODEL",
             )
 
@@ -159,7 +159,7 @@ def held_out_suite(recipe: Recipe, root: Path) -> Suite:
     tasks = [(f"{split}-{index:04d}", make_task(family, split, index)) for split, count in counts.items() for index in range(count)]
     cases = [Case(id=name, task=task, threshold=own_threshold(task)) for name, task in tasks]
     if not cases:
-        raise UserError(f"the recipe {recipe.name} evaluates no held-out task", fix="set evaluation.heldout to at least 1")
+        raise UserError(f"the recipe {recipe.name} evaluates no held-out tasks", fix="set evaluation.heldout to at least 1")
     return Suite(folder=root / recipe.name, name=recipe.name, repeats=recipe.evaluation.attempts, cases=tuple(cases))
 
 

@@ -141,7 +141,7 @@ def _shown(
     tag = deciding_tag(trace.tags)
     assert tag is not None, "rules give every trace a tag"
     text = render_trace(trace)
-    tail = text if len(text) <= _TAIL else f"... {len(text) - _TAIL} characters before this ...\n{text[-_TAIL:]}"
+    tail = text if len(text) <= _TAIL else f"... {len(text) - _TAIL} earlier characters are not shown ...\n{text[-_TAIL:]}"
     return ExampleAttempt(
         episode=attempt.episode,
         score=attempt.score,

@@ -31,15 +31,15 @@ _LARGEST = 1 << 20  # bytes of a sampling record
 _SHOWN = 200  # characters of a suite's string in an error message
 _PART = parts.PartKind(key="--policy", what="policy", shipped={}, protocol="agentrl.protocols:Policy", arguments=())
 _SAID_ELSEWHERE = {
-    "model": "--model gives the model",
-    "messages": "the case gives the messages",
-    "tools": "the case gives the tools",
+    "model": "--model sets the model",
+    "messages": "the case contains the messages",
+    "tools": "the case contains the tools",
     "stream": "answers are not streamed",
-    "n": "--repeats gives the number of attempts",
+    "n": "--repeats sets the number of attempts",
     "temperature": "set evaluation.sampling.temperature, or --request temperature=null for a server that does not accept a temperature",
     "top_p": "set evaluation.sampling.top_p",
-    "max_tokens": "limits.turn_tokens gives the number of tokens",
-    "max_completion_tokens": "limits.turn_tokens gives the number of tokens; --tokens-name max_completion_tokens sends it under this name",
+    "max_tokens": "limits.turn_tokens sets the number of tokens",
+    "max_completion_tokens": "limits.turn_tokens sets the number of tokens; --tokens-name max_completion_tokens sends it under this name",
 }
 """Request key that is set elsewhere -> the setting."""
 _FIX = "use a model folder, RUN@VERSION, http(s)://HOST/v1, or module:attr of a policy factory"
@@ -136,7 +136,7 @@ def find_policy(named: str, *, model_name: str = "", key_env: str = "", requests
         return NamedPolicy(source=PolicySource.ENDPOINT, name=name, model=named, model_name=model_name, key_env=key_env, requests=options)
     if model_name or key_env or (requests or RequestOptions()) != RequestOptions():
         raise UserError(
-            f"a model name, a key, request keys and headers need an endpoint, and --policy {named} is not one",
+            f"a model name, a key, request keys and headers require an endpoint, but --policy {named} is not an endpoint",
             fix="use --policy http(s)://HOST/v1, or remove these options",
         )
     if (version_of_run := version_folder(named)) is not None:
@@ -166,11 +166,9 @@ def recorded_policy(suites: Sequence[Suite], *, option: str = "--policy") -> Nam
     first, *others = suites
     settings, named = first.folder / "suite.toml", first.policy
     if not named:
-        raise UserError(
-            f"{first.folder} is a suite, and its suite.toml names no policy", fix=f"use {option} FOLDER or {option} RUN@VERSION"
-        )
+        raise UserError(f"{first.folder} is a suite, but its suite.toml sets no policy", fix=f"use {option} FOLDER or {option} RUN@VERSION")
     if any(other.policy != named for other in others):
-        raise UserError("the suites name different policies", fix=f"use {option} FOLDER or {option} RUN@VERSION")
+        raise UserError("the suites set different policies", fix=f"use {option} FOLDER or {option} RUN@VERSION")
     root = project_of(suites).resolve()
     shown = f"{settings}: policy = {one_line(named, _SHOWN)!r}"
     typed = named if Path.cwd().resolve() == root else str(root / named)
@@ -181,11 +179,11 @@ def recorded_policy(suites: Sequence[Suite], *, option: str = "--policy") -> Nam
         raise UserError(f"{shown} is outside the project {root}", fix="use a model of the project, such as runs/NAME@VERSION")
     folders = [suite.folder.resolve() for suite in suites if suite.folder.resolve() != root]
     if any(part.is_relative_to(folder) for part in used for folder in folders):
-        raise UserError(f"{shown} came with the suite", fix=f"if you trust it, use {option} FOLDER or RUN@VERSION")
+        raise UserError(f"{shown} is in the folder of a suite", fix=f"if you trust it, use {option} FOLDER or RUN@VERSION")
     model = used[-1]
     if version is None and not model.is_dir():
         note = f" ({one_line(first.note, _SHOWN)})" if first.note else ""
-        raise UserError(f"{shown} does not exist{note}", fix=f"train it, or evaluate another policy: {option} FOLDER or RUN@VERSION")
+        raise UserError(f"{shown} does not exist{note}", fix=f"train it, or evaluate a different policy: {option} FOLDER or RUN@VERSION")
     if version is None:
         return NamedPolicy(source=PolicySource.FOLDER, name=typed, model=str(model))
     return NamedPolicy(source=PolicySource.VERSION, name=typed, model=str(model), run=version[0])
@@ -200,7 +198,7 @@ def version_folder(named: str) -> tuple[Path, Path] | None:
     if not (folder / "config.json").is_file():
         raise UserError(
             f"{run} has no complete model of version {int(number)}: it does not exist, is an adapter, or its weights were removed",
-            fix=f"choose another (agentrl versions list {run}), or raise learner.keep_versions",
+            fix=f"choose a different version (agentrl versions list {run}), or raise learner.keep_versions",
         )
     return Path(run).resolve(), folder.resolve()
 
@@ -209,7 +207,7 @@ def project_of(suites: Sequence[Suite]) -> Path:
     """Returns the project of the suites. Their images and verifiers are relative to it. Raises `UserError` if there are two projects."""
     roots = sorted({project_root(suite.folder) for suite in suites})
     if len(roots) > 1:
-        raise UserError(f"suites of two projects: {roots[0]} and {roots[1]}", fix="evaluate them one after the other")
+        raise UserError(f"the suites belong to two projects: {roots[0]} and {roots[1]}", fix="evaluate them one after the other")
     return roots[0]
 
 
@@ -236,7 +234,7 @@ def recipe_for(policy: NamedPolicy, suites: Sequence[Suite], overrides: Sequence
     recipe = build(data).but(*overrides)
     sampling = recipe.evaluation.sampling
     if policy.source is PolicySource.ENDPOINT and (sampling.top_k or sampling.min_p):
-        raise RecipeError("chat completions have no settings top_k and min_p of evaluation.sampling", fix="remove them")
+        raise RecipeError("chat completions do not support top_k and min_p of evaluation.sampling", fix="remove them")
     return recipe
 
 
@@ -289,7 +287,7 @@ def _of_run(run: Path) -> dict[str, Any]:
         data: dict[str, Any] = load(run / "recipe.json").model_dump(mode="json")
     except (OSError, ValueError) as error:
         raise UserError(
-            f"{run}: its recipe cannot be read: {getattr(error, 'message', None) or error}"[:2000],
+            f"cannot read the recipe of {run}: {getattr(error, 'message', None) or error}"[:2000],
             fix="use the version's folder instead of RUN@VERSION; it is then served with the default settings",
         ) from None
     return data

@@ -106,14 +106,14 @@ class CaseItem(pytest.Item):
 
     def setup(self) -> None:
         """Waits for the result of the case."""
-        assert self.cases.evaluation is not None, "collection is over"
+        assert self.cases.evaluation is not None, "the collection has ended"
         self.outcome = self.cases.evaluation.outcome(self.suite.name, self.case.id)
         if self.outcome.status is CaseStatus.UNSCORED:
             raise CaseNotPassed(self.outcome)
 
     def runtest(self) -> None:
         """Raises `CaseNotPassed` if the case failed."""
-        assert self.outcome is not None, "it was set up"
+        assert self.outcome is not None, "call setup() first"
         if self.outcome.status is not CaseStatus.PASSED:
             raise CaseNotPassed(self.outcome)
 
@@ -234,7 +234,7 @@ def _policy_of(config: pytest.Config, suites: Sequence[Suite]) -> NamedPolicy:
     requests = RequestOptions.parse(option("agentrl_request"), option("agentrl_header"), option("agentrl_tokens_name"))
     if (policy := option("agentrl_policy")) is None:
         if option("agentrl_model") or option("agentrl_key_env") or requests != RequestOptions():
-            raise UserError("the options of an endpoint need --agentrl-policy", fix="give --agentrl-policy http(s)://HOST/v1")
+            raise UserError("the options of an endpoint require --agentrl-policy", fix="give --agentrl-policy http(s)://HOST/v1")
         return recorded_policy(suites, option="--agentrl-policy")
     return find_policy(policy, model_name=option("agentrl_model"), key_env=option("agentrl_key_env"), requests=requests)
 

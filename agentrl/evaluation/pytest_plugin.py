@@ -16,20 +16,18 @@ _WORKERS = "--agentrl-policy evaluates all cases concurrently in one process: ru
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds the options."""
     group = parser.getgroup("agentrl", "regression suites of agentrl")
-    group.addoption(
-        "--agentrl-suite", action="append", default=[], metavar="FOLDER", help="a suite, or a folder of suites; may be given again"
-    )
+    group.addoption("--agentrl-suite", action="append", default=[], metavar="FOLDER", help="suite, or folder of suites; can be repeated")
     group.addoption(
         "--agentrl-policy",
         metavar="POLICY",
-        help="policy to evaluate: a model folder, RUN@VERSION, URL, or module:attr (default: what suite.toml records)",
+        help="policy to evaluate: a model folder, RUN@VERSION, URL, or module:attr (default: the policy in suite.toml)",
     )
-    group.addoption("--agentrl-model", default="", metavar="NAME", help="the model's name at a URL")
+    group.addoption("--agentrl-model", default="", metavar="NAME", help="name of the model at a URL")
     group.addoption("--agentrl-key-env", default="", metavar="VARIABLE", help="environment variable that contains the key for a URL")
     group.addoption("--agentrl-request", action="append", default=[], metavar="KEY=VALUE", help="additional key of each request to a URL")
     group.addoption("--agentrl-header", action="append", default=[], metavar="NAME=REFERENCE", help="additional header of each request")
-    group.addoption("--agentrl-tokens-name", default="", metavar="NAME", help="the name of max_tokens at the server of a URL")
-    group.addoption("--agentrl-repeats", type=int, metavar="N", help="attempts at each case (default: as the case or its suite says)")
+    group.addoption("--agentrl-tokens-name", default="", metavar="NAME", help="name of the request key max_tokens at a URL")
+    group.addoption("--agentrl-repeats", type=int, metavar="N", help="attempts at each case (default: the number of the case or its suite)")
     group.addoption(
         "--agentrl-threshold",
         type=float,
@@ -37,13 +35,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="SCORE",
         help="mean score that a case without a threshold must reach (default: 1)",
     )
-    group.addoption("--agentrl-run-dir", metavar="FOLDER", help="where transcripts and logs go (default: runs/SUITE-eval, -eval-2, ...)")
+    group.addoption("--agentrl-run-dir", metavar="FOLDER", help="folder for transcripts and logs (default: runs/SUITE-eval, -eval-2, ...)")
     group.addoption(
         "--agentrl-set",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="dotted override: evaluation.sampling.temperature=0; may be given again",
+        help="dotted override: evaluation.sampling.temperature=0; can be repeated",
     )
 
 

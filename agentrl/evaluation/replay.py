@@ -67,7 +67,7 @@ class _Player:
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
         number = int(request_id.rpartition("-")[2].partition(".")[0])
         if list(prompt_ids) != [*self.context, *self.turns[number].prompt_ids]:
-            raise _Apart(f"turn {number + 1} starts with other tokens than recorded")
+            raise _Apart(f"turn {number + 1} starts with different tokens than recorded")
         turn = self.turns[number]
         self.context = [*prompt_ids, *turn.completion_ids]
         return Completion(
@@ -96,7 +96,7 @@ def start_turn(trace: Trace, wanted: str) -> int:
     tag = deciding_tag(trace.tags)
     number = tag.turn if wanted == "failing" and tag is not None else int(wanted) - 1 if wanted.isdecimal() and len(wanted) < 7 else None
     if number is None:
-        why = f"tag {tag.name if tag else '-'} names no turn" if wanted == "failing" else f"{wanted!r} is not a turn"
+        why = f"tag {tag.name if tag else '-'} has no turn" if wanted == "failing" else f"{wanted!r} is not a turn"
         raise UserError(f"trace {trace.id}: {why}", fix=f"use a number from 1 to {len(turns)}")
     if not 0 <= number < len(turns):
         raise UserError(f"trace {trace.id} has no turn {number + 1}", fix=f"use a number from 1 to {len(turns)}")
@@ -110,11 +110,11 @@ async def replay_state(trace: Trace, turn: int, stage: ReplaySetup) -> EpisodeSt
     large to capture.
     """
     task, episode = trace.task, trace.episode
-    assert task is not None and episode is not None, "turn_of checks this"
+    assert task is not None and episode is not None, "start_turn checks this"
     if turn == 0:
         return None
     if any(call.name == _SESSION for one in episode.trajectories[0].turns[:turn] for call in one.message.tool_calls):
-        raise _refused(trace, turn, f"tool {_SESSION} keeps variables in a running program, which snapshots do not contain")
+        raise _refused(trace, turn, f"tool {_SESSION} stores variables in a running program, which snapshots do not contain")
     recorded = episode.trajectories[0].turns
     player, states = _Player(recorded[: turn + 1]), list[EpisodeState | None]()
 
@@ -150,10 +150,10 @@ def _differs(state: EpisodeState, recorded: Sequence[Turn], turn: int) -> str:
     """Returns how a state differs from the record before a turn; empty if it does not."""
     for number, (mine, theirs) in enumerate(zip(state.trajectories[0].turns, recorded, strict=False)):
         if mine.message != theirs.message:
-            return f"turn {number + 1} reads as another message"
+            return f"turn {number + 1} is parsed as a different message"
         if [(one.name, one.output) for one in mine.tool_results] != [(one.name, one.output) for one in theirs.tool_results]:
-            return f"the tools of turn {number + 1} return other results than recorded"
-    return "" if state.prompt_ids == (recorded[turn].prompt_ids,) else f"turn {turn + 1} starts with other tokens than recorded"
+            return f"the tools of turn {number + 1} return different results than recorded"
+    return "" if state.prompt_ids == (recorded[turn].prompt_ids,) else f"turn {turn + 1} starts with different tokens than recorded"
 
 
 def _refused(trace: Trace, turn: int, why: str) -> UserError:
@@ -172,7 +172,7 @@ async def open_replay(run: Path, tasks: Iterable[Task]) -> AsyncIterator[ReplayS
     try:
         recipe = load(run / "recipe.json")
     except (OSError, ValueError) as error:
-        raise UserError(f"{run}: its recipe, which configures the replay, cannot be read: {error}"[:2000], fix=_FROM_START) from None
+        raise UserError(f"cannot read the recipe of {run}, which configures the replay: {error}"[:2000], fix=_FROM_START) from None
     root = project_root(run)
     add_project_root(root)
     chat = _chat(run, recipe)
@@ -213,8 +213,8 @@ def check_start_tokens(suites: Iterable[Suite], chat: ChatFormat, tools: ToolSou
         for case in suite.cases:
             if case.start is not None and (why := _foreign(case, case.start, chat, tools, delegate, rollout.instructions)):
                 raise UserError(
-                    f"case {case.id} starts at turn {case.start.turn_count + 1}, with tokens of another tokenizer, template or wording than"
-                    f" the policy's: {why}",
+                    f"case {case.id} starts at turn {case.start.turn_count + 1}, with tokens from a different tokenizer, template or"
+                    f" wording than the policy's: {why}",
                     fix="evaluate a policy with the tokenizer that the case was captured with, or promote the failure from its start",
                 )
 
@@ -235,15 +235,15 @@ def _foreign(
         schemas = [tool.schema for tool in load_tools(case.task.tools, None, tools, memory=memory).values()]
         prompt = with_instructions(case.task.prompt, instructions)
         if prompts[0] not in [chat.opening(prompt, some) for some in (schemas, [*schemas, delegate])]:
-            return "its prompt has other tokens"
+            return "its prompt has different tokens"
         for number, turn in enumerate(turns):
             if turn.completion_ids[-1:] not in [(token,) for token in chat.stop_token_ids]:
                 return f"turn {number + 1} does not end with the end-of-turn token"
             parsed = chat.parse(turn.completion_ids, schemas)
             if parsed.message != turn.message:
-                return f"turn {number + 1} reads as another message"
+                return f"turn {number + 1} is parsed as a different message"
             if chat.answer_delta(turn.tool_results, parsed) != prompts[number + 1]:
-                return f"the tool results of turn {number + 1} have other tokens"
+                return f"the tool results of turn {number + 1} have different tokens"
     except UserError as error:
         return error.message
     except Exception as error:  # tokenizers raise arbitrary errors for unknown ids

@@ -82,7 +82,7 @@ class EvaluationInfo(Record):
     def __post_init__(self) -> None:
         Record.__post_init__(self)
         if self.format != FORMAT:
-            raise ValueError(f"About.format {self.format} is not known; this version reads {FORMAT}")
+            raise ValueError(f"EvaluationInfo.format {self.format} is not known; this version reads {FORMAT}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +189,7 @@ def save_results(
 def load_results(folder: Path) -> SuiteResults:
     """Reads an evaluation's folder. Raises a `UserError` that describes the problem."""
     if not folder.is_dir():
-        raise UserError(f"no folder {folder}", fix=f"give one that {_WRITTEN_BY} has written, or RUN@VERSION")
+        raise UserError(f"there is no folder {folder}", fix=f"give a folder that {_WRITTEN_BY} wrote, or RUN@VERSION")
     try:
         about = codec.from_json(EvaluationInfo, read_bytes(folder / ABOUT, most=_MAX_BYTES, inside=folder))
         lines = read_bytes(folder / ATTEMPTS, most=_MAX_BYTES, inside=folder).split(b"\n")[:-1]
@@ -197,7 +197,7 @@ def load_results(folder: Path) -> SuiteResults:
         _check(attempts)
     except FileNotFoundError as error:
         problem = f"{folder} contains no evaluation of a suite: {Path(str(error.filename)).name} is missing"
-        raise UserError(problem, fix=f"give a folder that {_WRITTEN_BY} has written, or RUN@VERSION") from None
+        raise UserError(problem, fix=f"give a folder that {_WRITTEN_BY} wrote, or RUN@VERSION") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{folder} is not an evaluation of a suite: {error}"[:2000], fix="evaluate again") from None
     return SuiteResults(about=about, attempts=attempts)
@@ -210,7 +210,7 @@ def _check(attempts: Iterable[CaseAttempt]) -> None:
         if (one.case, one.number) in seen or one.number < 0:
             raise ValueError(f"attempt {one.number} at {one.case!r} occurs twice, or has a negative number")
         if one.score is not None and math.isfinite(one.score) and abs(one.score) > LARGEST_SCORE:
-            raise ValueError(f"attempt {one.number} at {one.case!r} has a score of {one.score:g}")
+            raise ValueError(f"attempt {one.number} at {one.case!r} has the score {one.score:g}, which is too large")
         if not all(0 <= count < LARGEST_COUNT for count in (one.tokens, one.turns, one.wall_s)):
             raise ValueError(f"attempt {one.number} at {one.case!r} took {one.tokens} tokens, {one.turns} turns and {one.wall_s:g} s")
         seen.add((one.case, one.number))

@@ -273,7 +273,7 @@ def attempt_noise(by_case: Sequence[Sequence[float]]) -> float:
     """
     scored_cases = [scores for scores in by_case if scores]
     if not scored_cases:
-        raise ValueError("nothing was scored")
+        raise ValueError("no attempt was scored")
     overall = statistics.pvariance([score for scores in scored_cases for score in scores])
     return 2 * statistics.fmean(statistics.variance(scores) if len(scores) > 1 else overall for scores in scored_cases)
 
@@ -303,7 +303,7 @@ def cases_needed(difference: float, spread: float, *, alpha: float = 0.05, power
     Raises `ValueError` if `difference` is 0.
     """
     if not difference:
-        raise ValueError("no number of cases shows a difference of 0")
+        raise ValueError("no number of cases can show a difference of 0")
     z, size = NormalDist().inv_cdf, abs(difference)
     flips = min(-z(alpha / 2) * math.hypot(spread / size, 1.0) + z(power) * spread / size, float(MAX_CASES))
     least = math.ceil(1 - math.log2(alpha))  # an exact test needs this many cases if all of them flip one way

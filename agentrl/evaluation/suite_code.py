@@ -30,7 +30,7 @@ def check_project(suites: Sequence[Suite], root: Path) -> None:
     here = Path.cwd().resolve()
     if root.resolve() not in (here, project_root(here / "x").resolve()):
         raise UserError(
-            f"suite {suites[0].folder} belongs to another project, {root}, whose code would run with your rights",
+            f"suite {suites[0].folder} belongs to a different project, {root}, whose code would run with your permissions",
             fix=f"if you trust that code, cd {root} and evaluate the suite there",
         )
 
@@ -40,8 +40,8 @@ def check_suite_code(suite: Suite, root: Path) -> None:
     for case in suite.cases:
         for wrong, where in _outside(case, suite.folder.resolve(), root.resolve()):
             raise UserError(
-                f"case {case.id} of suite {suite.folder} names {printable(wrong, _SHOWN)!r}, {where}",
-                fix="a suite may name only code and images of the project: read them, then copy them into the project",
+                f"case {case.id} of suite {suite.folder} refers to {printable(wrong, _SHOWN)!r}, {where}",
+                fix="a suite may refer only to code and images of the project: review them, then copy them into the project",
             )
 
 
@@ -61,7 +61,7 @@ def _outside(case: Case, suite: Path, root: Path) -> Iterator[tuple[str, str]]:
         else:
             code = [path.resolve() for path in _of_module(module, root)] if colon else []
         if suite != root and any(path.is_relative_to(suite) for path in code):
-            yield reference, "which is code that came with the suite"
+            yield reference, "which is code in the suite's folder"
     if case.task.sandbox is None:
         return
     image = case.task.sandbox.image

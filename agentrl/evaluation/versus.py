@@ -153,7 +153,9 @@ def prepare_comparison(
     for number in numbers:
         version = known_version(registry, number)
         if not (registry.path(version) / "probe.json").is_file():
-            raise UserError(f"version {number} of {run} was deleted or never published", fix=f"choose another: agentrl versions list {run}")
+            raise UserError(
+                f"version {number} of {run} was deleted or never published", fix=f"choose a different version: agentrl versions list {run}"
+            )
         registry.verify(version)
     base = run.resolve() / "versions" / "000000"  # the server starts with it, because adapters are loaded on top of it
     policy = NamedPolicy(source=PolicySource.VERSION, name=f"{run}@0", model=str(base), run=run.resolve())

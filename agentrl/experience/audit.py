@@ -116,7 +116,7 @@ def verify(run_dir: Path, store: ExperienceStore, *, progress: Progress = lambda
 
 def _entry_problems(entry: LedgerEntry, store: ExperienceStore) -> list[str]:
     if not entry.has_episodes:
-        lost = [] if entry.use is not None else [f"group {entry.index}: its episodes were deleted, and no step has used it"]
+        lost = [] if entry.use is not None else [f"group {entry.index}: its episodes were deleted, but no step has used it"]
         return [*lost, *_use_problems(entry)]
     try:
         (group,) = store.groups([entry.index])
@@ -192,11 +192,11 @@ def _checkpoint_problems(name: str, uses: _CheckpointUses | str, entries: Sequen
     for entry in entries:
         expected = recorded.pop(entry.index, None)
         if entry.use is not None and entry.step is not None and entry.step < complete and (entry.step, entry.use) != expected:
-            yield f"group {entry.index}: ledger and checkpoint {name} differ in how step {entry.step + 1} used it"
+            yield f"group {entry.index}: the ledger and checkpoint {name} differ in how step {entry.step + 1} used it"
         elif entry.use is None and expected is not None and (entry.step != expected[0] or expected[0] <= committed):
             step = expected[0] + 1
-            yield f"group {entry.index}: checkpoint {name} has it as consumed by step {step}, but the ledger has it as {entry.state}"
-    yield from (f"group {index}: consumed by step {step + 1}, but not in the store" for index, (step, _) in recorded.items())
+            yield f"group {entry.index}: checkpoint {name} records that step {step} consumed it, but the ledger records it as {entry.state}"
+    yield from (f"group {index}: step {step + 1} consumed it, but it is not in the store" for index, (step, _) in recorded.items())
 
 
 def _step_problems(run_dir: Path, entries: Sequence[LedgerEntry]) -> Iterator[str]:
@@ -225,7 +225,7 @@ def _reported_tokens(run_dir: Path) -> Iterator[tuple[int, float]]:
         return
     with open_file(path, inside=run_dir) as file:
         if os.fstat(file.fileno()).st_size > _MAX_METRICS:
-            raise ValueError(f"is larger than {_MAX_METRICS >> 20} MiB")
+            raise ValueError(f"it is larger than {_MAX_METRICS >> 20} MiB")
         for content in iter(lambda: file.readline(_MAX_LINE), b""):
             try:
                 line = json.loads(content)

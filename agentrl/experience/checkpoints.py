@@ -34,7 +34,7 @@ def encode_checkpoint(record: EpisodeState | ScoredEpisode) -> bytes:
     """Returns the content of a file. Raises `OSError` if the record is too large."""
     data = codec.to_json(record)
     if len(data) > MAX_BYTES:
-        raise OSError(f"{len(data) >> 20} MiB exceed the limit of {MAX_BYTES >> 20} MiB")
+        raise OSError(f"the record has {len(data) >> 20} MiB; the limit is {MAX_BYTES >> 20} MiB")
     return zstandard.ZstdCompressor(level=1, write_checksum=True).compress(data)
 
 
@@ -115,7 +115,7 @@ class FolderCheckpoints:
         try:
             body = encode_checkpoint(record)
         except OSError as error:
-            log.warning("%s could not be written: a crash would lose the turns since the last write: %s", path, error)
+            log.warning("%s could not be written, so a crash would lose the turns since the last write: %s", path, error)
             return
         self._replace(group, path, body)
 
@@ -128,7 +128,7 @@ class FolderCheckpoints:
         except OSError as error:
             if group in self._forgotten:  # its folder was removed
                 return
-            log.warning("%s could not be written: a crash would lose the turns since the last write: %s", path, error)
+            log.warning("%s could not be written, so a crash would lose the turns since the last write: %s", path, error)
 
     def _read(self, path: Path, kind: type[T]) -> T | None:
         try:

@@ -126,7 +126,7 @@ def load_export(path: Path) -> Iterator[ExportedEpisode]:
     Raises `UserError` if the file has a different suffix, and `StoreError` if a row was not written by an export.
     """
     if path.suffix not in (".parquet", ".jsonl"):
-        raise UserError(f"{path} is not an exported file", fix="give a .parquet or .jsonl file of `agentrl export`")
+        raise UserError(f"{path} is not an exported file", fix="give a .parquet or .jsonl file from `agentrl export`")
     number = 0
     try:
         for columns in _parquet_rows(path) if path.suffix == ".parquet" else _line_rows(path):

@@ -282,7 +282,7 @@ class EpisodeIndex:
         try:
             return tuple(_row(stored[number], names) for number in numbers if number in stored)
         except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
-            raise StoreError(f"a row of the episodes in {self.path} is damaged: {user_code.describe_error(error, 200)}") from error
+            raise StoreError(f"a row of the episode table in {self.path} is damaged: {user_code.describe_error(error, 200)}") from error
 
     def _group(self, index: int) -> Group:
         rows = self._all("SELECT body FROM groups WHERE idx = ?", (index,))

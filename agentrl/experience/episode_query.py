@@ -72,7 +72,7 @@ class Position:
         except (ValueError, OverflowError):
             position = cls(-1, math.nan)
         if not 0 <= position.number < 1 << 63 or math.isnan(position.value):
-            raise UserError(f"after={text[:40]!r} is not the end of a page", fix="use `next` of the page before")
+            raise UserError(f"after={text[:40]!r} is not the end of a page", fix="use `next` of the previous page")
         return position
 
 
@@ -117,7 +117,7 @@ def plan_query(db: sqlite3.Connection, query: EpisodeQuery) -> QueryPlan | None:
     terms = [f"{name} = ?" for name in labels] + [term for term, value in ranges if value is not None]
     values: list[Any] = [*labels.values(), *(value for _, value in ranges if value is not None)]
     if any(isinstance(value, int) and not -(1 << 62) < value < 1 << 62 for value in values):
-        raise UserError("a number of the query has more than 62 bits", fix="use a smaller number")
+        raise UserError("a number in the query has more than 62 bits", fix="use a smaller number")
     few = query.group is not None or query.step is not None
     return _plan(query, _sources(db, query, tool, few=few), terms, values)
 
@@ -196,7 +196,7 @@ def full_text_query(text: str) -> str:
     words = [(word.rstrip("*"), word.endswith("*")) for word in text[:QUERY_CHARS].replace("\0", " ").split()][:MAX_WORDS]
     quoted = ['"' + word.replace('"', '""') + '"' + "*" * prefix for word, prefix in words if any(map(str.isalnum, word))]
     if not quoted:
-        raise UserError(f"the text {text[:40]!r} has no word to search for", fix="use letters or digits")
+        raise UserError(f"the search text {text[:40]!r} contains no word", fix="use letters or digits")
     return " ".join(word.encode("utf-8", "replace").decode() for word in quoted)
 
 

@@ -95,7 +95,7 @@ class LatePart:
         return True
 
 
-_FINAL = "scores are final once their group has all of them"
+_FINAL = "scores are final when the group has all of them"
 _REPLACE = 'replace it (--replace, or "replace": true), or send the same value to repeat a message'
 
 
@@ -103,7 +103,7 @@ def reused_key(score: LateScore) -> ScoreRejected:
     """Returns the error for an idempotency key that belongs to a score for a different part, or to a score that was or would be
     replaced."""
     return ScoreRejected(
-        f"key {score.key!r} belongs to a score of another part, or to one that is replaced",
+        f"key {score.key!r} belongs to the score of a different part, or to a score that is replaced",
         cause="contradictory",
         fix="send each score with its own key",
     )

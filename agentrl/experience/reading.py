@@ -41,7 +41,7 @@ class StoreReader(SqliteStore):
         self._busy_timeout_s = _BUSY_S
         self._lock = threading.Lock()
         if not path.exists():
-            raise StoreError(f"{path} does not exist: no group was stored yet")
+            raise StoreError(f"{path} does not exist: no group has been stored yet")
         with translated_errors(path):
             self._connection = connect_read_only(path, SCHEMA, timeout_s=_BUSY_S, longest=_MAX_ROW)
         try:

@@ -86,7 +86,7 @@ class RedisServer:
 
     @property
     def _part(self) -> PartHandle:
-        assert self._process is not None, "start() comes first"
+        assert self._process is not None, "call start() first"
         return self._process
 
     def wait_ready(self) -> None:

@@ -100,7 +100,7 @@ class RedisTransport:
             }
         except redis.ResponseError as error:
             raise UserError(
-                f"the settings of the Redis server cannot be read: {error}", fix="allow its user INFO and CONFIG GET"
+                f"the settings of the Redis server cannot be read: {error}", fix="allow its user to run INFO and CONFIG GET"
             ) from error
         except UserError:
             raise
@@ -110,7 +110,7 @@ class RedisTransport:
         if wrong:
             problems = "; ".join(f"{name} is {value}, so {_REQUIRED[name][1]}" for name, value in wrong.items())
             commands = "; ".join(f"CONFIG SET {name} {_REQUIRED[name][0]}" for name in wrong)
-            raise UserError(f"the Redis server cannot carry groups: {problems}", fix=f"redis-cli: {commands}; CONFIG REWRITE")
+            raise UserError(f"the settings of the Redis server are unsuitable: {problems}", fix=f"redis-cli: {commands}; CONFIG REWRITE")
 
     def append(self, groups: Sequence[Group], *, leases: Sequence[str] = ()) -> None:
         """Adds to the stream either all of the groups or none. They are on the server's disk when the method returns. Raises
@@ -174,9 +174,9 @@ class RedisTransport:
                 body = (fields or {}).get(b"body", b"")
                 group = codec.from_json(Group, decompress(body, most=MAX_GROUP_BYTES))
                 if (fields or {}).get(b"group") != str(group.index).encode():
-                    raise ValueError(f"the entry is not for group {group.index}, which it contains")
+                    raise ValueError(f"the entry contains group {group.index}, but its field `group` differs")
                 if group.index < 0:
-                    raise ValueError(f"a worker samples no group {group.index}: residuals are made by the store")
+                    raise ValueError(f"group {group.index} is a residual, which only the store creates")
             except ValueError as error:
                 self._move_damaged(name, fields or {}, one_line_error(error))
             else:
@@ -187,7 +187,7 @@ class RedisTransport:
     def _move_damaged(self, identity: str, fields: Mapping[bytes, bytes], reason: str) -> None:
         """Moves a damaged entry to the stream `damaged`."""
         self.damaged += 1
-        log.warning("entry %s of the Redis stream is not a group, and is kept in the stream %s: %s", identity, self._aside, reason[:500])
+        log.warning("entry %s of the Redis stream is not a group and is moved to the stream %s: %s", identity, self._aside, reason[:500])
 
         def move() -> None:
             what = {"entry": identity, "reason": reason[:2000], "body": fields.get(b"body", b"")[:_KEPT_BYTES]}
@@ -220,7 +220,7 @@ class RedisTransport:
             try:
                 return call()
             except RecursionError as error:  # raised by the client's parser
-                raise StoreError("the server does not answer like a Redis server: an answer has too many levels") from error
+                raise StoreError("the server does not answer like a Redis server: an answer is nested too deeply") from error
             except redis.RedisError as error:
                 if _lacks_readers(error):
                     self._create_readers()
@@ -291,6 +291,7 @@ async def receive_groups(
         roomy = time.monotonic() if stored or len(held) < MAX_HELD else roomy
         if time.monotonic() - roomy > _STALLED_S:
             raise StoreError(
-                f"the Redis stream has {len(held)} groups that this run does not sample, such as group {next(iter(held.values()))}, and no"
-                " other group can be read\n  fix: empty the stream (redis-cli XTRIM), then continue with --resume: groups are sampled again"
+                f"the Redis stream has {len(held)} groups that this run does not sample, such as group {next(iter(held.values()))}, so no"
+                " other group can be read\n  fix: empty the stream (redis-cli XTRIM), then continue with --resume, which samples the groups"
+                " again"
             )

@@ -51,7 +51,7 @@ def why_no_residuals(recipe: Recipe) -> str:
     """
     if recipe.rollout.extra_groups or recipe.tasks.weighting:
         setting = "rollout.extra_groups" if recipe.rollout.extra_groups else "tasks.weighting"
-        return f"{setting}, which would see the scores without them"
+        return f"{setting}, which would use the scores without the late parts"
     nonlinear = _why_not_linear(recipe)
     return f"{nonlinear}: advantages must be linear in the score" if nonlinear else ""
 

@@ -206,7 +206,7 @@ class SqliteStore:
         for step, uses in consumed.items():
             for index, use in uses.items():
                 if index in rows:
-                    raise StoreError(f"the checkpoint has group {index} as consumed by both step {rows[index][1]} and step {step}")
+                    raise StoreError(f"the checkpoint records that steps {rows[index][1]} and {step} both consumed group {index}")
                 rows[index] = (index, step, use.tokens_trained, use.reason)
         complete = max(consumed, default=-1)
         with self._transaction() as db:
@@ -345,7 +345,7 @@ def _ascending(entries: Iterable[LedgerEntry]) -> Iterator[LedgerEntry]:
     last: int | None = None
     for entry in entries:
         if last is not None and entry.index <= last:
-            raise ValueError(f"group {entry.index} follows group {last}")
+            raise ValueError(f"group {entry.index} follows group {last}, but indices must increase")
         yield entry
         last = entry.index
 
@@ -380,7 +380,7 @@ def _code(error: sqlite3.Error) -> int:
 def deleted_error(index: int, path: Path) -> StoreError:
     """Returns the error for a group whose episodes were deleted."""
     why = f"the episodes of group {index} in {path} were deleted, because of store.options.keep_steps"
-    return StoreError(f"{why}\n  fix: a larger keep_steps keeps those of later runs")
+    return StoreError(f"{why}\n  fix: set a larger keep_steps for later runs")
 
 
 @contextmanager

@@ -70,7 +70,7 @@ def save_file(run_dir: Path, step: int, rank: int, content: bytes) -> None:
     Raises `OSError`, and `ValueError` if no run can have the step or rank.
     """
     if not 0 < step < _LAST_STEP or not 0 <= rank < _MAX_RANKS:
-        raise ValueError(f"no run has rank {rank} in step {step}")
+        raise ValueError(f"rank {rank} or step {step} is out of range")
     path = _path(run_dir, step, rank)
     folder = path.parent
     folder.mkdir(exist_ok=True)
@@ -110,7 +110,7 @@ def _records(data: bytes, group: int) -> list[TokenRecord]:
         sizes = [int(size) for *_, size in header]
         total = sum(sizes)
         if min(sizes, default=0) < 0 or len(data) != 4 + length + total * (4 * _COLUMNS + 1):
-            raise ValueError("its length does not fit")
+            raise ValueError("its length does not match its header")
         records, start, base = [], 0, 4 + length
         for index, episode_id, part, size in header:
             if index == group:

@@ -175,7 +175,7 @@ class Capture:
             except StoreError as error:
                 if not (isinstance(error.__cause__, sqlite3.Error) and is_damaged(error.__cause__)):
                     raise
-                user_code.log_unexpected("the traces of this run are damaged; their file is renamed", error, trace=False)
+                user_code.log_unexpected("the file of this run's traces is damaged and is renamed", error, trace=False)
                 self._rename_damaged()
                 step(self._open())
         except Exception as error:

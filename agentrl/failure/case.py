@@ -70,7 +70,7 @@ class Case(Record):
     def __post_init__(self) -> None:
         Record.__post_init__(self)
         if not _NAME.fullmatch(self.id):
-            raise ValueError(f"Case.id {self.id[:80]!r} is not a name: use letters, digits, dots, dashes and underscores")
+            raise ValueError(f"Case.id {self.id[:80]!r} is not a valid name: use letters, digits, dots, dashes and underscores")
         if self.format != FORMAT:
             raise ValueError(f"Case.format {self.format} is not known; this version reads {FORMAT}")
         if self.threshold is not None and not math.isfinite(self.threshold):
@@ -78,7 +78,7 @@ class Case(Record):
         if self.repeats is not None and not 1 <= self.repeats <= MAX_REPEATS:
             raise ValueError(f"Case.repeats must be from 1 to {MAX_REPEATS}, got {self.repeats}")
         if self.start is not None and (self.start.task_key != self.task.key or len(self.start.trajectories) != 1):
-            raise ValueError("Case.start belongs to another task, or has several trajectories")
+            raise ValueError("Case.start belongs to a different task, or has several trajectories")
 
     @property
     def key(self) -> str:
@@ -117,7 +117,7 @@ def load_suites(folder: Path) -> tuple[Suite, ...]:
         return (load_suite(folder),)
     suites = sorted(path.parent for path in folder.glob(f"*/{_SETTINGS}"))
     if not suites:
-        raise UserError(f"{folder} is not a suite and contains none: it has no {_SETTINGS}", fix=_PROMOTE)
+        raise UserError(f"{folder} is not a suite and contains no suites: no {_SETTINGS} was found", fix=_PROMOTE)
     return tuple(map(load_suite, suites))
 
 
@@ -127,7 +127,7 @@ def load_case(folder: Path, name: str) -> tuple[Suite, Case]:
     for case in suite.cases:
         if case.id == name:
             return suite, case
-    raise UserError(f"suite {folder} has no case {name[:80]!r}", fix=f"its cases are the files in {folder / 'cases'}")
+    raise UserError(f"suite {folder} has no case {name[:80]!r}", fix=f"use one of the cases in {folder / 'cases'}")
 
 
 def own_threshold(task: Task) -> float | None:
@@ -138,9 +138,9 @@ def own_threshold(task: Task) -> float | None:
 def check_attempt_options(*, repeats: int | None, threshold: float | None) -> None:
     """Raises `UserError` if no evaluation can use the number of attempts or the threshold."""
     if repeats is not None and not 1 <= repeats <= MAX_REPEATS:
-        raise UserError(f"--repeats {repeats}", fix=f"give a number from 1 to {MAX_REPEATS}")
+        raise UserError(f"--repeats {repeats} is out of range", fix=f"give a number from 1 to {MAX_REPEATS}")
     if threshold is not None and not math.isfinite(threshold):
-        raise UserError(f"--threshold {threshold}", fix="give the mean score to reach, such as 0.75")
+        raise UserError(f"--threshold {threshold} is not a finite number", fix="give the mean score to reach, such as 0.75")
 
 
 def save_case(folder: Path, case: Case) -> Path:
@@ -150,8 +150,8 @@ def save_case(folder: Path, case: Case) -> Path:
     """
     settings, path, text = folder / _SETTINGS, folder / "cases" / f"{case.id}.json", codec.to_json(case)
     if len(text) > _MAX_BYTES:
-        problem = f"case {case.id} has {len(text) >> 20} MiB, more than {_MAX_BYTES >> 20}"
-        raise UserError(problem, fix="give its task smaller files, or none")
+        problem = f"case {case.id} has {len(text) >> 20} MiB; the limit is {_MAX_BYTES >> 20} MiB"
+        raise UserError(problem, fix="use smaller files in its task, or remove them")
     path.parent.mkdir(parents=True, exist_ok=True)
     if not settings.exists():
         write_atomically(settings, f'name = "{folder.name}"\nrepeats = 1\n', durable=True)
@@ -161,7 +161,7 @@ def save_case(folder: Path, case: Case) -> Path:
 
 def _check_folder(folder: Path) -> None:
     if not folder.is_dir():
-        raise UserError(f"no folder {folder}", fix="give the folder of a suite: one that contains suite.toml and cases/")
+        raise UserError(f"there is no folder {folder}", fix="give the folder of a suite, which contains suite.toml and cases/")
 
 
 def _settings(path: Path) -> dict[str, Any]:
@@ -174,10 +174,10 @@ def _settings(path: Path) -> dict[str, Any]:
     known = {"name": str, "repeats": int, "note": str, "policy": str}
     for key, value in settings.items():
         if key not in known or type(value) is not known[key]:
-            fix = "name, note and policy are texts, repeats a whole number"
+            fix = "name, note and policy must be strings, and repeats an integer"
             raise UserError(f"{path}: {key} = {value!r} is not a valid setting", fix=fix)
     if not 1 <= settings.get("repeats", 1) <= MAX_REPEATS:
-        raise UserError(f"{path}: repeats = {settings['repeats']}", fix=f"give a number from 1 to {MAX_REPEATS}")
+        raise UserError(f"{path}: repeats = {settings['repeats']} is out of range", fix=f"give a number from 1 to {MAX_REPEATS}")
     return {"name": path.parent.name, **settings}
 
 
@@ -185,7 +185,7 @@ def _case(path: Path) -> Case:
     try:
         case = codec.from_json(Case, read_bytes(path, most=_MAX_BYTES, inside=path.parent.parent))
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} is not a case: {error}"[:2000], fix="move it away, or promote the failure again") from None
+        raise UserError(f"{path} is not a case: {error}"[:2000], fix="move it out of the folder, or promote the failure again") from None
     if case.id != path.stem:
-        raise UserError(f"{path} contains case {case.id}", fix=f"name it {case.id}.json")
+        raise UserError(f"{path} has the wrong name: it contains case {case.id}", fix=f"rename it to {case.id}.json")
     return case

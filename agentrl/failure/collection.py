@@ -251,7 +251,7 @@ class Collection:
         with self._transaction() as db:
             row = db.execute(f"SELECT {', '.join(_COUNTED)} FROM traces WHERE id = ?", (trace_id,)).fetchone()
             if row is None:
-                raise UserError(f"{self.folder} has no trace {trace_id}", fix="agentrl failures list RUN shows them")
+                raise UserError(f"{self.folder} has no trace {trace_id}", fix="agentrl failures list RUN shows the traces")
             db.execute("UPDATE traces SET tag = ?, tags = ? WHERE id = ?", (name, text, trace_id))
             old = EpisodeCount(**dict(zip(_COUNTED, row, strict=True)), n=-1)
             if old.tag != name:
@@ -264,7 +264,7 @@ class Collection:
     def counts(self, *by: str) -> dict[tuple[Any, ...], int]:
         """Returns the number of episodes, stored or not, for each combination of values of the fields `by` of `EpisodeCount`."""
         if unknown := set(by) - set(EpisodeCount.__slots__):
-            raise ValueError(f"counts have no {', '.join(sorted(unknown))}")
+            raise ValueError(f"EpisodeCount has no field {', '.join(sorted(unknown))}")
         names = ", ".join(by)
         with self._query():
             for line in self._db.execute("SELECT n FROM counts WHERE typeof(n) != 'integer' LIMIT 1"):  # SUM would count text as 0
@@ -324,9 +324,9 @@ class Collection:
             db.execute(f"PRAGMA synchronous = {'NORMAL' if mode == 'wal' else 'FULL'}")  # a power cut may lose the newest transactions
             make_tables(db, _SCHEMA)
         if read_pragma(db, "application_id") != _APPLICATION_ID:
-            raise StoreError(f"{self.path} is an SQLite file, but not one of traces")
+            raise StoreError(f"{self.path} is an SQLite file, but not a collection of traces")
         if (schema := read_pragma(db, "user_version")) != _SCHEMA_VERSION:
-            raise StoreError(f"{self.path} has schema {schema} of traces; this agentrl reads {_SCHEMA_VERSION}")
+            raise StoreError(f"{self.path} has trace schema {schema}; this agentrl reads {_SCHEMA_VERSION}")
 
     def _typed(self, names: Sequence[str], line: Sequence[Any]) -> Sequence[Any]:
         """Returns the values of columns after checking their types, because SQLite stores values of any type."""

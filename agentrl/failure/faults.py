@@ -114,8 +114,8 @@ class FaultRate:
         kind, times = kinds.most_common()[0]
         return (
             f"{kinds.total()} of the newest {known} attempts failed after the policy's first turn and were excluded, most often"
-            f" with {kind} ({times}): {self._messages.get(kind, '')[:200]}\n  fix: repair the part that fails. If it works, the policy may"
-            " have learned to provoke the fault to avoid a bad score: `agentrl failures` shows the episodes"
+            f" with {kind} ({times}): {self._messages.get(kind, '')[:200]}\n  fix: repair the component that fails. If it works, the policy"
+            " may have learned to provoke the fault to avoid a bad score. `agentrl failures` shows the episodes"
         )
 
     async def watch(self) -> NoReturn:
@@ -124,11 +124,11 @@ class FaultRate:
         kinds = self.kinds.most_common()
         lines = [f"{count} x {kind}: {self._messages.get(kind, '')}".rstrip(": ") for kind, count in kinds[:_SHOWN_KINDS]]
         if rest := sum(count for _, count in kinds[_SHOWN_KINDS:]):
-            lines.append(f"{rest} x of {len(kinds) - _SHOWN_KINDS} other kinds")
+            lines.append(f"{rest} faults of {len(kinds) - _SHOWN_KINDS} other kinds")
         listing = "\n  ".join(lines)
         raise InfrastructureError(
-            f"the run pauses: {self._failed} of the newest {len(self._newest)} attempts failed, and not because of the policy"
-            f" (the limit is {self.limit:.0%}). The newest of each kind:\n  {listing}\n"
+            f"the run pauses: {self._failed} of the newest {len(self._newest)} attempts failed for reasons other than the policy"
+            f" (the limit is {self.limit:.0%}). The newest fault of each kind:\n  {listing}\n"
             "  fix: remove the cause, then continue with --resume; finished work is kept"
         )
 
@@ -175,15 +175,15 @@ class Quarantine:
         self._faults[group.task_key] = fault.message
         line = {"task_id": group.task_id, "task_key": group.task_key, "group": group.index, "message": fault.message}
         append_lines(self._path, [json_line(line)])
-        log.warning("task %s is quarantined and its group %d excluded: %s", group.task_id, group.index, fault.message)
+        log.warning("task %s is quarantined, and its group %d is excluded: %s", group.task_id, group.index, fault.message)
         self._added = [one for one in self._added if one[0] > self._groups - QUARANTINE_GROUPS]
         self._added.append((self._groups, f"{group.task_id}: {fault.message.partition(chr(10))[0]}"))
         if len(self._added) > MAX_QUARANTINED:
             more = f"\n  and {len(self._added) - _MAX_NAMED} more" if len(self._added) > _MAX_NAMED else ""
             raise TaskError(
-                f"{len(self._added)} tasks are broken, {MAX_QUARANTINED} are allowed within {QUARANTINE_GROUPS} groups; all are in"
-                f" {self._path}\n  " + "\n  ".join(text for _, text in self._added[:_MAX_NAMED]) + more,
-                fix="repair them (`agentrl check` finds more), then continue with --resume, which allows as many again",
+                f"{len(self._added)} tasks are broken, but only {MAX_QUARANTINED} are allowed within {QUARANTINE_GROUPS} groups."
+                f" All are in {self._path}:\n  " + "\n  ".join(text for _, text in self._added[:_MAX_NAMED]) + more,
+                fix="repair them (`agentrl check` finds more), then continue with --resume, which resets the count",
             )
 
 

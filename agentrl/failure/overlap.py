@@ -118,7 +118,7 @@ class WithholdingLog:
             case, overlap = match
             line = {"task_id": task.id, "task_key": task.key, "case": case.id, "likeness": str(overlap)}
             append_lines(self._path, [json_line(line)])
-            log.info("task %s is withheld from training: it is the %s of case %s", task.id, overlap, case.id)
+            log.info("task %s is withheld from training: it overlaps (%s) with case %s", task.id, overlap, case.id)
         return True
 
 

@@ -69,12 +69,12 @@ FORBIDDEN_ACTIONS = (  # (what a task forbids, calls that do it, note)
     (
         re.compile(r"\b(?:do not|don't|never|must not|without) (?:delet|remov|eras)\w{0,4}\b", re.IGNORECASE),
         re.compile(r"\brm +-?\w|\bos\.(?:remove|unlink|rmdir)\(|\brmtree\(|\.unlink\(|\bfind\b.{0,200} -delete\b"),
-        "deletes, which the task forbids",
+        "deletes files, which the task forbids",
     ),
     (
         re.compile(r"\b(?:do not|don't|never|must not|without) (?:install)\w{0,4}\b", re.IGNORECASE),
         re.compile(r"\b(?:pip3?|conda|npm|apt|apt-get|yum|apk) +(?:-\w+ +)*(?:install|add)\b"),
-        "installs, which the task forbids",
+        "installs packages, which the task forbids",
     ),
 )
 FORBIDS_TOOL = re.compile(

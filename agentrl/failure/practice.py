@@ -77,7 +77,7 @@ def load_practice(suite: Path, *, withheld: WithheldTasks | None = None, file: P
     try:
         head, *lines = read_bytes(path, most=_MAX_BYTES).splitlines() or [b""]
     except FileNotFoundError:
-        raise UserError(f"suite {suite} has no practice", fix=f"generate it: agentrl practice {suite} RECIPE") from None
+        raise UserError(f"suite {suite} has no practice tasks", fix=f"generate them: agentrl practice {suite} RECIPE") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}", fix=_FIX) from None
     try:
@@ -88,7 +88,7 @@ def load_practice(suite: Path, *, withheld: WithheldTasks | None = None, file: P
         raise UserError(f"{path} has format {str(known)[:40]}; this version reads {FORMAT}", fix=_FIX)
     tasks = tuple(_parse(f"{path}, line {number}", line, withheld) for number, line in enumerate(lines, 2))
     if not tasks:
-        raise UserError(f"{path} contains no task", fix=_FIX)
+        raise UserError(f"{path} contains no tasks", fix=_FIX)
     return tasks
 
 
@@ -148,12 +148,12 @@ def gold_without_answer(family: TaskFamily, task: Task) -> str:
 
     Raises `TaskError` if the program depends on the answer or the task has no answer.
     """
-    fix = "give its family a method variants"
+    fix = "add a method `variants` to its family"
     if not isinstance(task.data.get("answer"), str):
         raise TaskError(f"task {task.id!r} has no answer in its data that could be recomputed", fix=fix)
     program = gold_of(family, task)
     if program != gold_of(family, replace(task, data={**task.data, "answer": _UNKNOWN})):
-        raise TaskError(f"task {task.id!r}: its gold solution depends on the answer, so it cannot compute another one", fix=fix)
+        raise TaskError(f"task {task.id!r}: its gold solution depends on the answer, so it cannot compute a different one", fix=fix)
     return program
 
 
@@ -179,12 +179,12 @@ def _parse(where: str, line: bytes, withheld: WithheldTasks | None) -> PracticeT
     except ValueError as error:
         raise UserError(f"{where} is not a practice task: {error}"[:2000], fix=_FIX) from None
     if one.task.key != one.key:
-        raise UserError(f"{where}: task {one.task.id!r} is not the one that was proven", fix=_FIX)
+        raise UserError(f"{where}: task {one.task.id!r} differs from the task that was proven", fix=_FIX)
     if one.task.split is not Split.TRAIN:
-        raise UserError(f"{where}: task {one.task.id!r} belongs to split {one.task.split}, which is never trained on", fix=_FIX)
+        raise UserError(f"{where}: task {one.task.id!r} belongs to split {one.task.split}, which is never used for training", fix=_FIX)
     if withheld is not None and (match := withheld.match(one.task)) is not None:
         case, overlap = match
-        raise UserError(f"{where}: task {one.task.id!r} is the {overlap} of case {case.id}, which the run is evaluated on", fix=_FIX)
+        raise UserError(f"{where}: task {one.task.id!r} overlaps ({overlap}) with case {case.id}, on which the run is evaluated", fix=_FIX)
     return one
 
 

@@ -56,7 +56,7 @@ class Promotion:
     def summary(self) -> str:
         """Describes the result in one line."""
         if self.path is None:
-            return f"{self.trace}: its task is that of case {self.case} already"
+            return f"{self.trace}: its task is already in the suite, as case {self.case}"
         twin = f" (a near duplicate of case {self.case}, which stays in the suite)" if self.likeness is not None else ""
         return f"{self.trace}: {self.path}{twin}"
 
@@ -119,7 +119,7 @@ def task_from_trace(trace: Trace, supplied: UserParts) -> Task:
         missing.append("a verifier: give --verifier, such as rewards.exact:exact")
     if truth is None:
         line = json.dumps({"trace": trace.id, "truth": "..."})
-        missing.append(f"the right answer: give --truths FILE with a line {line}, or --truth-from KEY")
+        missing.append(f"the correct answer: give --truths FILE with a line {line}, or --truth-from KEY")
     if not supplied.tools and called and not answered:
         missing.append("the results of its tools: give stubs with --tools module:attr")
     if missing:
@@ -148,7 +148,7 @@ def describe_excluded_messages(trace: Trace) -> str:
     """Returns a note on the user's messages that the task does not include; empty if it includes all of them."""
     roles = [one.message.role for one in trace.spoken]
     later = sum(role == "user" for role in roles[roles.index("assistant") :]) if "assistant" in roles else 0
-    return f"{later} later messages of the user are excluded: a case contains only the user's first messages" if later else ""
+    return f"later messages of the user are excluded ({later}): a case contains only the user's first messages" if later else ""
 
 
 def read_truths(path: Path) -> dict[str, Any]:
@@ -160,14 +160,18 @@ def read_truths(path: Path) -> dict[str, Any]:
     try:
         lines = read_bytes(path, most=_MAX_TRUTHS).splitlines()
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: {getattr(error, 'strerror', None) or error}", fix="give a file of truths") from None
+        raise UserError(
+            f"cannot read {path}: {getattr(error, 'strerror', None) or error}", fix="give a file with one truth per line"
+        ) from None
     for number, text in enumerate(lines, 1):
         try:
             line = json.loads(text) if text.strip() else None
             if line is not None:
                 truths[str(line["trace"])] = line["truth"]
         except (ValueError, KeyError, TypeError, RecursionError):
-            raise UserError(f"{path}:{number} is not a truth", fix='write it as {"trace": "ID", "truth": "the right answer"}') from None
+            raise UserError(
+                f"{path}:{number} does not contain a truth", fix='write it as {"trace": "ID", "truth": "the correct answer"}'
+            ) from None
     return truths
 
 
@@ -180,8 +184,8 @@ def _case_from(trace: Trace, start: EpisodeState | None, supplied: UserParts, ab
     task = trace.task if trace.task is not None else task_from_trace(trace, supplied)
     if trace.why is CaptureReason.FAULT:
         raise UserError(
-            f"trace {trace.id} is a fault of the infrastructure or the task, not a failure of the policy",
-            fix="promote others: agentrl failures list RUN shows why each was captured",
+            f"trace {trace.id} records a fault of the infrastructure or the task, not a failure of the policy",
+            fix="promote other traces: agentrl failures list RUN shows why each trace was captured",
         )
     kind = re.sub(r"[^A-Za-z0-9_]+", "-", kind_of_task(task)).strip("-_")[:40] or "case"
     origin = {key: value for key, value in trace.origin.items() if key != "audit"}

@@ -64,7 +64,7 @@ def reward_hack(trace: Trace) -> Tag | None:
         if match is None and patterns.WRITES_FILE.search(text):
             match = patterns.TEST_HOOK_FILES.search(text)
         if match and match[0] not in timeline.question and match[0] not in timeline.instructions:
-            return _tag("reward_hack", 0.7, f"{call.tool} reaches for {match[0]!r}", step)
+            return _tag("reward_hack", 0.7, f"{call.tool} tries to access {match[0]!r}", step)
     if trace.score is None or timeline.answer is None or timeline.last_step is None:
         return None
     if patterns.ABOUT_SCORES.search(timeline.question) or patterns.ABOUT_SCORES.search(timeline.truth or ""):
@@ -82,15 +82,15 @@ def format_of_calls(trace: Trace) -> Tag | None:
             return _tag("format", 0.95, _line(step.malformed[0]), step)
         plain = not step.calls and not step.malformed and not step.truncated
         if plain and step is timeline.steps[-1] and patterns.UNPARSED_CALL.search(step.text):
-            return _tag("format", 0.8, "a tool call in the text, which was not parsed", step)
+            return _tag("format", 0.8, "the text contains a tool call that was not parsed", step)
     last = timeline.last_step
     if last is None or last.calls or last.malformed or last.truncated or not timeline.offered_tools:
         return None
     written = patterns.CALL_IN_TEXT.search(last.text)
     if written and written[1] in timeline.offered_tools:
-        return _tag("format", 0.7, f"a call of {written[1]} in the text, which was not parsed", last)
+        return _tag("format", 0.7, f"the text contains a call of {written[1]} that was not parsed", last)
     if patterns.CODE_IN_TEXT.search(last.text) and timeline.offered_tools.keys() & {"python", "python_session", "shell"}:
-        return _tag("format", 0.6, "code in the text instead of in a tool call", last)
+        return _tag("format", 0.6, "the code is in the text, not in a tool call", last)
     return None
 
 
@@ -101,14 +101,14 @@ def format_of_answer(trace: Trace) -> Tag | None:
     if truth is None or last is None:
         return None
     if answer is None and timeline.stop_reason == "answered" and contains_answer(truth, last.text, tolerance):
-        return _tag("format", 0.9, "the answer is in the text and was not submitted", last)
+        return _tag("format", 0.9, "the answer is in the text but was not submitted", last)
     if answer is None or answer == truth:
         return None
     if is_right_answer(answer, truth, tolerance):
         rejected = trace.score is not None and trace.score.value is not None and not is_above(trace.score.value, 0.0)
-        return _tag("format", 0.7, "the right answer in another form, which was not accepted", last) if rejected else None
+        return _tag("format", 0.7, "the answer is correct, but its form was not accepted", last) if rejected else None
     if len(answer) <= 400 and contains_only_answer(truth, answer, tolerance):
-        return _tag("format", 0.8, "the answer contains the right answer and other text", last)
+        return _tag("format", 0.8, "the answer contains other text in addition to the correct answer", last)
     return None
 
 
@@ -153,14 +153,14 @@ def misread_output(trace: Trace) -> Tag | None:
         final = nonblank_lines(outputs[-1]) if outputs else []
         numeric = len(final) == 1 and parse_number(final[0]) is not None and parse_number(answer) is not None
         if numeric and not is_right_answer(answer, final[0], 0.0):
-            return _tag("misread_output", 0.5, "the tool's last output is another number than the answer", last)
+            return _tag("misread_output", 0.5, "the tool's last output is a different number from the answer", last)
         return None
     if any(is_right_answer(line, truth, timeline.tolerance) for output in outputs for line in nonblank_lines(output)):
-        return _tag("misread_output", 0.9, "a tool returned the right answer, and another was submitted", last)
+        return _tag("misread_output", 0.9, "a tool returned the correct answer, but a different one was submitted", last)
     short = [output for output in outputs if len(output) <= 500]
     contained = len(truth) >= 4 and any(contains_answer(truth, output, 0.0) for output in short)
     if contained or (parse_number(truth) is not None and any(contains_only_answer(truth, output, 0.0) for output in short)):
-        return _tag("misread_output", 0.6, "a tool returned the right answer, and another was submitted", last)
+        return _tag("misread_output", 0.6, "a tool returned the correct answer, but a different one was submitted", last)
     return None
 
 
@@ -181,17 +181,17 @@ def looped(trace: Trace) -> Tag | None:
         elif key not in second or second[key][1] != new_outputs[step.trajectory]:
             second[key], counts[key] = (step, new_outputs[step.trajectory]), 2
         elif counts[key] == _REPEATS:
-            return _tag("looped", 0.9, f"{call.tool} was called {_REPEATS} times or more with the same result", second[key][0])
+            return _tag("looped", 0.9, f"{call.tool} was called {_REPEATS} or more times with the same result", second[key][0])
     for step in timeline.steps:
         if step.truncated and _repeats_itself(step.text):
-            return _tag("looped", 0.85, "the text repeats itself until its tokens ran out", step)
+            return _tag("looped", 0.85, "the text repeats itself until the token limit", step)
     texts: dict[tuple[int, str], list[TraceStep]] = {}
     for step in timeline.steps:
         if len(step.text.strip()) >= 20 and not step.calls:
             texts.setdefault((step.trajectory, step.text.strip()), []).append(step)
     for same in texts.values():
         if len(same) >= _REPEATS:
-            return _tag("looped", 0.8, "the agent wrote the same text three times or more", same[1])
+            return _tag("looped", 0.8, "the agent wrote the same text three or more times", same[1])
     return None
 
 
@@ -206,7 +206,7 @@ def gave_up(trace: Trace) -> Tag | None:
     if step.calls:
         return None
     if not step.text.strip():
-        return _tag("gave_up", 0.8, "the agent ended without text", step)
+        return _tag("gave_up", 0.8, "the agent's last turn has no text", step)
     if len(step.text) <= 2000 and patterns.GIVES_UP.search(step.text):
         return _tag("gave_up", 0.85, _line(step.text), step)
     return None
@@ -237,11 +237,11 @@ def ignored_instruction(trace: Trace) -> Tag | None:
     looked = any(call.tool not in patterns.SUBMIT_TOOLS for _, call in _calls(timeline))
     could_look = offered is None or any(name not in patterns.SUBMIT_TOOLS for name in offered)
     if timeline.files and could_look and not looked and answer is not None and not timeline.more_turns:
-        return _tag("ignored_instruction", 0.7, "an answer without a look at the files", last)
+        return _tag("ignored_instruction", 0.7, "the agent answered without reading the files", last)
     if answer is None and timeline.stop_reason == "answered" and last.text.strip() and offered and "submit" in offered:
-        return _tag("ignored_instruction", 0.6, "the answer was written and not submitted", last)
+        return _tag("ignored_instruction", 0.6, "the answer was written but not submitted", last)
     if answer is not None and len(answer.split()) > 12 and patterns.ANSWER_ONLY.search(f"{timeline.instructions}\n{timeline.question}"):
-        return _tag("ignored_instruction", 0.6, "the answer had to stand alone", last)
+        return _tag("ignored_instruction", 0.6, "the task allows only the answer, without other text", last)
     return None
 
 
@@ -259,7 +259,7 @@ def budget(trace: Trace) -> Tag | None:
     if timeline.hit_limit or trace.why in (CaptureReason.LIMIT, CaptureReason.TIMEOUT):
         return _tag("budget", 0.8, timeline.stop_reason or str(trace.why))
     if last is not None and last.truncated:
-        return _tag("budget", 0.8, "the tokens of a turn ran out", last)
+        return _tag("budget", 0.8, "a turn reached its token limit", last)
     return None
 
 
@@ -343,7 +343,7 @@ def _missing_arguments(timeline: Timeline, call: TraceCall) -> str:
     if not isinstance(required, list):
         return ""
     missing = [name for name in required[:64] if isinstance(name, str) and name not in call.arguments]
-    return f"without {', '.join(missing)}"[:200] if missing else ""
+    return f"missing required arguments: {', '.join(missing)}"[:200] if missing else ""
 
 
 def _repeats_itself(text: str) -> bool:

@@ -148,7 +148,7 @@ def one_line(text: str, most: int = _LINE_CHARS) -> str:
 
 def _from_episode(trace: Trace, episode: Episode) -> Timeline:
     task = trace.task
-    assert task is not None, "an episode comes with its task"
+    assert task is not None, "a trace with an episode has a task"
     steps: list[TraceStep] = []
     for index, number in _in_order(episode.trajectories):
         if len(steps) == MAX_TURNS:

@@ -84,7 +84,7 @@ class Trace(Record):
     def __post_init__(self) -> None:
         Record.__post_init__(self)
         if (self.task is None) != (self.episode is None):
-            raise ValueError("Trace: a task and an episode come together, or not at all")
+            raise ValueError("Trace must have both a task and an episode, or neither")
         if self.format != FORMAT:
             raise ValueError(f"Trace.format {self.format} is not known; this version reads {FORMAT}")
 

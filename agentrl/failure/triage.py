@@ -128,7 +128,9 @@ def merge_tags(new: Sequence[Tag], before: Sequence[Tag]) -> tuple[Tag, ...]:
 def check_tag_name(name: str) -> str:
     """Returns a tag name unchanged. Raises `ValueError` if it is not a valid tag name."""
     if not _NAME.fullmatch(name):
-        raise ValueError(f"{user_code.printable(name, 60)!r} is not a tag: use lower-case letters, digits and underscores, at most 40")
+        raise ValueError(
+            f"{user_code.printable(name, 60)!r} is not a valid tag: use lower-case letters, digits and underscores, at most 40"
+        )
     return name
 
 
@@ -143,7 +145,7 @@ def manual_tag(name: str, *, by: str, turn: int | None = None, trajectory: int =
     try:
         return Tag(name=check_tag_name(name), by=f"{BY_PERSON}{by}", trajectory=trajectory, turn=index, note=note)
     except ValueError as error:
-        raise UserError(str(error), fix="write it as wrong_unit") from None
+        raise UserError(str(error), fix="use a name such as wrong_unit") from None
 
 
 def _apply(rule: TriageRule, trace: Trace) -> Tag | None:

@@ -110,7 +110,7 @@ class RuleResult(Record):
             return f"only {self.cases} cases were scored for both versions, too few to decide"
         reasons = []
         if self.suite_blocks:
-            reasons.append(f"the suite fell by {-100 * self.effect:.1f} points (p = {self.p_value:.2g} <= {self.suite_alpha:g})")
+            reasons.append(f"the suite's score fell by {-100 * self.effect:.1f} points (p = {self.p_value:.2g} <= {self.suite_alpha:g})")
         for drop in self.regressed[:CASES_NAMED]:
             before, now = f"{drop.before_passed} of {drop.before_tries} before", f"{drop.passed} of {drop.tries} now"
             reasons.append(f"case {drop.case}: {before}, {now} (p = {drop.p_value:.2g})")

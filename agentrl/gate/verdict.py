@@ -81,7 +81,7 @@ def read_verdict(run_dir: Path, version: int) -> GateVerdict | None:
     try:
         verdict = codec.from_json(GateVerdict, read_bytes(path, most=_MAX_BYTES, inside=run_dir))
         if verdict.version != version:
-            raise ValueError(f"it is on version {verdict.version}")
+            raise ValueError(f"it is the verdict on version {verdict.version}")
         return verdict
     except FileNotFoundError:
         return None

@@ -205,7 +205,7 @@ class _Tools:
         line = json.dumps(self._known[name], ensure_ascii=False) + "\n"
         self._chars += len(line)
         if self._chars > MAX_BODY:
-            raise RequestError("too_large", f"{where}: references to tools of more than {MAX_BODY} characters.", param=where)
+            raise RequestError("too_large", f"{where}: the references to tools have more than {MAX_BODY} characters.", param=where)
         return line
 
 

@@ -24,7 +24,7 @@ PIECE = 4096
 HALF_CLOSED = "agentrl.half_closed"
 """Key in a request's ASGI scope: the client has closed its sending side. It may be waiting for the answer, or have disconnected."""
 _OFFERS = (b"upgrade", b"http2-settings")
-_REASON = f"A request's head may have {HEAD_BYTES} bytes.\n".encode()
+_REASON = f"A request's head may have at most {HEAD_BYTES} bytes.\n".encode()
 TOO_LARGE = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: text/plain\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
     % (len(_REASON), _REASON)

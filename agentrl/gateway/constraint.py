@@ -72,7 +72,9 @@ def _calls(request: CompletionRequest, names: Sequence[str], chat: Chat) -> dict
             continue
         frame = chat.frame(function["name"])
         if frame is None or not _NAME.fullmatch(function["name"]):
-            why = "guided decoding does not support the policy's form of calls" if frame is None else "its name may only have A-Za-z0-9_.-"
+            why = (
+                "guided decoding does not support the policy's form of calls" if frame is None else "its name may contain only A-Za-z0-9_.-"
+            )
             where = request.forced_by or "tools"
             raise RequestError("unsupported", f"{where}: a call of {function['name'][:100]!a} cannot be forced: {why}.", param=where)
         try:
@@ -121,7 +123,7 @@ class Schemas:
             return {}
         self._schemas += 1
         if depth > MAX_DEPTH or self._schemas > MAX_SCHEMAS:
-            raise RequestError("invalid", f"{where}: more than {MAX_DEPTH} levels or {MAX_SCHEMAS} schemas.", param=where)
+            raise RequestError("invalid", f"{where}: the schema has more than {MAX_DEPTH} levels or {MAX_SCHEMAS} schemas.", param=where)
         rebuilt: dict[str, Any] = {}
         for key, item in mapping(value, where).items():
             if key not in _ANNOTATIONS and (item is not None or key == "const"):

@@ -91,11 +91,13 @@ class ExternalProgram:
         self._models = _texts(models, "models")
         self._host, self._port = host, port
         if answer not in ANSWERS:
-            raise UserError(f"rollout.agent.options: answer={answer!r}", fix=f"use one of {', '.join(ANSWERS)}")
+            raise UserError(f"rollout.agent.options.answer={answer!r} is not supported", fix=f"use one of {', '.join(ANSWERS)}")
         try:
             destinations.parse_destination(self.address)
         except ValueError as error:
-            raise UserError(f"rollout.agent.options: host and port: {error}", fix="use a literal address, such as 127.0.0.1") from None
+            raise UserError(
+                f"rollout.agent.options: host and port are invalid: {error}", fix="use a literal address, such as 127.0.0.1"
+            ) from None
         import_server()
         self._rewarded = bool(reward_key_file)
         if reward_key_file:
@@ -183,13 +185,13 @@ class ExternalProgram:
         if result.ok and answered:
             self._hand_in(episode, session, result)
             return "answered"
-        status = f"status {result.exit_code}" if result.exit_code is not None else f"a kill ({result.reason})"
+        status = f"ended with status {result.exit_code}" if result.exit_code is not None else f"was killed ({result.reason})"
         output = result.stderr.strip()[-_OUTPUT_CHARS:] or result.stdout.strip()[-_OUTPUT_CHARS:]
         if not answered:
             if session.counts["client_gone"]:
                 raise InfrastructureError("the program disconnected before the policy's first answer")
-            raise TaskError(f"the program {self._command[0]!r} ended with {status} before the policy's first answer: {output}")
-        message = f"the program ended with {status}: {output}"
+            raise TaskError(f"the program {self._command[0]!r} {status} before the policy's first answer: {output}")
+        message = f"the program {status}: {output}"
         episode.add_failure(Failure(stage="agent", blame=Blame.POLICY, kind="program_failed", message=message, turn=episode.turn_count))
         return "failed"
 
@@ -239,21 +241,21 @@ def _filled(text: str, values: Mapping[str, str]) -> str:
 def _texts(values: Sequence[str], name: str) -> tuple[str, ...]:
     is_list = isinstance(values, Sequence) and not isinstance(values, str)
     if not is_list or not values or not all(isinstance(value, str) and value for value in values):
-        raise UserError(f"rollout.agent.options.{name} must be a list of non-empty strings", fix=f'{name}=["python3", "agent.py"]')
+        raise UserError(f"rollout.agent.options.{name} must be a list of non-empty strings", fix=f'write {name}=["python3", "agent.py"]')
     return tuple(values)
 
 
 def _mapping(values: Mapping[str, str] | None, name: str) -> Mapping[str, str]:
     mapping = values or {}
     if not isinstance(mapping, Mapping) or not all(isinstance(part, str) for pair in mapping.items() for part in pair):
-        raise UserError(f"rollout.agent.options.{name} must map strings to strings", fix=f'{name}={{"agent.py": "agents/mine.py"}}')
+        raise UserError(f"rollout.agent.options.{name} must map strings to strings", fix=f'write {name}={{"agent.py": "agents/mine.py"}}')
     return mapping
 
 
 def _read(path: str) -> bytes:
     try:
         if Path(path).stat().st_size > MAX_FILE:
-            raise UserError(f"rollout.agent.options.files: {path} has more than {MAX_FILE >> 20} MiB", fix="put it into the image")
+            raise UserError(f"rollout.agent.options.files: {path} has more than {MAX_FILE >> 20} MiB", fix="put the file into the image")
         return Path(path).read_bytes()
     except OSError as error:
         raise UserError(f"rollout.agent.options.files: {path}: {error.strerror or error}", fix="use a file of the project") from None

@@ -243,7 +243,7 @@ def _tools(values: Sequence[Any]) -> tuple[list[dict[str, Any]], dict[str, tuple
             function = tool["function"]
             chars += len(shared)
             if chars > MAX_BODY:
-                raise RequestError("too_large", f"tools: descriptions of more than {MAX_BODY} characters.", param="tools")
+                raise RequestError("too_large", f"tools: the descriptions have more than {MAX_BODY} characters.", param="tools")
             if space is not None:
                 full_name, own_name = space + _SEPARATOR + function["name"], function["name"]
                 function |= {"name": full_name, "description": "\n".join(filter(None, (shared, function["description"])))}
@@ -252,7 +252,7 @@ def _tools(values: Sequence[Any]) -> tuple[list[dict[str, Any]], dict[str, tuple
             tools.append(tool)
     names = Counter(tool["function"]["name"] for tool in tools)
     if len(tools) > MAX_TOOLS or any(names[name] > 1 for name in spaces):
-        raise RequestError("invalid", f"tools: more than {MAX_TOOLS} of them, or two with the same name.", param="tools")
+        raise RequestError("invalid", f"tools: there are more than {MAX_TOOLS}, or two have the same name.", param="tools")
     return tools, spaces, frozenset(strict)
 
 

@@ -96,7 +96,7 @@ class PostedRewards:
         """Returns the reward of a session; a score without a value if no reward was posted."""
         reward = self._rewards.get(session)
         if reward is None:
-            return Score(value=None, reason="no session of this id accepts rewards: give the agent a reward_key_file")
+            return Score(value=None, reason="no session with this id accepts rewards: set rollout.agent.options.reward_key_file")
         return reward.result() if reward.done() else Score(value=None, reason="no reward was posted to this session")
 
 

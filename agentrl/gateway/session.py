@@ -101,7 +101,7 @@ class Session:
         self._check(request)
         self.counts["counted"] += 1
         if self.counts["counted"] > MAX_REFUSED:
-            raise RequestError("too_many", f"The tokens of {MAX_REFUSED} requests of this session were counted.")
+            raise RequestError("too_many", f"The tokens of at most {MAX_REFUSED} requests of a session are counted.")
         self._check_length(request)
         request = self._graph.rejoin(request)
         before, new = self._graph.goes_on(request)
@@ -190,7 +190,7 @@ class Session:
                 match = replace(match, kind="restart", before=None, new=request.messages, system_changed=False)
         messages = _messages(request)
         if request.after and match.kind != "root":
-            raise RequestError("invalid", "The conversation cannot continue from that response with other tools or instructions.")
+            raise RequestError("invalid", "The conversation cannot continue from that response with different tools or instructions.")
         prompt = self.tokens.opening(messages, request.tools)
         if match.kind == "root" and not self._shown:
             trajectory = self.episode.trajectories[0]

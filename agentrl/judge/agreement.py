@@ -172,10 +172,10 @@ def corrected_rate(passed: int, total: int, calibration: Calibration) -> Interva
         UserError: the judge may not be better than chance, so nothing can be inferred.
     """
     if not 0 <= passed <= total or total == 0:
-        raise UserError(f"{passed} of {total} is not a rate", fix="give the number of passed answers and the number of judged answers")
+        raise UserError(f"{passed} of {total} is not a rate", fix="pass the number of passed answers and the number of judged answers")
     if calibration.may_be_chance:
         raise UserError(
-            f"judge {calibration.judge} may be no better than chance, so its rates cannot be corrected", fix="use another judge"
+            f"judge {calibration.judge} may be no better than chance, so its rates cannot be corrected", fix="use a different judge"
         )
     se, sp, rights, wrongs = _added(calibration)
     rate = (passed + _Z**2 / 2) / (total + _Z**2)

@@ -89,7 +89,7 @@ async def calibrate(
     distinct = merge_duplicates(labelled)
     answers = [answer for answer in distinct if answer.right is not None]
     if len({answer.right for answer in answers}) < 2:
-        raise UserError("the labels are all right or all wrong", fix="label some of both: agentrl label RUN")
+        raise UserError("all labelled answers are correct, or all are wrong", fix="label some of both: agentrl label RUN")
     measured = judge.without_calibration(ledger=ledger) if hasattr(judge, "without_calibration") else judge
     if hasattr(measured, "prepare"):
         measured.prepare(root=root, folder=None)
@@ -140,7 +140,7 @@ async def _verdicts(
     if pairs:
         work = [partial(_compare, judge, *pair) for pair in _pairs(answers)]
         if not work:
-            raise UserError("no task has a right and a wrong answer, so there are no pairs", fix="label more answers of each task")
+            raise UserError("no task has a correct and a wrong answer, so there are no pairs", fix="label more answers of each task")
     else:
         work = [partial(_score, judge, answer) for answer in answers]
 
@@ -224,8 +224,8 @@ def _calibration(judge: Any, verdicts: Sequence[LabelledVerdict], *, reference: 
     table, effects = AgreementTable.from_pairs(ratings), DesignEffects.from_pairs(task_ids, ratings)
     if not table.rights or not table.wrongs:
         reasons = "; ".join(f"{count} times: {reason}" for reason, count in _reasons(verdicts).items())
-        kind = "wrong" if table.rights else "right"
-        raise UserError(f"the judge gave no verdict on {kind} answers. {reasons}", fix="see the reasons above")
+        kind = "wrong" if table.rights else "correct"
+        raise UserError(f"the judge gave no verdict on any {kind} answer. {reasons}", fix="see the reasons above")
     coverage_effect = stats.design_effect([(verdict.task_id, float(verdict.score is not None)) for verdict in verdicts])
     return Calibration(
         identity=str(getattr(judge, "identity", "")),

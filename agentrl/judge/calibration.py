@@ -61,9 +61,9 @@ class Calibration:
         if self.format != FORMAT:
             raise ValueError(f"unknown format {self.format}; this version reads {FORMAT}")
         if min(self.right_right, self.right_wrong, self.wrong_right, self.wrong_wrong, self.abstained) < 0:
-            raise ValueError("negative counts")
+            raise ValueError("the counts must be at least 0")
         if not 1 <= self.design_effect < math.inf:
-            raise ValueError(f"a design effect of {self.design_effect}")
+            raise ValueError(f"the design effect must be at least 1, got {self.design_effect}")
 
     @property
     def may_be_chance(self) -> bool:
@@ -82,11 +82,11 @@ def save_calibration(path: Path, calibration: Calibration, more: dict[str, Any] 
 
 def load_calibration(path: Path) -> Calibration:
     """Reads a calibration file. Raises `UserError` if it is missing or invalid."""
-    fix = f"agentrl judge calibrate JUDGE LABELS --out {path}"
+    fix = f"run agentrl judge calibrate JUDGE LABELS --out {path}"
     try:
         return _ADAPTER.validate_json(read_bytes(path, most=_LARGEST))
     except FileNotFoundError:
-        raise UserError(f"no calibration {path}", fix=fix) from None
+        raise UserError(f"there is no calibration {path}", fix=fix) from None
     except ValidationError as error:
         first = error.errors()[0]
         problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
@@ -110,23 +110,25 @@ def require_calibration(path: Path, *, identity: str, name: str, min_agreement: 
     The lower ends of the intervals of agreement and coverage must be at least `min_agreement` and `min_coverage`, so a few labels are not
     enough. Coverage is required because a judge that abstains on hard answers could have a high agreement on the other answers.
     """
-    calibration, fix = load_calibration(path), f"agentrl judge calibrate JUDGE LABELS --out {path}"
+    calibration, fix = load_calibration(path), f"run agentrl judge calibrate JUDGE LABELS --out {path}"
     if calibration.identity != identity:
-        raise UserError(f"judge {name}: the calibration {path} belongs to another model, prompt or setting", fix=fix)
+        raise UserError(f"judge {name}: the calibration {path} belongs to a different model, prompt or setting", fix=fix)
     if calibration.may_be_chance:
         estimate = f"sensitivity + specificity - 1 is {_estimate_text(calibration.informedness)}"
-        raise UserError(f"judge {name} is not shown to be better than chance: {estimate} ({path})", fix="use another model or prompt")
+        raise UserError(f"judge {name} is not shown to be better than chance: {estimate} ({path})", fix="use a different model or prompt")
     if calibration.agreement.low < min_agreement:
         raise UserError(
-            f"judge {name} agrees with human labels in {_estimate_text(calibration.agreement)}, but {min_agreement:g} is required ({path})",
-            fix="improve the prompt, use another model, or label more answers if the interval is wide",
+            f"judge {name}: its agreement is {_estimate_text(calibration.agreement)}, but the lower end must be at least {min_agreement:g}"
+            f" ({path})",
+            fix="improve the prompt, use a different model, or label more answers if the interval is wide",
         )
     if min_coverage and calibration.coverage is None:
         raise UserError(f"judge {name}: the calibration {path} has no coverage", fix=fix)
     if calibration.coverage is not None and calibration.coverage.low < min_coverage:
         raise UserError(
-            f"judge {name} gives a verdict on {_estimate_text(calibration.coverage)}, but {min_coverage:g} is required ({path})",
-            fix="see why it gave none (agentrl judge calibrate prints it), or label more answers if the interval is wide",
+            f"judge {name}: its coverage is {_estimate_text(calibration.coverage)}, but the lower end must be at least {min_coverage:g}"
+            f" ({path})",
+            fix="run agentrl judge calibrate to see why verdicts are missing, or label more answers if the interval is wide",
         )
 
 

@@ -124,8 +124,8 @@ class Endpoint:
         for name, reference in self.headers.items():
             if not _HEADER.fullmatch(name) or name.lower() in _OWN_HEADERS or not secrets.is_reference(reference):
                 raise UserError(
-                    f"Endpoint.headers: {printable(name, 80)!r} is not an additional header with a reference as its value",
-                    fix='write it as {"api-key": "env:THEIR_KEY"} or with "file:/run/secrets/key"; use Endpoint.key_env for a bearer token',
+                    f"Endpoint.headers: {printable(name, 80)!r} must be an additional header with a reference as its value",
+                    fix='write {"api-key": "env:THEIR_KEY"}, or "file:/run/secrets/key" as the value; for a bearer token, use key_env',
                 )
         if not self.model:
             raise UserError("a judge's endpoint needs a model name", fix='write Endpoint(url=..., model="...")')
@@ -378,7 +378,7 @@ def error_in(content: bytes) -> tuple[int, str] | None:
     status = int(code) if isinstance(code, int | str) and re.fullmatch(r"[45]\d\d", str(code)) else 0
     if not status and _OVERLOADED.search(f"{code} {kind} {text}"[:1000]):
         status = 503
-    return (status, f"in a 200: {text if isinstance(text, str) else code}") if status else None
+    return (status, f"in a response with status 200: {text if isinstance(text, str) else code}") if status else None
 
 
 def parse_completion(content: bytes, most: int, messages: Sequence[Mapping[str, Any]]) -> Reply:
@@ -387,18 +387,18 @@ def parse_completion(content: bytes, most: int, messages: Sequence[Mapping[str, 
     text = content[:most].decode(errors="replace")
     guess: dict[str, Any] = {"prompt_tokens": prompt_tokens, "completion_tokens": len(text) // CHARS_PER_TOKEN, "counted": False}
     if len(content) > most:
-        return Reply(text=text, problem=f"an answer of more than {most:,} bytes", **guess)
+        return Reply(text=text, problem=f"the answer has more than {most:,} bytes", **guess)
     try:
         body = json.loads(text)
         choice = body["choices"][0]
         answer, refusal, finish_reason = choice["message"].get("content"), choice["message"].get("refusal"), choice.get("finish_reason")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        return Reply(text=text, problem="an answer that is not a chat completion", **guess)
+        return Reply(text=text, problem="the answer is not a chat completion", **guess)
     cost = token_usage(body.get("usage"), prompt_tokens, answer)
     if not isinstance(answer, str):
-        problem = "the model refused" if isinstance(refusal, str) else "an answer without text"
+        problem = "the model refused to answer" if isinstance(refusal, str) else "the answer has no text"
         return Reply(text=encodable(refusal) if isinstance(refusal, str) else text, problem=problem, **cost)
-    problem = "the answer was cut off by its length" if finish_reason == "length" else ""
+    problem = "the answer was cut off at its maximum length" if finish_reason == "length" else ""
     thought = choice["message"].get("reasoning_content") or choice["message"].get("reasoning")
     return Reply(text=encodable(answer), problem=problem, separate_reasoning=bool(thought), **cost)
 

@@ -60,7 +60,10 @@ class Ensemble:
 
     def __post_init__(self) -> None:
         if len(self.judges) < 2 or any("/" in name or name in _OTHER_PARTS for name in self.judges):
-            raise UserError("an ensemble needs two or more judges, with names without slashes", fix='write judges={"strict": a, "mild": b}')
+            raise UserError(
+                "an ensemble needs two or more judges; a name must not contain a slash, be empty, or be disagreement or judges",
+                fix='write judges={"strict": a, "mild": b}',
+            )
         if any(needs_sandboxes(judge) for judge in self.judges.values()):
             raise UserError("a verifier that needs sandboxes cannot be in an ensemble", fix="add it to tasks.verifiers instead")
         identities = [identity for judge in self.judges.values() if (identity := getattr(judge, "identity", ""))]
@@ -70,7 +73,11 @@ class Ensemble:
                 fix="use different seeds, or different revisions if servers with the same model name serve different weights",
             )
         if not 1 <= self._needed <= len(self.judges) or not self.max_disagreement >= 0:
-            raise UserError(f"quorum={self.quorum} of {len(self.judges)} judges", fix="use a number from 1 to the number of judges")
+            raise UserError(
+                f"quorum must be from 1 to {len(self.judges)}, and max_disagreement at least 0;"
+                f" got {self.quorum} and {self.max_disagreement}",
+                fix="use values in these ranges",
+            )
         validate_requirements(self.calibration, min_agreement=self.min_agreement, min_coverage=self.min_coverage)
 
     @property
@@ -92,7 +99,9 @@ class Ensemble:
             prepare_verifier(judge, root=root, folder=folder)
         if self.calibration is not None:
             if not self.identity:
-                raise UserError(f"judge {self.name}: a member without an identity cannot be calibrated", fix="remove the calibration")
+                raise UserError(
+                    f"judge {self.name}: it has a member without an identity, so it cannot be calibrated", fix="remove the calibration"
+                )
             demands = {"min_agreement": self.min_agreement, "min_coverage": self.min_coverage}
             require_calibration(root / self.calibration, identity=self.identity, name=self.name, **demands)
         self._state.ready = True

@@ -28,7 +28,7 @@ def labels_file(run: Path, by: str) -> Path:
     """Returns the file of a labeller's labels of a run. Raises `UserError` if the labeller's name is invalid."""
     if not _NAME.fullmatch(by):
         raise UserError(
-            f"{printable(by, 80)!r} is not a valid name of a labeller", fix="use letters, digits, dots and dashes, such as --by anna"
+            f"{printable(by, 80)!r} is not a valid labeller name", fix="use letters, digits, dots and dashes, such as --by anna"
         )
     return run / "labels" / f"{by}.jsonl"
 
@@ -44,7 +44,7 @@ def run_answers(run: Path, *, phase: str = "") -> list[AnswerItem]:
         raise UserError(f"{run} has no episodes", fix="use the folder of a run, such as runs/quickstart")
     answers = {item.id: item for path in sorted(folder.glob("*.jsonl")) if phase in ("", path.stem) for item in _items(path)}
     if not answers:
-        raise UserError(f"{folder} has no answers{f' of phase {phase}' if phase else ''}", fix="use another run, or another --phase")
+        raise UserError(f"{folder} has no answers{f' of phase {phase}' if phase else ''}", fix="use a different run or a different --phase")
     return sorted(answers.values(), key=lambda item: hashlib.sha256(item.id.encode()).digest())
 
 

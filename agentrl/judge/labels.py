@@ -167,9 +167,9 @@ def _labels(path: Path) -> Iterator[tuple[AnswerItem, str, str]]:
     try:
         lines = complete_lines(path)
     except OSError as error:
-        raise UserError(f"{path}: {error}", fix="use a file of labels") from None
+        raise UserError(f"{path}: {error}", fix="use a label file") from None
     if not path.exists():
-        raise UserError(f"no file of labels {path}", fix="agentrl label RUN writes one")
+        raise UserError(f"there is no label file {path}", fix="run agentrl label RUN to create one")
     if len(lines) > _MOST_LINES:
         raise UserError(f"{path} has more than {_MOST_LINES:,} lines", fix="split the file")
     for number, raw in enumerate(lines, 1):
@@ -177,7 +177,7 @@ def _labels(path: Path) -> Iterator[tuple[AnswerItem, str, str]]:
             continue
         try:
             if len(raw) > _LONGEST_LINE:
-                raise ValueError(f"longer than {_LONGEST_LINE >> 20} MiB")
+                raise ValueError(f"the line is longer than {_LONGEST_LINE >> 20} MiB")
             try:
                 line = json.loads(raw)
             except (ValueError, RecursionError) as error:

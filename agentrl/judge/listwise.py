@@ -38,7 +38,9 @@ class Listwise(ModelJudge):
     def __post_init__(self) -> None:
         ModelJudge.__post_init__(self)
         if not 2 <= self.orders <= 16 or not 0 <= self.max_disagreement <= 1:
-            raise UserError("Listwise: orders is from 2 to 16, max_disagreement from 0 to 1", fix="use orders=2, max_disagreement=0.5")
+            raise UserError(
+                "Listwise: orders must be from 2 to 16, and max_disagreement from 0 to 1", fix="use orders=2, max_disagreement=0.5"
+            )
 
     async def __call__(self, task: Task, episodes: Sequence[Episode]) -> tuple[Score, ...]:
         """Returns one score for each episode, in the order of the episodes."""
@@ -46,7 +48,7 @@ class Listwise(ModelJudge):
         reasons = [self._non_answer(task, episode) for episode in episodes]
         texts = list(dict.fromkeys(answer_text(episode) for episode, reason in zip(episodes, reasons, strict=True) if not reason))
         if len(texts) > MOST:
-            return self._all_unscored(episodes, JudgeAnswer(reason=f"{len(texts)} different answers, more than {MOST}"))
+            return self._all_unscored(episodes, JudgeAnswer(reason=f"there are {len(texts)} different answers, but the maximum is {MOST}"))
         if len(texts) < 2 and not any(reasons):  # all answers are equal, so there is no advantage
             equal = Score(value=0.5, parts={"disagreement": 0.0}, evidence=f"{self.name}: the answers are all the same")
             return (equal,) * len(episodes)

@@ -31,5 +31,7 @@ class EndpointPlayer:
             return text
         named = [action for action in actions if re.search(rf"(?<!\w){re.escape(action)}(?!\w)", text)]
         if len(named) != 1:
-            raise EnvironmentFault(f"{self.endpoint.model} named {len(named)} of the allowed actions: {text!r:.200}")
+            raise EnvironmentFault(
+                f"the answer of {self.endpoint.model} contains {len(named)} allowed actions instead of one: {text!r:.200}"
+            )
         return named[0]

@@ -30,30 +30,30 @@ def report_data(report: CalibrationReport) -> dict[str, Any]:
 def _lines(report: CalibrationReport) -> Iterator[str]:
     calibration = report.calibration
     judged = calibration.agreement.n
-    kind = "pairs of a right and a wrong answer" if report.pairs else "labelled answers"
+    kind = "pairs of a correct and a wrong answer" if report.pairs else "labelled answers"
     counts = f"{judged} of {judged + calibration.abstained} {kind}, of {calibration.tasks} tasks"
-    yield f"{printable(calibration.judge, 200)}: a verdict on {counts}"
+    yield f"{printable(calibration.judge, 200)}: verdicts on {counts}"
     if calibration.coverage is not None:
         yield _row("coverage", calibration.coverage, "share with a verdict")
     yield _row("agreement", calibration.agreement)
     yield _row("Cohen's kappa", calibration.kappa, "0 is chance")
-    yield _row("sensitivity", calibration.sensitivity, "share of right answers that are judged right")
+    yield _row("sensitivity", calibration.sensitivity, "share of correct answers that are judged correct")
     yield _row("specificity", calibration.specificity, "share of wrong answers that are judged wrong")
     yield _row("informedness", calibration.informedness, "sensitivity + specificity - 1; 0 is chance")
     if report.position_bias is not None:
         bias = f"share of preferences for A; 0.5 is no bias{_off(report.position_bias, 0.5)}"
         yield _row("first place", report.position_bias, bias)
     if report.inconsistent is not None:
-        yield _row("inconsistent", report.inconsistent, "share with contradicting verdicts in the two orders")
+        yield _row("inconsistent", report.inconsistent, "share with contradictory verdicts in the two orders")
     if report.length_bias is not None:
         yield _row("length", report.length_bias, f"correlation of score and length; 0 is no bias{_off(report.length_bias, 0.0)}")
     if report.calibration_error is not None:
         curve = ", ".join(map(_bin, report.bins))
-        yield f"  {'reliability':<15} score -> share right: {curve}; mean error {report.calibration_error:.3f}"
+        yield f"  {'reliability':<15} score -> share correct: {curve}; mean error {report.calibration_error:.3f}"
     if report.disputed:
-        yield f"  {report.disputed} answers are excluded: their labellers are tied"
+        yield f"  {report.disputed} answers are excluded because their labellers are tied"
     if report.copies:
-        yield f"  {report.copies} labelled answers are copies and do not count again"
+        yield f"  {report.copies} labelled answers are duplicates and are not counted again"
     yield from (f"  no verdict, {count} times: {reason}" for reason, count in report.reasons.items())
     if calibration.tasks < judged:
         effect = f"the design effect of informedness is {calibration.design_effect:.1f}"
@@ -115,7 +115,7 @@ def _curve(report: CalibrationReport) -> Iterator[str]:
         yield f'<text class="q" x="{at}" y="{_y(0) + 18}" text-anchor="middle">{tick:g}</text>'
     yield f'<line class="ideal" x1="{_x(0)}" y1="{_y(0)}" x2="{_x(1)}" y2="{_y(1)}"/>'
     yield f'<text x="{_x(0.5)}" y="{_y(0) + 36}" text-anchor="middle">score of the judge</text>'
-    yield f'<text x="{_EDGE - 34}" y="{_y(0.5)}" text-anchor="middle" transform="rotate(-90 {_EDGE - 34} {_y(0.5)})">share right</text>'
+    yield f'<text x="{_EDGE - 34}" y="{_y(0.5)}" text-anchor="middle" transform="rotate(-90 {_EDGE - 34} {_y(0.5)})">share correct</text>'
     for bucket in report.bins:
         at = _x(min(1.0, max(0.0, bucket.score)))
         yield f'<path class="whisker" d="M{at} {_y(bucket.right.low)}V{_y(bucket.right.high)}"/>'

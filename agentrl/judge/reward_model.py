@@ -52,7 +52,7 @@ class RewardRecord:
         if self.format != FORMAT:
             raise ValueError(f"unknown format {self.format}; this version reads {FORMAT}")
         if not (math.isfinite(self.offset) and 0 < self.scale < math.inf and self.max_tokens > 0):
-            raise ValueError("offset must be finite, scale and max_tokens must be above 0")
+            raise ValueError("offset must be finite, and scale and max_tokens must be above 0")
 
     def value(self, number: float) -> float:
         """Scales a number to a value from 0 to 1."""
@@ -69,7 +69,7 @@ def validate_shows(names: tuple[str, ...]) -> tuple[PromptField, ...]:
     unknown = [name for name in names if name not in known]
     if unknown or len(set(names)) < len(names) or not {*_ANSWERS} & {*names}:
         raise UserError(
-            f"a reward model cannot be shown {','.join(names) or 'nothing'!r}",
+            f"{','.join(names) or 'nothing'!r} is not a valid input of a reward model",
             fix=f"use some of {', '.join(known)}, each once, with at least one of {', '.join(_ANSWERS)}",
         )
     return tuple(field for name in names for field in known if field == name)
@@ -161,18 +161,18 @@ def parse_classification(content: bytes, most: int, *, query_tokens: int) -> Rep
     text = content[:most].decode(errors="replace")
     nothing: dict[str, Any] = {"prompt_tokens": query_tokens, "completion_tokens": 0, "counted": False}
     if len(content) > most:
-        return Reply(text=text, problem=f"an answer of more than {most:,} bytes", **nothing)
+        return Reply(text=text, problem=f"the answer has more than {most:,} bytes", **nothing)
     try:
         body = json.loads(text)
         numbers = [entry["probs"] for entry in body["data"]]
     except (ValueError, LookupError, TypeError, RecursionError):
-        return Reply(text=text, problem="an answer that is not a classification", **nothing)
+        return Reply(text=text, problem="the answer is not a classification", **nothing)
     cost = token_usage(body.get("usage"), query_tokens, "")
     if len(numbers) != 1 or not isinstance(numbers[0], list) or len(numbers[0]) != 1:
-        return Reply(text=text, problem="an answer that is not a single number", **cost)
+        return Reply(text=text, problem="the answer is not a single number", **cost)
     number = numbers[0][0]
     if isinstance(number, bool) or not isinstance(number, int | float) or not -_MOST < number < _MOST:
-        return Reply(text=text, problem="an invalid number", **cost)
+        return Reply(text=text, problem="the number is invalid", **cost)
     return Reply(text=json.dumps({"number": float(number)}), **cost)
 
 

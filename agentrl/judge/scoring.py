@@ -30,7 +30,9 @@ class Criterion:
         if not self.name.isidentifier() or self.name in ("reasoning", "abstain", "scores"):
             raise UserError(f"criterion name {self.name!r} is not valid", fix="use letters, digits and underscores, such as correct")
         if not 1 <= self.high <= 100 or not 0 < self.weight < math.inf:
-            raise UserError(f"criterion {self.name}: high is from 1 to 100 and weight above 0", fix="use values such as high=4, weight=1.0")
+            raise UserError(
+                f"criterion {self.name}: high must be from 1 to 100, and weight above 0", fix="use values such as high=4, weight=1.0"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

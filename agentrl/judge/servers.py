@@ -62,7 +62,7 @@ class ServedUrl:
         """Returns the registered server. Raises `UserError` if the recipe starts no server with this name, or one of the other kind."""
         server = _registered.get(self.name)
         if server is None:
-            others = f"; it has {', '.join(_registered)}" if _registered else ""
+            others = f"; its servers are {', '.join(_registered)}" if _registered else ""
             raise UserError(
                 f"a judge uses the server {self.name!r}, but the recipe starts no server with that name{others}",
                 fix=f'add judge_servers={{"{self.name}": {{"model": FOLDER}}}} to the recipe; for agentrl judge calibrate, pass --recipe',
@@ -71,7 +71,7 @@ class ServedUrl:
             problem = (
                 "is a reward model, which needs the judge RewardModel" if server.reward_model else "is a chat model, not a reward model"
             )
-            raise UserError(f"the model of judge_servers.{self.name} {problem}", fix="use another model, or the other kind of judge")
+            raise UserError(f"the model of judge_servers.{self.name} {problem}", fix="use a different model or the other kind of judge")
         return server
 
 

@@ -141,7 +141,7 @@ def deadline(what: str, seconds: float, *, abort: Callable[[], None], grace_s: f
     After that time, `abort` is called in a different thread. If the block has not ended `grace_s` later, the process ends with exit code 1.
     """
     expired, ended = threading.Event(), threading.Event()
-    message = f"{what} did not end within {seconds:g} s: the server or its node is lost, or the network between them"
+    message = f"{what} did not finish within {seconds:g} s: the server, its node, or the network connection to it failed"
 
     def watch() -> None:
         if ended.wait(seconds):
@@ -150,7 +150,7 @@ def deadline(what: str, seconds: float, *, abort: Callable[[], None], grace_s: f
         log.error("%s", message)
         threading.Thread(target=abort, daemon=True, name="abort of a collective").start()  # may raise, or hang as the collective does
         if not ended.wait(grace_s):
-            log.error("the collective cannot be ended, so this process ends")
+            log.error("the collective cannot be aborted, so this process exits")
             os._exit(1)
 
     threading.Thread(target=watch, daemon=True, name="deadline of a collective").start()

@@ -130,7 +130,7 @@ def newest(root: Path, *, alert: Callable[[str], None] = log.warning) -> Checkpo
     for folder in reversed(folders):
         if (checkpoint := _read(folder)) is not None:
             return checkpoint
-        alert(f"checkpoint {folder} is damaged: the one before is used\n  fix: check the disk")
+        alert(f"checkpoint {folder} is damaged, so the previous checkpoint is used\n  fix: check the disk")
     if folders:
         raise LearnerError(f"every checkpoint in {root} is damaged; move that folder away to restart from version 0")
     return None

@@ -62,7 +62,7 @@ class ExitReason:
         if self.kind == "disk":
             return DiskFull(f"the learner: {self.message}")
         message = self.message if self.kind == "failed" else f"the learner failed: {self.message}"
-        return LearnerError(f"{message}\n  all of its output: {log}")
+        return LearnerError(f"{message}\n  full output: {log}")
 
 
 def best_reason(lines: bytes) -> ExitReason | None:

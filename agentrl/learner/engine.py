@@ -46,7 +46,7 @@ class PolicyEngine:
         if ranks.team is not None:
             check_heads(self.lm.config.get_text_config(), ranks.team)
             if self.scorer.images is not None:
-                raise UserError("a model that reads images cannot be split over a sequence", fix="learner.sequence_parallel=1")
+                raise UserError("learner.sequence_parallel does not support a model that reads images", fix="learner.sequence_parallel=1")
         check_scorer(self.scorer, tolerance=TOLERANCE[recipe.policy.dtype])
         head = list(self.scorer.value.parameters()) if isinstance(self.scorer, ValuedScorer) else []
         in_head = {id(parameter) for parameter in head}

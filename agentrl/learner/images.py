@@ -65,7 +65,9 @@ class ImageInputs:
         images = [self._own.get(name) or open_png(self._media.read(name)) for name in names] or [Image.new("RGB", _SIZE, "white")]
         inputs = self._inputs(self._processor.image_token * len(images), images)
         if names and inputs["input_ids"][0].tolist() != recorded:
-            raise LearnerError(f"the processor gives images other tokens than the recorded ones ({', '.join(names)[:200]}): {_SAME}")
+            raise LearnerError(
+                f"the processor returns image tokens that differ from the recorded tokens ({', '.join(names)[:200]}): {_SAME}"
+            )
         known = inspect.signature(trunk.get_image_features).parameters
         pixels = {name: value.to(device) for name, value in inputs.items() if name in known and isinstance(value, Tensor)}
         features = trunk.get_image_features(**pixels, return_dict=True).pooler_output

@@ -127,7 +127,7 @@ def interface_of(address: str) -> str:
 
 
 def _report_kill(rank: int, number: int) -> None:
-    why = " (as the kernel does when memory runs out)" if number == signal.SIGKILL else ""
+    why = " (the kernel sends it if memory runs out)" if number == signal.SIGKILL else ""
     message = f"rank {rank} was killed by signal {number}, {signal.Signals(number).name}{why}"
     print(message, file=sys.stderr, flush=True)
     send_exit_reason(

@@ -90,7 +90,7 @@ class LearnerApi:
         name = request.path_params["method"]
         method = self._methods.get(name)
         if method is None:
-            raise RequestError("invalid", f"the learner has no call {name[:100]!a}")
+            raise RequestError("invalid", f"the learner API has no method {name[:100]!a}")
         data = read_json(await bytes_of(request, _BODY_S, most=MAX_CALL))
 
         async def in_turn() -> Any:
@@ -161,7 +161,7 @@ class LearnerApi:
     async def _add(self, data: Any) -> None:
         version = codec.from_json(PolicyVersion, json.dumps(data["version"]))
         if version.folder != f"versions/{version.number:06d}":
-            raise ValueError(f"version {version.number} cannot be in {version.folder[:200]!a}")
+            raise ValueError(f"version {version.number} cannot be stored in {version.folder[:200]!a}")
         await asyncio.to_thread(self._registry.add, version)
 
     async def _get(self, data: Any) -> Any:

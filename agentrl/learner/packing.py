@@ -142,8 +142,8 @@ def check_vocabulary(samples: Sequence[Sample], size: int) -> None:
             if len(ids) and not 0 <= min(ids) <= max(ids) < size:
                 wrong = next(token for token in ids if not 0 <= token < size)
                 raise LearnerError(
-                    f"episode {sample.episode_id} contains token {wrong}, but the policy's vocabulary has {size}: server and learner run"
-                    " different models, or the tokenizer is larger than the embedding. Restart the run with one model folder for both"
+                    f"episode {sample.episode_id} contains token {wrong}, but the policy's vocabulary has {size} tokens: server and learner"
+                    " run different models, or the tokenizer is larger than the embedding. Restart the run with one model folder for both"
                 )
 
 

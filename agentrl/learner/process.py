@@ -90,7 +90,7 @@ class LearnerProcess:
         try:
             self._process = await self._start_hosts(self.recipe.cluster.learner_nodes)
         except LaunchError as error:
-            raise LearnerError(f"the learner does not start: {error}") from error
+            raise LearnerError(f"the learner cannot be started: {error}") from error
 
     async def _start_hosts(self, hosts: int) -> PartHandle:
         """Starts the ranks on their hosts. Each host has the same number of ranks. Raises `LaunchError`."""
@@ -134,7 +134,7 @@ class LearnerProcess:
             self._progress.forward(process.read_progress(), self.liveness, self._alert, offset_s=process.clock_offset_s)
             if process.returncode is None and (stuck := self.liveness.overdue() or self.stopped.overdue(process.pid)):
                 await self.kill()
-                raise LearnerError(f"{stuck}; it was killed\n  all of its output: {self.log_path}")
+                raise LearnerError(f"{stuck}; it was killed\n  full output: {self.log_path}")
         self.liveness.pause()
 
     def check(self) -> None:
@@ -149,7 +149,7 @@ class LearnerProcess:
         cause, fix = cause_in_log(self.log_tail())  # it sent no reason: it was killed or failed early
         advice = f"\n  fix: {fix}" if fix else ""
         raise LearnerError(
-            f"the learner ended with exit code {code}: {cause or 'it gave no reason'}{advice}\n  all of its output: {self.log_path}"
+            f"the learner ended with exit code {code}: {cause or 'it gave no reason'}{advice}\n  full output: {self.log_path}"
         )
 
     async def stop(self, *, grace_s: float = 60.0) -> None:

@@ -161,7 +161,7 @@ def _shrink(part: Path, version: PolicyVersion, parent: PolicyVersion | None, *,
         delta = deltas.write_delta(newest, part / WHOLE_MODEL, part, number=parent.number)
         if delta is not None:
             size = (part / deltas.DELTA_FILE).stat().st_size
-            log.info("version %d: the delta has %.1f %% of the bytes", version.number, 100 * size / delta.size)
+            log.info("version %d: the size of the delta is %.1f %% of the full weights", version.number, 100 * size / delta.size)
             if delta.parent_sha256 == parent.sha256 and size <= _LARGEST_DELTA * delta.size:
                 (part / WHOLE_MODEL).replace(newest)
                 return

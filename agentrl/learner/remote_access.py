@@ -167,7 +167,7 @@ class RemoteAccess:
             path = self._mirror.fetch(f"checkpoints/{name}")
             if has_intact_files(path):
                 return
-            alert(f"checkpoint {name} is damaged at the driver: the one before is used\n  fix: check the driver's disk")
+            alert(f"checkpoint {name} is damaged at the driver, so the previous checkpoint is used\n  fix: check the driver's disk")
 
     def need_checkpoint(self, number: int, ranks: Collective) -> None:
         """Fetches a checkpoint, if the driver has it."""
@@ -232,7 +232,7 @@ class RemoteAccess:
             return
         except (AgentRLError, LookupError, OSError, ValueError) as error:
             if not self._tokens_failed:
-                log.warning("the driver did not get the tokens of step %d, so agentrl view shows no ratios: %s", step, error)
+                log.warning("the driver did not receive the tokens of step %d, so agentrl view shows no ratios: %s", step, error)
             self._tokens_failed = True
 
     def record_uses(self, uses: StepUses) -> None:

@@ -243,12 +243,14 @@ def check_scorer(scorer: TokenScorer, *, tolerance: float) -> None:
             gap = max(gap, (logprobs - reference.gather(-1, targets[:, None]).squeeze(-1)).abs().max().item())
     if not gap <= tolerance:
         raise UserError(
-            f"model type {config.model_type!r} does more than attention and a plain output head (logprobs differ by {gap:.3g})",
+            f"model type {config.model_type!r} is not supported: it does more than attention and a plain output head"
+            f" (logprobs differ by {gap:.3g})",
             fix="use a model without recurrent layers, logit scaling or soft-capping, such as Qwen3 or Llama",
         )
     if scorer.images is not None and not (gap := scorer.images.largest_gap(scorer.lm)) <= tolerance:
         raise UserError(
-            f"model type {config.model_type!r} gives images positions or an attention of their own (logprobs differ by {gap:.3g})",
+            f"model type {config.model_type!r} is not supported: it uses special positions or attention for images"
+            f" (logprobs differ by {gap:.3g})",
             fix="use a model that places the features of images like tokens, such as SmolVLM (Idefics3)",
         )
 

@@ -44,8 +44,8 @@ def tensors_only(what: str) -> Iterator[None]:
             yield
     except pickle.UnpicklingError as error:
         raise LearnerError(
-            f"{what} contains more than tensors and plain values ({_first_line(error)}); none of its code was run\n"
-            "  fix: resume from a checkpoint that this run has written"
+            f"{what} contains objects other than tensors and plain values ({_first_line(error)}); none of its code was run\n"
+            "  fix: resume from a checkpoint that this run wrote"
         ) from error
     finally:
         if before is None:
@@ -94,7 +94,7 @@ def load_converted(engine: Any, folder: Path, tag: str, ranks: Ranks) -> None:
             problem = _to_universal(folder / tag, whole / tag, engine)
         if ranks.from_first(int(problem is not None)):
             raise LearnerError(
-                f"checkpoint {folder} cannot be converted to another ZeRO stage or number of ranks: {problem or 'see rank 0'}"
+                f"checkpoint {folder} cannot be converted to a different ZeRO stage or number of ranks: {problem or 'see rank 0'}"
             )
         _from_universal(engine, whole, tag)
         ranks.barrier()
@@ -114,7 +114,7 @@ def _to_universal(source: Path, target: Path, engine: Any) -> str | None:
     expected = {name for names in _names(engine) for name in names}
     missing = sorted(name for name in expected if not (target / "zero" / name / "fp32.pt").is_file())
     if missing:
-        return f"it has no {missing[0]}; resume with the model and the critic that wrote it"
+        return f"it has no {missing[0]}; resume with the model and the critic of the run that wrote it"
     for name in expected:
         _complete(target / "zero" / name)
     header = {key: value for key, value in read(headers).items() if key not in ("module", "optimizer")}
@@ -127,7 +127,7 @@ def _split(saved: dict[str, Any], target: Path, engine: Any) -> str | None:
     """Splits a stage 0 checkpoint. Its optimizer numbers the parameters in the same order as `engine`."""
     groups, names_of = saved["optimizer"]["param_groups"], _names(engine)
     if [len(group["params"]) for group in groups] != [len(names) for names in names_of]:
-        return "its optimizer has other parameter groups; resume with the learner.weight_decay and the critic that wrote it"
+        return "its optimizer has different parameter groups; resume with the learner.weight_decay and the critic of the run that wrote it"
     for group, names in zip(groups, names_of, strict=True):
         for number, name in zip(group["params"], names, strict=True):
             state = saved["optimizer"]["state"].get(number, {})
@@ -142,7 +142,7 @@ def _convert(source: Path, target: Path, kind: str) -> str | None:
 
     optimizers = sorted(source.glob("*_optim_states.pt"))
     if kind == "weights" and not read(optimizers[0])["optimizer_state_dict"]["optimizer_state_dict"]["state"]:
-        return "its optimizer has made no step; resume with the ranks and the learner.zero_stage that wrote it"
+        return "its optimizer took no step; resume with the ranks and the learner.zero_stage of the run that wrote it"
     arguments = SimpleNamespace(
         input_folder=str(source),
         output_folder=str(target),

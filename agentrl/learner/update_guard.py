@@ -92,7 +92,7 @@ class UpdateGuard:
         self.counts = replace(self.counts, bad_groups=excluded)
         if bad and len(excluded) >= MAX_BAD_GROUPS:
             raise LearnerHalted(
-                f"step {step}: {len(excluded)} groups were excluded within {BUDGET_STEPS} steps because a number was not finite;"
+                f"step {step}: {len(excluded)} groups were excluded within {BUDGET_STEPS} steps because a value was not finite;"
                 " failures/updates.jsonl lists them. Look for a verifier that returns infinity, or a server with wrong logprobs"
             )
         return len(bad)
@@ -120,12 +120,12 @@ class UpdateGuard:
         rollbacks = recent_steps(self.counts.rollbacks, part.step)
         if action == ROLLBACK and len(rollbacks) >= MAX_ROLLBACKS:
             action = HALT
-            reasons += (f"{len(rollbacks)} rollbacks were made within {BUDGET_STEPS} steps, and {MAX_ROLLBACKS} are allowed",)
+            reasons += (f"{len(rollbacks)} rollbacks occurred within {BUDGET_STEPS} steps, and at most {MAX_ROLLBACKS} are allowed",)
         self._setbacks.append(_setback(part, action, "policy", reasons, metrics))
         if action == HALT:
             raise LearnerHalted(
                 f"step {part.step}: {'; '.join(reasons)}. The run stops before this update, with the weights of version {part.step}."
-                " Resume it with other learner.limits, or see failures/updates.jsonl"
+                " Resume it with different learner.limits, or see failures/updates.jsonl"
             )
         if action == ROLLBACK:
             self.rolling_back = True
@@ -148,7 +148,7 @@ class UpdateGuard:
         if in_a_row >= MAX_BAD_UPDATES:
             raise LearnerHalted(
                 f"step {part.step}: {in_a_row} {what} in a row were skipped, the last because"
-                f" {'; '.join(reasons)}; the weights are those of the last applied update. Lower learner.lr, loosen a limit, or look for"
+                f" {'; '.join(reasons)}. The weights are those of the last applied update. Lower learner.lr, loosen a limit, or look for"
                 " damaged weights or experience: failures/updates.jsonl lists the episodes"
             )
 

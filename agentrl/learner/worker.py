@@ -121,7 +121,7 @@ class Worker:
         self.next_step = step + 1
         end = time.perf_counter()
         log.info(
-            "step %d: %d tokens trained; before the checkpoint %.2f s, checkpoint %.2f s, publish %.2f s, all %.2f s",
+            "step %d: %d tokens trained; before the checkpoint %.2f s, checkpoint %.2f s, publish %.2f s, total %.2f s",
             *(step, metrics.get("tokens_trained", 0), saving - start, publishing - saving, end - publishing, end - start),
         )
 
@@ -147,7 +147,7 @@ class Worker:
         """Performs the requested rollback. Undone versions sampled the groups of this step, so the step consumes them."""
         request = self.access.pending_rollback()
         if request is None:
-            raise LearnerError(f"step {step}: the rollback request has disappeared")
+            raise LearnerError(f"step {step}: the rollback request disappeared")
         reason = f"{'a user' if request.by_user else 'the gate'} rejected version {request.version}: {request.reason}"
         parent = self._roll_back(step, request.to)
         if self.ranks.is_first:
@@ -209,7 +209,7 @@ class Worker:
         if checkpoint is None:
             raise LearnerHalted(
                 f"step {step}: a rollback is required, but checkpoint {to} is missing or damaged\n"
-                f"  fix: request another version or none: agentrl versions rollback {self.access.folder} --help"
+                f"  fix: request a different version, or cancel the rollback: agentrl versions rollback {self.access.folder} --help"
             )
         checkpoints.restore(checkpoint, self.engine, critic=self.critic)
         guard = self.updater.guard
@@ -313,7 +313,7 @@ class Worker:
             return False
         to = self.registry.get(request.to)
         if to is None or to.sha256 != request.to_sha256:
-            raise LearnerHalted(f"step {step}: a rollback to version {request.to} is requested, but its weights have changed since then")
+            raise LearnerHalted(f"step {step}: a rollback to version {request.to} was requested, but its weights changed after the request")
         return True
 
     def _gate_checkpoints(self) -> set[int]:
@@ -347,7 +347,7 @@ class Worker:
             if decision == _GO:
                 indices = tuple(entry.index for entry in self.store.entries(step=step))
                 if not indices:
-                    raise StoreError(f"step {step}: assigned groups have disappeared")
+                    raise StoreError(f"step {step}: the assigned groups disappeared")
                 return self.store.groups(indices)
 
     def _look(self, step: int) -> int:

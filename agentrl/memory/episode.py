@@ -25,7 +25,7 @@ def scope_of(task: Task, by: str) -> str:
     if not isinstance(project, str) or not 0 < len(project) <= MAX_PROJECT_CHARS:
         raise TaskError(
             f"task {task.id!r} has no project, which memory.scope=project needs",
-            fix=f'add "project" to its data, a text of at most {MAX_PROJECT_CHARS} characters, or set memory.scope=family',
+            fix=f'add "project" to its data, a string of at most {MAX_PROJECT_CHARS} characters, or set memory.scope=family',
         )
     return f"project:{project}"
 

@@ -69,7 +69,7 @@ def audit_memory(run: Path, *, on_progress: Callable[[int, int], None] = lambda 
     Raises `UserError` if the folder contains no run with a memory, and `StoreError`.
     """
     if not run.is_dir():
-        raise UserError(f"no run folder {run}", fix="use the folder of a run, such as runs/archive")
+        raise UserError(f"there is no run folder {run}", fix="use the folder of a run, such as runs/archive")
     try:
         recipe = load(run / "recipe.json")
     except (OSError, ValueError) as error:
@@ -133,10 +133,10 @@ class _Reads:
     def _why(self, name: str, author: _Author | None, task_key: str, version: int) -> str:
         """Returns why an attempt at a task must not read a note of this author; empty if it may read it."""
         if author is None:
-            return f"read a note of {name}, which is not an earlier training episode that counts"
+            return f"read a note of {name}, which is not an earlier, counted training episode"
         if author.step is None or author.step >= version:
-            taken = "which no step has taken" if author.step is None else f"of step {author.step}"
-            return f"reads version {version} of the memory, but read a note of {name}, {taken}, which is later"
+            taken = "which no step took" if author.step is None else f"of step {author.step}"
+            return f"reads version {version} of the memory, but read a later note of {name}, {taken}"
         return f"read a note of {name}, which may know the answer to its task" if task_key in author.knows else ""
 
     def evaluated(self, line: Mapping[str, Any]) -> None:
@@ -157,7 +157,7 @@ def _lines(paths: Iterable[Path], required: Mapping[str, type]) -> Iterator[dict
         try:
             lines = complete_lines(path)
         except OSError as error:
-            raise UserError(f"{path}: {error.strerror or error}", fix="make it readable") from None
+            raise UserError(f"{path}: {error.strerror or error}", fix="make the file readable") from None
         for number, line in enumerate(lines, 1):
             try:
                 fields = json.loads(line)
@@ -166,7 +166,7 @@ def _lines(paths: Iterable[Path], required: Mapping[str, type]) -> Iterator[dict
             if not isinstance(fields, dict) or not all(isinstance(fields.get(name), kind) for name, kind in required.items()):
                 raise UserError(
                     f"{path}: line {number} is damaged, so the reads of its episode are unknown",
-                    fix="restore the file from a copy, or delete the line to audit the others",
+                    fix="restore the file from a copy, or delete the line to audit the other lines",
                 )
             yield fields
 

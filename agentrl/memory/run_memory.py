@@ -219,4 +219,4 @@ def record_answer_leaks(folder: Path, task: Task, scored: Sequence[ScoredEpisode
         return f"memory: could not check whether attempts at {task.id} were shown its answer: {one_line_error(error)}"
     if not lines:
         return ""
-    return f"memory: {len(lines)} of {len(scored)} attempts at {task.id} were shown notes with its answer, see {ANSWERS_FILE}"
+    return f"memory: {len(lines)} of {len(scored)} attempts at {task.id} were shown notes with its answer; see {ANSWERS_FILE}"

@@ -129,7 +129,7 @@ class NoteStore:
             if step < next_step:
                 return False
             if step > next_step:
-                raise StoreError(f"{self._name}: the notes of step {step} cannot come before those of step {next_step}")
+                raise StoreError(f"{self._name}: the notes of step {step} cannot be added before those of step {next_step}")
             db.execute("INSERT INTO steps VALUES (?)", (step,))
             for written in episodes:
                 _add(db, step, written)
@@ -201,7 +201,7 @@ class NoteStore:
         db.execute("PRAGMA synchronous = FULL")
         make_tables(db, _SCHEMA)
         if read_pragma(db, "application_id") != _APPLICATION_ID or read_pragma(db, "user_version") != _SCHEMA_VERSION:
-            raise StoreError(f"{self._name} is not a database of notes, or belongs to another version\n  fix: {_REBUILD}")
+            raise StoreError(f"{self._name} is not a database of notes, or belongs to a different version of agentrl\n  fix: {_REBUILD}")
 
     @property
     def _name(self) -> str:
@@ -218,7 +218,9 @@ class NoteStore:
             yield
         except sqlite3.DatabaseError as error:
             rebuild = is_damaged(error) or isinstance(error, ForeignDatabase)
-            raise StoreError(f"{self._name}: {error}\n  fix: {_REBUILD if rebuild else 'free disk space, then --resume'}") from error
+            raise StoreError(
+                f"{self._name}: {error}\n  fix: {_REBUILD if rebuild else 'free disk space, then resume the run with --resume'}"
+            ) from error
         except OSError as error:
             raise StoreError(f"{self._name}: {error}") from error
 
@@ -236,7 +238,7 @@ def _add(db: sqlite3.Connection, step: int, written: WrittenNotes) -> None:
     writer = db.execute("INSERT INTO writers (episode, task_key) VALUES (?, ?)", (written.episode, written.task_key)).lastrowid
     sources = [db.execute("SELECT id FROM writers WHERE episode = ?", (episode,)).fetchone() for episode in written.memo.read]
     if None in sources:
-        raise StoreError(f"episode {written.episode} read notes of {written.memo.read[sources.index(None)]}, which wrote none")
+        raise StoreError(f"episode {written.episode} read notes of {written.memo.read[sources.index(None)]}, which wrote no notes")
     db.executemany("INSERT OR IGNORE INTO sources VALUES (?, ?)", [(writer, source[0]) for source in sources])
     for text in written.memo.notes:
         row = (step, writer, written.memo.scope, text)
@@ -272,5 +274,5 @@ def _text_values(row: Sequence[object] | None) -> tuple[str, ...]:
     """Returns the values of a row. Raises `ForeignDatabase` if a value is not a string, because SQLite stores values of any type."""
     values = tuple(value for value in row or () if isinstance(value, str))
     if row is None or len(values) < len(row):
-        raise ForeignDatabase("a note is not a text, or has no writer")
+        raise ForeignDatabase("a note is not a string, or has no writer")
     return values

@@ -73,13 +73,15 @@ def read_header(path: Path) -> GgufHeader:
     with path.open("rb") as file:
         start = file.read(24)
         if start[:4] != _MAGIC:
-            what = "a Git LFS pointer (git lfs pull)" if start.startswith(b"version ") else "no GGUF file"
+            what = "a Git LFS pointer (git lfs pull)" if start.startswith(b"version ") else "not a GGUF file"
             raise UserError(f"{path} is {what}", fix="give a GGUF file, a Hugging Face folder, or package:NAME")
         if len(start) < 24:
             _cut_off(path, size)
         version, tensors, values = struct.unpack("<IQQ", start[4:])
         if version not in _VERSIONS:
-            raise UserError(f"{path} is GGUF of version {version}, and {_VERSIONS} are read", fix="convert the model again")
+            raise UserError(
+                f"{path} has GGUF version {version}, but only versions {_VERSIONS} are supported", fix="convert the model again"
+            )
         if values > MAX_VALUES or tensors > MAX_TENSORS:
             _damaged(path, f"{values} values and {tensors} tensors are more than a model has")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
@@ -105,7 +107,7 @@ class _Reader:
             _damaged(self.path, "two tensors have the same name")
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20 or alignment & (alignment - 1):
-            _damaged(self.path, f"an alignment of {alignment!r}")
+            _damaged(self.path, f"the alignment {alignment!r} is invalid")
         data = -(-self.at // alignment) * alignment
         architecture = metadata.get("general.architecture")
         if not isinstance(architecture, str) or not architecture:
@@ -129,7 +131,7 @@ class _Reader:
         """Reads a string of at most `most` bytes."""
         (length,) = self.numbers("Q")
         if length > most:
-            _damaged(self.path, f"a text of {length} bytes")
+            _damaged(self.path, f"a string of {length} bytes is too long")
         at = self.take(length)
         try:
             return self.content[at : at + length].decode()
@@ -143,17 +145,17 @@ class _Reader:
         if kind == _STRING:
             return self.string(self.size)
         if kind != _ARRAY:
-            _damaged(self.path, f"a value of the unknown type {kind}")
+            _damaged(self.path, f"a value has the unknown type {kind}")
         inner, count = self.numbers("IQ")
         if count > MAX_ITEMS:
-            _damaged(self.path, f"an array of {count} values")
+            _damaged(self.path, f"an array of {count} values is too long")
         if inner in _SCALARS:
             self.take(count * struct.calcsize(f"<{_SCALARS[inner]}"))
         elif inner == _STRING:
             for _ in range(count):
                 self.take(*self.numbers("Q"))
         else:
-            _damaged(self.path, f"an array of the type {inner}")
+            _damaged(self.path, f"an array has the unsupported type {inner}")
         return int(count)
 
     def tensor(self) -> GgufTensor:
@@ -161,7 +163,7 @@ class _Reader:
         name = self.string(MAX_KEY)
         (dimensions,) = self.numbers("I")
         if not 0 < dimensions <= MAX_DIMENSIONS:
-            _damaged(self.path, f"a tensor of {dimensions} dimensions")
+            _damaged(self.path, f"a tensor has {dimensions} dimensions")
         shape = self.numbers(f"{dimensions}Q")
         kind, offset = self.numbers("IQ")
         return GgufTensor(name=name, shape=shape, kind=kind, offset=offset)
@@ -182,15 +184,15 @@ def check_data(header: GgufHeader) -> dict[str, int]:
             _damaged(header.path, f"tensor {tensor.name[:80]!r} has the unknown storage type {tensor.kind}")
         block, width = GGML_QUANT_SIZES[kind]
         if tensor.values < 1 or tensor.shape[0] % block:
-            _damaged(header.path, f"tensor {tensor.name[:80]!r} has the shape {tensor.shape}")
+            _damaged(header.path, f"tensor {tensor.name[:80]!r} has the invalid shape {tensor.shape}")
         if (end := header.data + tensor.offset + tensor.values // block * width) > size:
-            raise UserError(f"{header.path} is cut off: it has {size} bytes, and tensor {tensor.name[:80]!r} ends at {end}", fix=_AGAIN)
+            raise UserError(f"{header.path} is truncated: it has {size} bytes, but tensor {tensor.name[:80]!r} ends at {end}", fix=_AGAIN)
         kinds[kind.name] = kinds.get(kind.name, 0) + 1
     return kinds
 
 
 def _cut_off(path: Path, size: int) -> NoReturn:
-    raise UserError(f"{path} is cut off: it has only {size} bytes", fix=_AGAIN)
+    raise UserError(f"{path} is truncated: it has only {size} bytes", fix=_AGAIN)
 
 
 def _damaged(path: Path, what: str) -> NoReturn:

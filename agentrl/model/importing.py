@@ -81,7 +81,7 @@ def import_model(
         if disk_full_error(error) is not None:
             raise
         where = error.filename or target
-        raise UserError(f"{where}: {error.strerror or error}", fix="correct it, or choose another source or folder") from error
+        raise UserError(f"{where}: {error.strerror or error}", fix="correct the problem, or choose a different source or folder") from error
 
 
 def _import(
@@ -124,7 +124,7 @@ def _alone(target: Path) -> Iterator[None]:
         except (BlockingIOError, FileNotFoundError):  # not found: the holder just ended and removed it
             there = None
         if there is None or there.st_ino != os.fstat(handle).st_ino:
-            raise UserError(f"another import is writing {target}", fix="wait until it ends, or choose another folder")
+            raise UserError(f"another import is writing {target}", fix="wait until it ends, or choose a different folder")
         try:
             yield
         finally:
@@ -153,19 +153,19 @@ def _check_target(target: Path, source: Source, *, force: bool) -> None:
     if not target.exists() and not target.is_symlink():
         return
     if target.is_symlink() or not target.is_dir():
-        raise UserError(f"{target} exists and is not a folder", fix="choose another folder")
+        raise UserError(f"{target} exists and is not a folder", fix="choose a different folder")
     if not any(target.iterdir()):
         return
     if source.path.resolve().is_relative_to(target.resolve()):
-        raise UserError(f"{target} contains the source", fix="choose another folder")
+        raise UserError(f"{target} contains the source", fix="choose a different folder")
     others = sorted(path.name for path in target.iterdir() if not path.is_file() or not any(fnmatch(path.name, one) for one in _OF_A_MODEL))
     model = any((target / name).is_file() for name in (RECORD, "config.json"))
     if not force or not model:
-        content = "contains another model, or a changed one" if model else "is not a model folder"
-        raise UserError(f"{target} exists and {content}", fix="choose another folder" + (", or give --force" if model else ""))
+        content = "contains a different model, or a modified one" if model else "is not a model folder"
+        raise UserError(f"{target} exists and {content}", fix="choose a different folder" + (", or use --force" if model else ""))
     if others:
         listed = ", ".join(map(repr, others[:5])) + (", ..." if len(others) > 5 else "")
-        raise UserError(f"{target} also contains files that --force does not delete: {listed}", fix="choose another folder")
+        raise UserError(f"{target} also contains files that --force does not delete: {listed}", fix="choose a different folder")
 
 
 def _check_installed(source: Source) -> None:
@@ -207,7 +207,7 @@ def _make(source: Source, part: Path, text: str | None, named: str | None, dtype
         template = _save_tokenizer(folder, header, part, text, config)
         on_stage(f"loading {parameters:,} parameters as {dtype}")
         prints = loading.save_model(loading.load_model(folder, config, dtype, file=file), config, part)
-    on_stage("checking what was written: the same bits, scored as the learner will")
+    on_stage("checking the written model: the same bits, and the same logprobs in the learner")
     check_model_files(part)
     check_model(part)
     loading.check_saved(part, dtype, prints)
@@ -232,7 +232,7 @@ def _plain(text: str) -> str:
 def _check_header(header: GgufHeader) -> None:
     kind = header.text("general.type") or "model"
     if kind != "model":
-        raise UserError(f"{header.path} contains only a part of a model: {kind[:80]}", fix="give the model's GGUF file")
+        raise UserError(f"{header.path} contains only part of a model: {kind[:80]}", fix="give the model's GGUF file")
     if header.metadata.get("split.count", 1) not in (0, 1):
         raise UserError(f"{header.path} is one of several files of a model", fix="join them with llama-gguf-split --merge")
     _check_layers(header.metadata.get(f"{header.architecture}.block_count"), len(header.tensors))
@@ -251,14 +251,17 @@ def _check_folder(folder: Path) -> int:
 def _check_layers(layers: object, tensors: int) -> None:
     """Raises `UserError` before a library allocates too many layers."""
     if layers is not None and (not isinstance(layers, int) or layers > tensors):
-        raise UserError(f"the configuration has {layers!r} layers, but the files hold {tensors} tensors", fix="download or copy it again")
+        raise UserError(
+            f"the configuration has {layers!r} layers, but the files contain {tensors} tensors", fix="download or copy it again"
+        )
 
 
 def _check_disk(part: Path, weights: int) -> None:
     free, needed = shutil.disk_usage(part).free, weights + _SPARE_BYTES
     if free < needed:
         raise UserError(
-            f"{part.parent}: the model needs {needed >> 20} MiB, and {free >> 20} are free", fix="free some, or choose another folder"
+            f"{part.parent}: the model needs {needed >> 20} MiB, but only {free >> 20} MiB are free",
+            fix="free disk space, or choose a different folder",
         )
 
 
@@ -291,7 +294,7 @@ def _save_tokenizer(folder: Path, header: GgufHeader | None, part: Path, text: s
     tokenizer.save_pretrained(part)
     saved = AutoTokenizer.from_pretrained(part, trust_remote_code=False, local_files_only=True)
     if saved.encode(_SAMPLE, add_special_tokens=False) != tokenizer.encode(_SAMPLE, add_special_tokens=False):
-        raise UserError("the tokenizer returns other tokens after it is saved and loaded", fix="import the model's Hugging Face folder")
+        raise UserError("the tokenizer returns different tokens after it is saved and loaded", fix="import the model's Hugging Face folder")
     try:
         chat = ChatFormat(saved)
     except UserError as error:

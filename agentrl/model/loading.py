@@ -33,7 +33,7 @@ def read_config(folder: Path, file: str | None, header: GgufHeader | None) -> An
     except Exception as error:  # its parsers raise many kinds
         if header is not None:
             what = f"transformers cannot read a GGUF file of architecture {header.architecture!r}: {one_line_error(error)}"
-            raise UserError(what, fix=f"{_FOLDER_INSTEAD}, or use another model, such as Qwen3 or Llama") from error
+            raise UserError(what, fix=f"{_FOLDER_INSTEAD}, or use a different model, such as Qwen3 or Llama") from error
         raise UserError(
             f"transformers cannot read config.json: {one_line_error(error)}", fix="save the model again with save_pretrained"
         ) from error
@@ -58,7 +58,7 @@ def _check_all_read(header: GgufHeader, config: Any) -> None:
             continue
         if name not in _REDUNDANT or (("length" in name or "dimension" in name) and value != width):
             raise UserError(
-                f"{header.path.name} sets {key} to {value!r}, but transformers ignores it: the model would compute something else",
+                f"{header.path.name} sets {key} to {value!r}, but transformers ignores it, so the model would compute different results",
                 fix=_FOLDER_INSTEAD,
             )
     if scaled := [tensor.name for tensor in header.tensors if tensor.name in _POSITIONS]:
@@ -80,14 +80,14 @@ def check_size(config: Any, *, values: int, exact: bool) -> int:
             model.tie_weights()
     except Exception as error:  # any error of the model's code
         raise UserError(
-            f"no model can be built from the configuration: {one_line_error(error)}", fix="use another model, such as Qwen3 or Llama"
+            f"no model can be built from the configuration: {one_line_error(error)}", fix="use a different model, such as Qwen3 or Llama"
         ) from error
     wanted: int = sum(parameter.numel() for parameter in model.parameters())
     if wanted > values or (exact and wanted != values):
         raise UserError(
-            f"the files hold {values:,} numbers, but a model of type {config.model_type!r} with this configuration has {wanted:,}:"
-            " it could not be loaded exactly",
-            fix="use another file of this model, or its Hugging Face folder",
+            f"the files contain {values:,} values, but a model of type {config.model_type!r} with this configuration has {wanted:,}"
+            " parameters, so it cannot be loaded exactly",
+            fix="use a different file of this model, or its Hugging Face folder",
         )
     return wanted
 
@@ -112,11 +112,17 @@ def load_model(folder: Path, config: Any, dtype: str, *, file: str | None = None
             **({} if file else {"use_safetensors": True}),
         )
     except Exception as error:  # its parsers raise many kinds
-        raise UserError(f"transformers cannot load the weights: {one_line_error(error)}", fix="use another file of this model") from error
-    for what, kind in (("lack", "missing_keys"), ("do not fit", "mismatched_keys"), ("hold, unused,", "unexpected_keys")):
+        raise UserError(
+            f"transformers cannot load the weights: {one_line_error(error)}", fix="use a different file of this model"
+        ) from error
+    for what, kind in (
+        ("lack", "missing_keys"),
+        ("have different shapes for", "mismatched_keys"),
+        ("contain the unused tensors", "unexpected_keys"),
+    ):
         if keys := sorted(str(key) for key in info.get(kind, ())):
             raise UserError(
-                f"the files {what} {', '.join(keys)[:500]}", fix="use a complete model folder of an architecture that transformers has"
+                f"the files {what} {', '.join(keys)[:500]}", fix="use a complete model folder of an architecture that transformers supports"
             )
     return model.eval()
 
@@ -159,7 +165,7 @@ def check_saved(folder: Path, dtype: str, prints: Mapping[str, str]) -> None:
     model = load_model(folder, AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False), dtype)
     again = fingerprints(model)
     if changed := sorted(name for name in {*prints, *again} if prints.get(name) != again.get(name)):
-        raise UserError(f"the written folder does not hold the same weights: {', '.join(changed)[:500]}", fix="use another model")
+        raise UserError(f"the written folder does not contain the same weights: {', '.join(changed)[:500]}", fix="use a different model")
     check_scorer(TokenScorer(model), tolerance=TOLERANCE[dtype])
 
 
@@ -182,7 +188,7 @@ def load_tokenizer(folder: Path, header: GgufHeader) -> Any:
     known = {*GGUF_PRE_TOKENIZER_SPLITS, *_PLAIN, *_DIGITS_ALONE}
     if byte_level and rule not in known:
         raise UserError(
-            f"{header.path.name} splits text by the unknown rule {rule!r} ({_KEY}): the model would see other tokens than in training",
+            f"{header.path.name} splits text by the unknown rule {rule!r} ({_KEY}): the model would see different tokens than in training",
             fix="import the model's Hugging Face folder, which has a tokenizer.json",
         )
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=header.path.name)

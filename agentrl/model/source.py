@@ -61,7 +61,7 @@ def find_source(text: str) -> Source:
 def _folder(path: Path) -> Source:
     weights = sorted(path.glob("*.safetensors"))
     if not weights and (others := sorted(file.name for file in path.iterdir() if file.suffix == ".gguf")):
-        raise UserError(f"{path} holds {', '.join(others)[:500]}", fix=f"give the file: {path / others[0]}")
+        raise UserError(f"{path} contains {', '.join(others)[:500]}", fix=f"give the file: {path / others[0]}")
     if not weights and any(file.suffix in _PICKLES for file in path.iterdir()):
         raise _pickled(path)
     if not (path / "config.json").is_file():
@@ -86,7 +86,7 @@ def _is_inside(file: Path, folder: Path) -> bool:
 
 def _pickled(path: Path) -> UserError:
     fix = "use the model's safetensors, or a GGUF file"
-    return UserError(f"{path} contains pickled weights, and loading them can run any code", fix=fix)
+    return UserError(f"{path} contains pickled weights, and loading them can run arbitrary code", fix=fix)
 
 
 def _of_card(path: Path) -> str:
@@ -113,7 +113,9 @@ def _in_package(text: str) -> Source:
     if not there:
         data = [path for path in by_path if not path.endswith((".py", ".pyc")) and ".dist-info/" not in path]
         holds = ", ".join([*data[:_LISTED], *(["..."] if len(data) > _LISTED else [])])
-        raise UserError(f"package {name!r} contains no GGUF file; it contains {holds or 'only Python files'}", fix="use another package")
+        raise UserError(
+            f"package {name!r} contains no GGUF file; it contains {holds or 'only Python files'}", fix="use a different package"
+        )
     matches = [path for path in there if not wanted or path == wanted or path.endswith(f"/{wanted}")]
     if len(matches) != 1:
         which = f"no file {wanted!r}" if not matches else "more than one GGUF file"
@@ -152,9 +154,9 @@ def _inside(package: Distribution, path: str) -> Path:
     root = Path(str(package.locate_file(""))).resolve()
     file = Path(str(package.locate_file(path)))
     if PurePosixPath(path).is_absolute() or not file.resolve().is_relative_to(root):
-        raise UserError(f"package {package.metadata['Name']!r} has a file outside its folder: {path}", fix="use another package")
+        raise UserError(f"package {package.metadata['Name']!r} has a file outside its folder: {path}", fix="use a different package")
     if not file.is_file():
-        raise UserError(f"package {package.metadata['Name']!r} lacks {path}", fix="install it again")
+        raise UserError(f"package {package.metadata['Name']!r} is missing {path}", fix="reinstall it")
     return file
 
 

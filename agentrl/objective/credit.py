@@ -133,8 +133,8 @@ def _per_trajectory(rollout: CountedEpisode, values: Sequence[float | None], nam
     """Returns the score's value for each trajectory. Raises `RecipeError` if an episode with several trajectories has no values."""
     if not values and sum(map(_sampled, rollout.trajectories)) > 1:
         raise RecipeError(
-            f"objective.credit: the score of episode {rollout.scored.episode.id}, which has several trajectories, has no {name}",
-            fix=f"return Score({name}=...) from the verifier, a number or None for each trajectory, or set objective.credit=episode",
+            f"objective.credit: the score of episode {rollout.scored.episode.id} has no {name}, but the episode has several trajectories",
+            fix=f"return Score({name}=...) from the verifier, with a number or None for each trajectory, or set objective.credit=episode",
         )
     return values or [None] * len(rollout.trajectories)
 

@@ -81,7 +81,7 @@ def check_surrogate(result: object, tokens: LossTokens, name: str) -> Surrogate:
         return result
     raise PluginError(
         f"objective.loss {name!r} returned {wrong}",
-        fix="return two tensors with an entry for each token: its term to maximize (float), whether a bound removed its gradient (bool)",
+        fix="return two tensors with one entry per token: the term to maximize (float), and whether a bound removed its gradient (bool)",
     )
 
 

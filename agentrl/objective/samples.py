@@ -186,7 +186,7 @@ def _turn_credit(group: Group, objective: ObjectiveConfig) -> dict[str, list[lis
         if not scored.score.turn_rewards:
             raise RecipeError(
                 f"objective.turn_coef={objective.turn_coef:g}, but the score of episode {scored.episode.id} has no turn rewards",
-                fix="return Score(turn_rewards=...) from the verifier, a number for each turn, or set objective.turn_coef=0",
+                fix="return Score(turn_rewards=...) from the verifier, with a number for each turn, or set objective.turn_coef=0",
             )
     if objective.advantage.ref == "gae":
         return {scored.episode.id: [list(rewards) for rewards in scored.score.turn_rewards] for scored in group.scored}

@@ -50,7 +50,7 @@ class BackgroundTracker(Tracker):
         self._thread.start()
         if not self._opened.wait(open_s):
             self._closed = True
-            raise PluginError(f"tracker {name!r} was not open after {open_s:g} s", fix="check its service, or remove it from trackers")
+            raise PluginError(f"tracker {name!r} did not open within {open_s:g} s", fix="check its service, or remove it from trackers")
         if self._error is not None:
             self._closed = True
             raise self._error

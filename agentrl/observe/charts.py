@@ -79,17 +79,17 @@ CHARTS: tuple[_Spec, ...] = (
     ),
     (
         "Queues",
-        "groups, and requests in the server, at the end of a step",
+        "groups, and requests on the server, at the end of each step",
         {"groups_running": "running", "groups_ready": "ready", "groups_assigned": "assigned", "requests_waiting": "requests waiting"},
         "whole",
     ),
-    ("Sandbox time", "seconds per episode to open, run and close, with waiting", {"sandbox_s_per_episode": "seconds"}, "plain"),
+    ("Sandbox time", "seconds per episode to open, run and close, including waiting", {"sandbox_s_per_episode": "seconds"}, "plain"),
     ("Loss", "", {"loss": "loss"}, "plain"),
     ("Gradient norm", "before clipping", {"grad_norm": "norm"}, "plain"),
     ("Entropy", "nats per token", {"entropy": "entropy"}, "plain"),
     ("KL", "behaviour policy to learner, nats per token", {"kl_behaviour": "KL"}, "plain"),
     ("KL to the reference model", "learner to version 0, nats per token", {"kl_reference": "KL"}, "plain"),
-    ("Server against learner", "KL with the same weights, nats per token", {"mismatch_kl": "KL"}, "exponent"),
+    ("Server-learner mismatch", "KL with the same weights, nats per token", {"mismatch_kl": "KL"}, "exponent"),
     ("Ratio extremes", "learner to behaviour policy", {"ratio_max": "largest", "ratio_min": "smallest"}, "plain"),
     ("Effective sample size", "share of tokens, after truncated importance sampling", {"ess": "share"}, "plain"),
     (
@@ -100,13 +100,13 @@ CHARTS: tuple[_Spec, ...] = (
     ),
     (
         "Length of cancelled attempts",
-        "sampled tokens until then",
+        "tokens sampled before the cancellation",
         {"cancelled_tokens_mean": "cancelled", "completion_tokens_mean": "episodes"},
         "plain",
     ),
     (
         "Policy-reachable faults",
-        "share of attempts with a fault that the policy can have provoked",
+        "share of attempts with a fault that the policy may have caused",
         {"excluded_policy_reachable": "share"},
         "plain",
     ),
@@ -114,7 +114,7 @@ CHARTS: tuple[_Spec, ...] = (
     ("Updates skipped", "not finite, or beyond a limit", {"updates_left_out": "updates", "rollbacks": "rollbacks"}, "whole"),
     ("Clipped ratios", "share of tokens", {"clip_fraction_high": "from above", "clip_fraction_low": "from below"}, "plain"),
     ("Groups without signal", "all attempts have equal scores", {"groups_without_signal": "groups"}, "whole"),
-    ("Episodes excluded", "for task or infrastructure faults", {"episodes_left_out": "episodes"}, "whole"),
+    ("Episodes excluded", "because of task or infrastructure faults", {"episodes_left_out": "episodes"}, "whole"),
     ("Judges' disagreement", "mean over the episodes with several judges", {"judge_disagreement": "disagreement"}, "plain"),
 )
 # The first metric of these charts is 0 or missing in most runs. Then the charts are not drawn.
@@ -142,7 +142,7 @@ def reward_chart(table: MetricsTable, rates: Mapping[str, Sequence[Rate | None]]
     return Chart(title="Reward by step", series=series, form="rate", y_range=y_range, height=300) if series else None
 
 
-def metric_charts(table: MetricsTable, *, audit: str = "the audit is not trained on") -> list[Chart]:
+def metric_charts(table: MetricsTable, *, audit: str = "the audit is not used in training") -> list[Chart]:
     """Returns a small chart for each metric of a run that has values.
 
     Args:
@@ -154,7 +154,7 @@ def metric_charts(table: MetricsTable, *, audit: str = "the audit is not trained
     parts = [key for key in table.keys if key.startswith("part/")]
     if len(parts) > 1:
         labels = {key: printable_text(key.removeprefix("part/"))[:60] for key in parts[:MAX_SERIES]}
-        specs.insert(0, ("Parts of the score", "means over the episodes that have them", labels, "plain"))
+        specs.insert(0, ("Parts of the score", "mean of each part over the episodes that have it", labels, "plain"))
     for metric, title, note, form in _SERVERS:
         names = {f"replica{n}_{metric}": f"server {n}" for n in range(MAX_SERIES)}
         specs.append((title, note, names, form))
@@ -173,5 +173,5 @@ def metric_charts(table: MetricsTable, *, audit: str = "the audit is not trained
 
 _SERVERS: tuple[tuple[str, str, str, Form], ...] = (
     ("tokens", "Tokens by server", "sampled in a step", "count"),
-    ("restarts", "Restarts by server", "since the run was started or resumed", "whole"),
+    ("restarts", "Restarts by server", "since the run started or resumed", "whole"),
 )

@@ -68,7 +68,7 @@ def reward_against_audit(steps: Steps) -> str:
     reward, audit = _change(steps, "reward_mean"), _change(steps, "audit_mean")
     if reward is None or audit is None or not (reward.rose(LEAST) and audit.fell(LEAST)):
         return ""
-    return f"the mean reward rose from {reward}, and the audit fell from {audit}: the reward no longer measures what you want"
+    return f"the mean reward rose from {reward} while the audit fell from {audit}: the reward no longer measures what you want"
 
 
 def reward_left_audit(steps: Steps) -> str:
@@ -76,7 +76,10 @@ def reward_left_audit(steps: Steps) -> str:
     reward, audit = _change(steps, "reward_mean", JUMP), _change(steps, "audit_mean", JUMP)
     if reward is None or audit is None or reward.by < LEAST_AT_ONCE or -audit.by < LEAST_AT_ONCE:
         return ""
-    return f"within {2 * JUMP} steps the mean reward rose from {reward}, and the audit fell from {audit}: it may have learned a cheat"
+    return (
+        f"within {2 * JUMP} steps the mean reward rose from {reward} while the audit fell from {audit}:"
+        " the policy may be exploiting the reward"
+    )
 
 
 def length_against_audit(steps: Steps) -> str:
@@ -84,7 +87,7 @@ def length_against_audit(steps: Steps) -> str:
     length, audit = _change(steps, "completion_tokens_mean"), _change(steps, "audit_mean")
     if length is None or audit is None or not length.rose(LONGER * abs(length.before)) or audit.by >= LEAST:
         return ""
-    return f"the tokens of an episode rose from {length}, and the audit hardly rose ({audit}): the reward may depend on length"
+    return f"the tokens per episode rose from {length}, but the audit hardly rose ({audit}): the reward may depend on length"
 
 
 def judges_disagree(steps: Steps) -> str:
@@ -101,7 +104,7 @@ def few_tokens_act(steps: Steps) -> str:
     if size is None or size >= LEAST_ESS:
         return ""
     return (
-        f"the effective sample size is {size:.2f} of the tokens, so few stale tokens determine the update: lower max_staleness or"
+        f"the effective sample size is {size:.2f} of the tokens, so a few stale tokens dominate the update: lower max_staleness or"
         " learner.lr, or bound the weights with objective.off_policy"
     )
 
@@ -122,8 +125,8 @@ def exclusions_rose(steps: Steps) -> str:
     if fisher_p_value(faults, attempts, earlier_faults, earlier) > EXCLUSION_LEVEL / (tests * (tests + 1)):
         return ""
     return (
-        f"{faults} of the newest {attempts} attempts ended in a fault that the policy can have provoked, and {earlier_faults} of {earlier}"
-        " before: it may have learned to avoid a bad score. `agentrl failures` shows the episodes"
+        f"{faults} of the newest {attempts} attempts ended with a fault that the policy may have caused, compared with"
+        f" {earlier_faults} of {earlier} before: the policy may have learned to avoid bad scores. `agentrl failures` shows the episodes"
     )
 
 

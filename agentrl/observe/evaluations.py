@@ -142,7 +142,7 @@ def _gate_row(verdict: Line) -> tuple[str, ...]:
         shown += f", pass@{k:.0f} {several:.1%}"
     tokens, attempts, turns = _figures(verdict, "tokens", "attempts", "turns")
     cost = f"{tokens / attempts:.0f} tokens, {turns or 0:.1f} turns" if tokens is not None and attempts else ""
-    cost += f"; {seconds:.1f} s in all" if cost and seconds else ""
+    cost += f"; {seconds:.1f} s in total" if cost and seconds else ""
     return str(verdict["version"]), str(verdict.get("outcome", "")), shown, cost, str(verdict.get("reason", ""))[:_MAX_REASON]
 
 

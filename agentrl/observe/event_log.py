@@ -119,7 +119,7 @@ class EventLog:
                 self._file = None
             if not self._reported:
                 self._reported = True
-                fix = "check the disk, and that one process drives the run"
+                fix = "check the disk, and check that only one process drives the run"
                 with suppress(Exception):  # the thread continues, and writes when the disk has space
                     self._on_fault(f"{self._folder}: events are not recorded: {one_line_error(error)}\n  fix: {fix}")
 
@@ -168,7 +168,7 @@ class EventLog:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             os.close(lock)
-            raise OSError(error.errno, "another process records events of this run") from None
+            raise OSError(error.errno, "another process is recording events of this run") from None
         except OSError:
             os.close(lock)
             raise

@@ -244,7 +244,7 @@ def decode(line: bytes) -> Event | None:
     data = from_json(line, allow_inf_nan=False, cache_strings="keys")
     name = data.get("event") if isinstance(data, dict) else None
     if not isinstance(name, str):
-        raise ValueError("the line does not name an event")
+        raise ValueError("the line has no event name")
     kind = KINDS.get(name)
     if kind is None:
         return None

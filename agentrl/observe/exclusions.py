@@ -22,7 +22,7 @@ _NAMES = re.compile(r"0x[0-9a-f]+|\b(?=[0-9a-f]*\d)[0-9a-f]{8,}\b|\b(?=\w{0,63}-
 
 # The learner's counts of groups without a sample (`agentrl.objective.samples.assemble`) -> the reason.
 _NO_SAMPLE = {
-    "groups_all_equal": "all attempts have equal scores, so there is no preference",
+    "groups_all_equal": "all attempts have equal scores, so there is no learning signal",
     "groups_too_few": "fewer than two attempts were scored",
     "groups_broken_task": "the task is broken (quarantine.jsonl)",
     "groups_no_sampled_token": "no attempt sampled a token",
@@ -101,7 +101,7 @@ def run_problems(lines: Sequence[Mapping[str, Any]], left_out: Mapping[str, int]
     problems = [problem] if (problem := why_nothing_learned(lines, left_out)) else []
     delivered, captured = _sum(lines, "tokens_delivered"), _sum(lines, "tokens_captured")
     if delivered != captured:
-        problems.append(f"the learner received {delivered:,} of {captured:,} sampled tokens; each must be trained once")
+        problems.append(f"the learner received {delivered:,} of {captured:,} sampled tokens; each must be trained exactly once")
     for phase, splits in phases.items():
         for name, split in splits.items():
             if "value" not in split:
@@ -123,10 +123,10 @@ def why_nothing_learned(lines: Sequence[Mapping[str, Any]], left_out: Mapping[st
         why = "; ".join(f"{count} groups: {reason}" for key, reason in _NO_SAMPLE.items() if (count := _sum(lines, key)))
         rewards = [line["reward_mean"] for line in lines if isinstance(line.get("reward_mean"), int | float)]
         mean = f"; mean reward {sum(rewards) / len(rewards):.3f}" if rewards else ""
-        return f"nothing was learned: no token was trained in {steps} ({why or 'no group gave a sample'}{mean})"
+        return f"nothing was learned: no token was trained in {steps} ({why or 'no group produced a sample'}{mean})"
     if skipped := _sum(lines, "updates_left_out"):
-        return f"nothing was learned: all {skipped} updates of {steps} were skipped, for the reasons in failures/updates.jsonl"
-    return f"nothing was learned: {steps} made no update of the policy"
+        return f"nothing was learned: all {skipped} updates of {steps} were skipped; failures/updates.jsonl lists the reasons"
+    return f"nothing was learned: {steps} did not update the policy"
 
 
 def _sum(lines: Sequence[Mapping[str, Any]], key: str) -> int:

@@ -205,11 +205,11 @@ def _judge_tiles(usage: Mapping[str, float]) -> list[tuple[str, str]]:
     if not usage:
         return []
     tokens = usage.get("prompt_tokens", 0) + usage.get("completion_tokens", 0)
-    money = [(f"{usage['money']:.4g}", "money for judges")] if usage.get("money") else []
+    money = [(f"{usage['money']:.4g}", "judge cost")] if usage.get("money") else []
     without_verdict = usage.get("abstained", 0) + usage.get("unreadable", 0) + usage.get("failed", 0)
     return [
         (f"{usage.get('calls', 0):,.0f}", "questions to judges"),
-        (format_count(int(tokens)), "tokens of judges"),
+        (format_count(int(tokens)), "judge tokens"),
         *money,
         (f"{without_verdict:,.0f}", "questions without a verdict"),
     ]
@@ -256,7 +256,7 @@ def _compute(run: RunData) -> list[Chart]:
     note = "share of tasks solved, by sampled tokens per task"
     return [
         *_compute_cards(run.compute, "Within a budget", note),
-        *_compute_cards(run.thinking, "With thinking bounded", f"{note}; a point for each bound, and without one"),
+        *_compute_cards(run.thinking, "With bounded thinking", f"{note}; one point per bound, and one without a bound"),
     ]
 
 
@@ -275,7 +275,7 @@ def _drift_note(run: RunData) -> str:
     alerts = [
         f"step {line['step']:g}: {text}" for at, line in enumerate(steps) for text in drift_alerts(steps[max(0, at + 1 - HISTORY) : at + 1])
     ]
-    return ". ".join(["mean training reward, and mean audit score, which is not trained on", *alerts])
+    return ". ".join(["mean training reward, and mean audit score, which is not used in training", *alerts])
 
 
 def _excluded(run: RunData) -> list[tuple[str, int, str]]:

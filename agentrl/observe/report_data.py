@@ -43,7 +43,7 @@ class RunData:
 def read_run(run_dir: Path) -> RunData:
     """Reads a run folder. Raises `StoreError` if it does not exist."""
     if not run_dir.is_dir():
-        raise StoreError(f"no run folder {run_dir}")
+        raise StoreError(f"there is no run folder {run_dir}")
     notes: list[str] = []
     metrics = MetricsTable(run_dir / "metrics.jsonl")
     read_new_lines(metrics, notes)

@@ -106,7 +106,7 @@ class _Run:
 
 def _read(folder: Path) -> _Run:
     if not folder.is_dir():
-        raise StoreError(f"no run folder {folder}")
+        raise StoreError(f"there is no run folder {folder}")
     notes: list[str] = []
     metrics = MetricsTable(folder / "metrics.jsonl")
     read_new_lines(metrics, notes)

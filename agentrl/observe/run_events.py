@@ -168,4 +168,4 @@ class EpisodeEvents(EpisodeListener):
         except Exception as error:
             if not self._failed:
                 self._failed = True
-                user_code.log_unexpected("an event of an episode cannot be recorded; this is logged once", error)
+                user_code.log_unexpected("an event of an episode cannot be recorded; this message is logged only once", error)

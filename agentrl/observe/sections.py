@@ -47,8 +47,8 @@ def failures_section(failures: Mapping[str, Any]) -> FailuresSection | None:
     steps, phases, versions = (_entries(failures.get(f"{name}s"), name) for name in ("step", "phase", "version"))
     examples = [one for one in as_list(failures.get("examples")) if isinstance(one, dict) and isinstance(one.get("messages"), list)]
     return FailuresSection(
-        note=f"{sum(tags.values()):,} episodes of training and evaluations failed, counted by the first thing that went wrong, as tagged by"
-        f" rules, judges or people. {stored:,} traces are stored, {deleted:,} were deleted to bound their number. `agentrl failures` shows"
+        note=f"{sum(tags.values()):,} training and evaluation episodes failed. Each is counted by its first problem, as tagged by rules,"
+        f" judges or people. {stored:,} traces are stored, and {deleted:,} were deleted to limit their number. `agentrl failures` shows"
         " them.",
         chart=_failures_chart(steps, names),
         tables=tuple(table for table in (_by_tag("phase", phases, names), _by_tag("training version", versions, names)) if table.rows),

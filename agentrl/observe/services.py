@@ -166,7 +166,7 @@ class PrometheusEndpoint(Tracker):
             self._server, self._thread = prometheus.start_http_server(port, addr=_LOOPBACK, registry=registry)
         except OSError as error:
             problem = f"tracker prometheus cannot listen on {_LOOPBACK}:{port}: {error.strerror or error}"
-            raise PluginError(problem, fix="set another port in its options, or end the program that uses it") from None
+            raise PluginError(problem, fix="set a different port in its options, or stop the program that uses this port") from None
         self.url = f"http://{_LOOPBACK}:{self._server.server_port}/metrics"
 
     def collect(self) -> Iterator[Any]:

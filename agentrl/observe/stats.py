@@ -40,7 +40,7 @@ class Rate:
         The interval of a single graded score is the score. Raises `ValueError` if there are no scores, or if a score is not finite.
         """
         if not scores or not all(math.isfinite(score) for score in scores):
-            raise ValueError(f"a rate needs at least one score, all finite; got {len(scores)} scores")
+            raise ValueError(f"a rate needs at least one score, and all scores must be finite; got {len(scores)} scores")
         if all(score in (0.0, 1.0) for score in scores):
             return cls.from_successes(round(sum(scores)), len(scores))
         n, mean = len(scores), statistics.fmean(scores)

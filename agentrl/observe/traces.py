@@ -97,8 +97,8 @@ class EpisodeTraces(Tracker):
         if not self._alerted:
             self._alerted = True
             self._alert(
-                "traces are not exported, because their collector does not take them; spans are dropped until it does\n"
-                "  fix: check OTEL_EXPORTER_OTLP_ENDPOINT and the collector, or unset it"
+                "traces are not exported, because the collector does not accept them; spans are dropped until it does\n"
+                "  fix: check the collector and OTEL_EXPORTER_OTLP_ENDPOINT, or unset the variable"
             )
 
 

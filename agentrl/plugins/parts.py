@@ -42,7 +42,7 @@ class Part:
     @classmethod
     def _text_is_a_reference(cls, data: Any) -> Any:
         if not isinstance(data, str | Mapping | ArgsKwargs):
-            raise ValueError('expected text, or a mapping such as {"ref": "mine:part", "options": {"size": 3}}')
+            raise ValueError('expected a string, or a mapping such as {"ref": "mine:part", "options": {"size": 3}}')
         return {"ref": data} if isinstance(data, str) else data
 
     @model_serializer
@@ -209,13 +209,13 @@ def check_part(kind: PartKind, part: Part) -> Part:
     """Returns the part. Raises `ValueError` if the name is unknown, or if there are options for a built-in part that takes none."""
     name = part.ref
     if name in kind.shipped and part.options and name not in kind.with_options:
-        raise ValueError(f"options do nothing with {kind.key}={name}: they are for plug-ins; remove them")
+        raise ValueError(f"{kind.key}={name} takes no options: remove them")
     if name in kind.shipped or ":" in name or name in references.installed_plugins():
         return part
     known = [*kind.shipped, *references.installed_plugins()]
     near = difflib.get_close_matches(name, known, n=2, cutoff=0.6)
     meant = f"did you mean {' or '.join(near)}? " if near else ""
-    raise ValueError(f"no {kind.what} of that name; {meant}known here: {', '.join(known)}; for a plug-in write module:attr")
+    raise ValueError(f"unknown {kind.what}; {meant}known here: {', '.join(known)}; for a plug-in write module:attr")
 
 
 Agent = Annotated[Part, AfterValidator(partial(check_part, AGENT)), AGENT]
@@ -249,7 +249,7 @@ def make_part(kind: PartKind, part: Part, *arguments: Any, **named: Any) -> Any:
 
     def plugin_error(error: BaseException) -> PluginError:
         return PluginError(
-            f"{kind.key} {name!r} could not be opened: {one_line_error(error)} ({raise_location(error)})", fix="correct it there"
+            f"{kind.key} {name!r} could not be opened: {one_line_error(error)} ({raise_location(error)})", fix="correct the code there"
         )
 
     with raising_as(plugin_error, but=(AgentRLError, OSError)):
@@ -307,6 +307,6 @@ def _how(kind: PartKind, protocol: type) -> str:
 def _unfit(kind: PartKind, name: str, subject: str, lacks: list[ProtocolError]) -> PluginError:
     protocol = kind.protocol.rpartition(":")[2]
     return PluginError(
-        f"{kind.key} {name!r}: {subject} does not fulfil agentrl.protocols.{protocol}: {'; '.join(one.problem for one in lacks)}",
+        f"{kind.key} {name!r}: {subject} does not implement agentrl.protocols.{protocol}: {'; '.join(one.problem for one in lacks)}",
         fix="\n       ".join(one.fix for one in lacks),
     )

@@ -109,7 +109,7 @@ def _misfit(name: str, theirs: Callable[..., Any], wanted: Callable[..., Any], *
     needed = {one.name: None for one in ours if one.kind is one.KEYWORD_ONLY and one.default is one.empty}
     for positional, keywords in ((arguments, named), (fewest, needed)):
         if problem := signature_error(theirs, *positional, **keywords, **(options if name == "__call__" else {})):
-            return f"{name} cannot be called as it will be: {problem}"
+            return f"{name} cannot be called as required: {problem}"
     awaited = _is_async(wanted)
     if inspect.isroutine(theirs) and awaited != _is_async(theirs) and not (awaited and _promises(theirs)):
         return f"{name} {'is not async, but will be awaited' if awaited else 'is async, but is called without await'}"

@@ -86,7 +86,7 @@ def content_root() -> Path:
     for root in (PACKAGE / "_project", PACKAGE.parent):
         if all((root / part).exists() for part in CONTENT):
             return root
-    raise UserError("this installation of agentrl lacks the quickstart's files", fix=f"install it again: {install_command()}")
+    raise UserError("this installation of agentrl lacks the quickstart files", fix=f"install it again: {install_command()}")
 
 
 def resolve(reference: str) -> Any:
@@ -100,7 +100,7 @@ def resolve(reference: str) -> Any:
     if not sep:
         return _from_entry_point(reference)
     if not where or not attribute:
-        raise PluginError(f"{reference!r} is not a reference", fix="write module:attr, ./file.py:attr, or an entry point's name")
+        raise PluginError(f"{reference!r} is not a plug-in reference", fix="write module:attr, ./file.py:attr, or an entry point's name")
     module = _load_file(where, reference) if where.endswith(".py") else _import(where, reference)
     try:
         return getattr(module, attribute)
@@ -114,7 +114,7 @@ def _import(name: str, reference: str) -> ModuleType:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing is None or not f"{name}.".startswith(f"{missing}."):
             return _failed(reference, error)
-        fix = "run from the project's root, or name a file: ./path/file.py:attr"
+        fix = "run from the project root, or refer to a file: ./path/file.py:attr"
         return PluginError(f"{reference!r}: no module named {missing!r}", fix=fix)
 
     with raising_as(failed):
@@ -149,12 +149,12 @@ def _failed(reference: str, error: BaseException) -> PluginError:
         at = at if error.filename is not None else reference  # for a zero byte, Python reports neither file nor line
         return PluginError(f"{at}: {type(error).__name__}: {error.msg}", fix="correct that line")
     if isinstance(error, ValidationError):
-        return PluginError(f"{at}: {validation_text(error)}", fix="correct it there; the lines above name the key and what it takes")
+        return PluginError(f"{at}: {validation_text(error)}", fix="correct it there; the lines above show the key and the accepted values")
     if isinstance(error, UserError):
         return PluginError(f"{at}: {error.message}", fix=error.fix)
     if isinstance(error, ModuleNotFoundError) and error.name is not None:
         return PluginError(f"{at}: {one_line_error(error)}", fix=f"install {error.name!r}, or correct its name")
-    return PluginError(f"{at}: {one_line_error(error)}", fix="correct it there")
+    return PluginError(f"{at}: {one_line_error(error)}", fix="correct the code there")
 
 
 def installed_plugins() -> tuple[str, ...]:

@@ -52,9 +52,9 @@ def parse_destination(entry: str) -> Destination:
         raise ValueError(f"{entry!r} has no host; write name:port, *.domain:port, 192.0.2.1:port or [2001:db8::1]:port")
     address = address_literal(host)
     if below and (address is not None or "." not in host):
-        raise ValueError(f"{entry!r} is too broad; write a star only before a domain, such as *.example.org:443")
+        raise ValueError(f"{entry!r} is too broad; use a star only before a domain, such as *.example.org:443")
     if host.rpartition(".")[2] == "localhost":
-        raise ValueError(f"{entry!r} is a name for the loopback; to allow the host's own, write 127.0.0.1:{digits}")
+        raise ValueError(f"{entry!r} is a name of the loopback; to allow the loopback of the host, write 127.0.0.1:{digits}")
     if address is not None and (address.is_unspecified or address.is_multicast):
         raise ValueError(f"{entry!r} is not the address of one machine")
     return Destination(host=host, port=int(digits), below=below, address=address)

@@ -130,7 +130,7 @@ class EpisodeState(Record):
         Record.__post_init__(self)
         if not self.turn_count or len(self.prompt_ids) != len(self.trajectories):
             raise ValueError(
-                f"EpisodeState: {self.turn_count} turns, prompts of {len(self.prompt_ids)} in {len(self.trajectories)} trajectories"
+                f"EpisodeState: {self.turn_count} turns, and prompts for {len(self.prompt_ids)} of {len(self.trajectories)} trajectories"
             )
         check_tree(self.trajectories)
         if (size := len(json.dumps(self.agent_state, ensure_ascii=False))) > MAX_AGENT_STATE_CHARS:

@@ -30,7 +30,7 @@ class ScoredEpisode(Record):
         if rewards and rewards != turns:
             raise ValueError(f"episode {self.episode.id}: turn rewards for {rewards} turns, but its trajectories have {turns}")
         if {len(self.score.branches), len(self.score.without)} - {0, len(turns)}:
-            raise ValueError(f"episode {self.episode.id}: Score.branches or without do not fit its {len(turns)} trajectories")
+            raise ValueError(f"episode {self.episode.id}: Score.branches or Score.without does not match its {len(turns)} trajectories")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

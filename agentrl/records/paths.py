@@ -19,5 +19,5 @@ def pattern_error(pattern: str) -> str:
     if not is_plain_path(pattern):
         return "is not a plain path relative to the working directory"
     if any("**" in part and part != "**" for part in pattern.split("/")):
-        return "contains ** inside a name, but ** replaces folders, as in src/**"
+        return "contains ** inside a name, but ** stands for folders, as in src/**"
     return "contains [ or ], which are not supported; use * and ?" if "[" in pattern or "]" in pattern else ""

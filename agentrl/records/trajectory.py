@@ -58,7 +58,7 @@ class Trajectory(Record):
     def __post_init__(self) -> None:
         Record.__post_init__(self)
         if len(self.inherited) > len(self.turns):
-            raise ValueError(f"Trajectory: {len(self.inherited)} turns inherited of {len(self.turns)}")
+            raise ValueError(f"Trajectory: {len(self.inherited)} inherited turns, but only {len(self.turns)} turns")
 
     @property
     def own_turns(self) -> tuple[Turn, ...]:

@@ -41,7 +41,7 @@ class PolicyVersion(Record):
     def __post_init__(self) -> None:
         Record.__post_init__(self)
         if self.weights not in (WHOLE_MODEL, ADAPTER):
-            raise ValueError(f"PolicyVersion: weights are in {WHOLE_MODEL} or {ADAPTER}, not in {self.weights!r}")
+            raise ValueError(f"PolicyVersion: weights must be {WHOLE_MODEL} or {ADAPTER}, got {self.weights!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

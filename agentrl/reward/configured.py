@@ -48,9 +48,7 @@ class ConfiguredVerifier(Section):
         if settings is None:
             return self
         if not isinstance(settings, Mapping):
-            raise TaskError(
-                f"task {task.id}: data.{self.name} is not an object of settings", fix=f"see the fields of {type(self).__name__}"
-            )
+            raise TaskError(f"task {task.id}: data.{self.name} is not an object", fix=f"see the fields of {type(self).__name__}")
         chosen = {field.alias or key: getattr(self, key) for key, field in type(self).model_fields.items()}
         try:
             return type(self).model_validate(chosen | dict(settings))

@@ -72,7 +72,11 @@ class GroupJudgeScorer:
         if self.weight == 1:
             return Score(value=None, reason=AWAITING_GROUP_JUDGE)
         score = await self.task_scorer(task, episode)
-        return Score(value=None, reason="tasks.group_judge cannot wait for late scores: remove one of them") if score.pending else score
+        return (
+            Score(value=None, reason="tasks.group_judge does not support late scores: remove the group judge or the late verifier")
+            if score.pending
+            else score
+        )
 
     async def score_group(self, task: Task, scored: Sequence[ScoredEpisode]) -> tuple[Score, ...]:
         """Returns the scores of all attempts, in the same order. An attempt that the judge does not see keeps its score."""

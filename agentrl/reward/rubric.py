@@ -71,7 +71,7 @@ class Rubric:
             self._add(name, verifier)
             self._weights[name] = _number(weight, f"the weight of {name!r}", above=0.0)
         if not self._weights:
-            raise PluginError("a rubric needs parts", fix='write Rubric(parts={"right": (verifier, 1.0)})')
+            raise PluginError("a rubric needs parts", fix='write Rubric(parts={"correct": (verifier, 1.0)})')
         for name, requirement in _named_requirements(required):
             self._minimums[name] = self._add_requirement(name, requirement)
         self._caps = {name: _cap(self._known(name, "caps"), cap) for name, cap in (caps or {}).items()}
@@ -145,7 +145,7 @@ class Rubric:
 
     def _add(self, name: str, verifier: object) -> None:
         if not name or "/" in name:
-            raise PluginError(f"{name!r} is not a valid name of a part", fix="use a non-empty name without a slash")
+            raise PluginError(f"{name!r} is not a valid part name", fix="use a non-empty name without a slash")
         resolved = resolve(verifier) if isinstance(verifier, str) else verifier
         if not callable(resolved):
             raise PluginError(f"{name!r}: {type(resolved).__name__} is not a verifier", fix="write async def score(task, episode) -> Score")
@@ -183,7 +183,7 @@ def _named_requirements(required: object) -> Iterator[tuple[str, Any]]:
 def _cap(name: str, cap: float | tuple[float, float]) -> tuple[float, float]:
     """Returns (minimum, maximum). If the part is below the minimum, the rubric's value is at most the maximum."""
     least, most = cap if isinstance(cap, tuple) else (1.0, cap)
-    return _number(least, f"caps: least of {name!r}", above=0.0), _number(most, f"caps: most of {name!r}", most=1.0)
+    return _number(least, f"caps: the minimum of {name!r}", above=0.0), _number(most, f"caps: the cap of {name!r}", most=1.0)
 
 
 def _number(value: Any, label: str, *, above: float | None = None, most: float = math.inf) -> float:

@@ -116,7 +116,7 @@ class TaskScorer:
         turns = weighted_turns(weighted)
         if pending := weighted_pending(weighted):
             if len({part.name for part in pending}) < len(pending):
-                return Score(value=None, reason="two verifiers wait for late parts of the same name: rename one of them")
+                return Score(value=None, reason="two verifiers wait for late parts with the same name: rename one of the parts")
             return Score(
                 value=None,
                 parts=named_parts(scores),
@@ -191,7 +191,7 @@ class TaskScorer:
             return replace(again, blame=None)
         best = self._best.get(reference)
         if best is not None and (repeated := await self._call(reference, best.task, best.episode)).blame is Blame.POLICY:
-            reason = f"{again.reason}; it now also fails on {best.episode.id}, which it has scored before: {repeated.reason}"
+            reason = f"{again.reason}; it now also fails on {best.episode.id}, which it scored before: {repeated.reason}"
             return Score(value=None, reason=reason[:2000], blame=Blame.INFRASTRUCTURE)
         if (last := await self._call(reference, task, episode)).blame is not Blame.POLICY:
             return last  # the failure was temporary and did not depend on the episode

@@ -61,7 +61,7 @@ def missing_data_error(task: Task, error: BaseException, reader: str) -> TaskErr
     key = user_code.printable(repr(missing.args[0]), 80)
     return TaskError(
         f"task {task.id}: data has no {key}, which {reader} reads",
-        fix="add the key (a captured task has no truth of its own), or use a verifier that needs no truth",
+        fix="add the key (a captured task has no truth), or use a verifier that needs no truth",
     )
 
 
@@ -172,7 +172,7 @@ def validate_score(score: object, episode: Episode, *, bounds: tuple[float, floa
     if score.turn_rewards and [len(rewards) for rewards in score.turn_rewards] != turns:
         raise InvalidScore(f"turn rewards that do not match the episode's turns {turns}")
     if {len(score.branches), len(score.without)} - {0, len(turns)}:
-        raise InvalidScore(f"branches or without that do not match the episode's {len(turns)} trajectories")
+        raise InvalidScore(f"values of branches or without that do not match the episode's {len(turns)} trajectories")
     return replace(score, evidence=score.evidence[:MAX_EVIDENCE], reason=score.reason[:2000])
 
 

@@ -132,7 +132,7 @@ class SubprocessWorker:
         try:
             await self.call(control)
         except (CallFailed, CallTimeout) as error:
-            raise ControlFailed(f"the control request fails too: it {error}") from None
+            raise ControlFailed(f"the control request also fails: it {error}") from None
         try:
             return await self.call(request)
         except (CallFailed, CallTimeout) as error:
@@ -167,7 +167,7 @@ class _Child:
         answered: dict[str, Any] = json.loads(reply)
         if answered.get("number") != number:
             self.close()
-            raise InfrastructureError(f"the scoring process answered request {answered.get('number')}, not {number}")
+            raise InfrastructureError(f"the scoring process answered request {answered.get('number')} instead of {number}")
         if "task" in answered:
             raise TaskError(answered["task"])
         if answered.get("full"):  # caches of earlier requests may fill its memory
@@ -278,7 +278,7 @@ def _answer(function: Callable[[Any], Any], request: Any, number: int, deadline_
         set_deadline(deadline_s)
         reply = json.dumps({"number": number, "reply": function(request), "full": _size() > full})
         if len(reply) > MAX_REPLY:
-            raise ValueError(f"a reply of {len(reply)} characters")
+            raise ValueError(f"a reply of {len(reply)} characters is too long")
         return reply
     except TaskError as error:
         return json.dumps({"number": number, "task": str(error)[:2000]})

@@ -78,7 +78,7 @@ class ActiveTrajectory:
         budget = min(limits.turn_tokens, left) if images <= MAX_IN_PROMPT else 0
         if budget <= 0 and not self._episode.turns_begun:
             if images > MAX_IN_PROMPT:
-                raise TaskError(f"task {task.id!r}: its prompt has {images} images, more than {MAX_IN_PROMPT}", fix="show fewer images")
+                raise TaskError(f"task {task.id!r}: its prompt has {images} images; the maximum is {MAX_IN_PROMPT}", fix="use fewer images")
             raise TaskError(
                 f"task {task.id!r}: its prompt has {len(self.prompt_ids)} tokens, but the limit for prompt and answer is {room}",
                 fix="shorten the prompt, or raise the lowest of policy.max_model_len, limits.episode_tokens and limits.all_tokens",
@@ -122,7 +122,7 @@ class ActiveTrajectory:
             self.sampling = False
             if not self._episode.turn_count:  # the context contains no output of the policy
                 raise
-            raise PolicyFault(f"the server refuses a context that contains the policy's text: {error}") from error
+            raise PolicyFault(f"the server rejects a context that contains the policy's text: {error}") from error
         except BaseException:
             self.sampling = False
             raise
@@ -320,7 +320,7 @@ class ActiveEpisode:
         params = partial(SamplingParams, **common)
         completion = await self.requests.sample(token_ids, lambda most: params(max_tokens=most), max_tokens, name, reads=reads)
         if sampling.supports and (completion.supports is None or not all(completion.supports.rows)):
-            raise ServingError("the policy did not return the support of every token, without which the learner would score them wrongly")
+            raise ServingError("the policy did not return the support of every token, which the learner needs to score them correctly")
         return completion
 
     def external_request(self, at_most: int, *, within_s: float) -> AbstractContextManager[TimedExternalRequest]:

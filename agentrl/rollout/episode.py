@@ -70,7 +70,7 @@ class EpisodeRunner:
             ValueError: `start` belongs to a different task.
         """
         if start is not None and start.task_key != task.key:
-            raise ValueError(f"the state of episode {start.episode_id} belongs to another task than {task.id!r}")
+            raise ValueError(f"the state of episode {start.episode_id} belongs to a task other than {task.id!r}")
         episode = self._open(task, episode_id=episode_id, attempt=attempt, start=start, on_turn=on_turn, memory=memory, sampled=sampled)
         on_start(episode)
         try:

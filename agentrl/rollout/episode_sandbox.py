@@ -119,7 +119,7 @@ class EpisodeEnvironment:
     async def environment(self) -> Environment:
         """Returns the environment. Raises `EnvironmentFault`, `TaskError` and `PluginError`."""
         if self._environment is None:
-            assert self._spec is not None, "the agent acts in it only then"
+            assert self._spec is not None, "the task has no environment"
             self._environment = await open_environment(self._spec, alone=self._alone)
         return self._environment
 

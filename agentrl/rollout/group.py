@@ -354,7 +354,7 @@ class GroupRunner:
         if broken is not None:
             raise _BrokenTask(broken)
         if self.checkpoints is not None:
-            with user_code.logging_faults("storing a running episode"):
+            with user_code.logging_faults("storing a scored attempt"):
                 await self.checkpoints.save_scored(member.group, member.number, scored)
         return scored
 
@@ -384,18 +384,18 @@ class GroupRunner:
         """Returns the state or scored episode of this attempt that an earlier process stored, if it is still usable."""
         stored: EpisodeState | ScoredEpisode | None = None
         if self.checkpoints is not None:
-            with user_code.logging_faults("storing a running episode"):
+            with user_code.logging_faults("loading a stored attempt"):
                 stored = await self.checkpoints.load(member.group, member.number)
         if stored is None:
             return None
         episode = stored.episode if isinstance(stored, ScoredEpisode) else stored
         oldest = episode.oldest_version
         if episode.task_key != task.key:
-            log.warning("attempt %s restarts: task %s changed since it started", member.name, task.id)
+            log.warning("attempt %s restarts: task %s changed after the attempt started", member.name, task.id)
             return None
         if oldest is not None and oldest < member.oldest_version:
             log.warning(
-                "attempt %s restarts: it used version %d, and at least version %d is needed", member.name, oldest, member.oldest_version
+                "attempt %s restarts: it used version %d, but at least version %d is required", member.name, oldest, member.oldest_version
             )
             return None
         return stored
@@ -439,7 +439,7 @@ def _empty_episode(episode_id: str, task_id: str, task_key: str, attempt: int = 
 
 
 def _unscored(episode: Episode, failure: Failure) -> ScoredEpisode:
-    return ScoredEpisode(episode=episode, score=Score(value=None, reason=f"left out: {failure.blame} {failure.kind}: {failure.message}"))
+    return ScoredEpisode(episode=episode, score=Score(value=None, reason=f"excluded: {failure.blame} {failure.kind}: {failure.message}"))
 
 
 def _first(errors: ExceptionGroup[_BrokenTask]) -> _BrokenTask:

@@ -176,7 +176,8 @@ class GroupLeases:
             return False
         if not job.is_for(group):
             raise ValueError(
-                f"the lease is for task {job.task.id!r} in group {job.index}, the result for {group.task_id!r} in {group.index}"
+                f"the lease is for task {job.task.id!r} in group {job.index}, but the result is for task {group.task_id!r} in group"
+                f" {group.index}"
             )
         self._settle(job, group)
         return True
@@ -191,7 +192,7 @@ class GroupLeases:
             if job.is_for(group):
                 self._settle(job, group)
             else:
-                log.warning("a worker sent a result for group %d under the lease of group %d", group.index, job.index)
+                log.warning("a worker sent a result for group %d with the lease of group %d", group.index, job.index)
                 await self._requeue([job], failed=True)
             return
         open_jobs = [job for job in (*self._waiting, *self._leased.values()) if job.index == group.index]
@@ -256,7 +257,7 @@ class GroupLeases:
         job.losses += 1
         if job.losses < MAX_LOSSES:
             return infrastructure_fault("worker", WORKER_LOST, f"rollout worker {job.worker} was lost while it sampled this group")
-        why = f"{job.losses} rollout workers were lost while they sampled this group; it is not sampled again"
+        why = f"{job.losses} rollout workers were lost while they sampled this group; the group is not sampled again"
         fault = infrastructure_fault("group", WORKER_LOST, why)
         if not job.result.done():
             job.result.set_result(excluded_group(job.index, job.task.id, job.task.key, fault, size=self.group_size))

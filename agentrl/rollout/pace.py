@@ -150,7 +150,7 @@ def _median(weighted: list[tuple[float, float]]) -> float:
         so_far += weight
         if so_far >= half:
             return value
-    raise ValueError("the median of nothing")
+    raise ValueError("there are no values, so there is no median")
 
 
 class RequestInProgress:
@@ -277,8 +277,8 @@ class Pace:
         if slower <= SLOW_FACTOR:
             return ""
         return (
-            f"the inference server has been {slower:.1f} times slower since its first requests than when it was started\n  fix: find out"
-            " which other programs use this machine; from now on, this pace counts as usual"
+            f"the inference server was {slower:.1f} times slower for its first requests than in the measurement at its start\n  fix: find"
+            " out which other programs use this machine; from now on, this pace is treated as the usual pace"
         )
 
     def to_data(self) -> dict[str, Any]:

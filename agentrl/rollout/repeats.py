@@ -159,8 +159,8 @@ class FaultHistory:
             return None
         met, others = self._met_by_others(last, group, since, environment)
         message = (
-            f"{_name(last)} ended {len(faults)} attempts that repeated the same actions, and {met} of {others} episodes of other groups"
-            f" meanwhile: {last.message}"
+            f"{_name(last)} ended {len(faults)} attempts that repeated the same actions, and in the same period {met} of {others}"
+            f" episodes of other groups: {last.message}"
         )
         return Failure(stage=last.stage, blame=Blame.POLICY, kind=PROVOKED, message=message[:2000], turn=last.turn)
 

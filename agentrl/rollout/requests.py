@@ -113,7 +113,7 @@ class EpisodeRequests:
             return replace(completion, finish_reason="length")
         if completion.token_ids or completion.finish_reason != CUT:
             return completion
-        raise OutOfTime("the episode's time ended before the policy had sampled a token")
+        raise OutOfTime("the episode's time ended before the policy sampled a token")
 
     async def _part(
         self, token_ids: Sequence[int], params: SamplingParams, name: str, *, first: bool, reads: int, lost_before_s: float
@@ -167,20 +167,20 @@ class EpisodeRequests:
         if blame is Blame.POLICY:
             if sampled_s < program_s:
                 return None
-            message = f"the policy used up its {spent}{figures}\n  fix, if it needs more time: {ADVICE}"
+            message = f"the policy used up its {spent}{figures}\n  fix: if it needs more time, {ADVICE}"
             return Failure(stage="generate", blame=blame, kind=WALL_LIMIT, message=message, turn=turn)
         if stalled_s > LOST_SHARE * self.limit_s:
             return infrastructure_fault(
                 "episode", DRIVER_STALLED, f"the episode used up its {spent}: {self.stalls.text}{figures}", turn=turn
             )
         if lost_s > LOST_SHARE * self.limit_s:
-            kind, slow = WALL_LIMIT, f"the server was silent for {lost_s:.1f} s, in a run without a usual pace yet"
+            kind, slow = WALL_LIMIT, f"the server was silent for {lost_s:.1f} s, and the run has no usual pace yet"
             if self.pace.known:
                 kind, slow = (
                     SLOW_SERVER,
-                    f"the server was slow: requests that took over {SLOW_FACTOR:g} times the usual cost {lost_s:.1f} s",
+                    f"the server was slow: requests that took over {SLOW_FACTOR:g} times as long as usual cost {lost_s:.1f} s",
                 )
-            return infrastructure_fault("generate", kind, f"{slow}, of {spent}{figures}\n  fix: {ADVICE}", turn=turn)
+            return infrastructure_fault("generate", kind, f"{slow}; the episode had {spent}{figures}\n  fix: {ADVICE}", turn=turn)
         other_s = self.limit_s - program_s - sampled_s - lost_s
         message = f"the episode used up its {spent}, everything else {other_s:.1f} s (sandboxes {sandbox_s:.1f} s, including programs)"
         return infrastructure_fault("episode", WALL_LIMIT, f"{message}\n  fix: {ADVICE}", turn=turn)

@@ -219,7 +219,7 @@ class Admission:
             return
         self.held += 1
         if self.held == 1:
-            log.info("the server's key/value cache is %.0f%% in use: new episodes wait until others end", 100 * self._full)
+            log.info("the server's KV cache is %.0f%% full: new episodes wait until other episodes end", 100 * self._full)
         while not self._fits():
             await asyncio.sleep(POLL_S)
 

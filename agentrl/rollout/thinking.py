@@ -30,9 +30,9 @@ def thinking_bound(task: Task, thinking: Thinking | None) -> tuple[int, Thinking
         return None
     if thinking is None:
         raise TaskError(
-            f"task {task.id!r}: limits.thinking_tokens={most} needs a chat template with <think> and </think>, and an agent that ends"
+            f"task {task.id!r}: limits.thinking_tokens={most} requires a chat template with <think> and </think>, and an agent that ends"
             " thinking, as the built-in agents do",
-            fix="remove the limit, or use another model or agent",
+            fix="remove the limit, or use a different model or agent",
         )
     return most, thinking
 

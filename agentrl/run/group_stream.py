@@ -56,7 +56,7 @@ def check_stream(recipe: Recipe) -> None:
     try:
         transport.check_server()
     except StoreError as error:
-        raise UserError(f"store.options.url: {error}", fix="start the server, or remove url: then the run starts one") from error
+        raise UserError(f"store.options.url: {error}", fix="start the server, or remove url to let the run start one") from error
     finally:
         transport.close()
 
@@ -139,7 +139,7 @@ class GroupStream:
             self.restarts += 1
             if (failures := restarts.failed()) > _RESTARTS:
                 raise InfrastructureError(f"the Redis server ended {failures} times in a row: see {self._folder / 'redis.log'}")
-            self._alert(RestartAlert("redis", "the Redis server was restarted; it has all groups that it had accepted"))
+            self._alert(RestartAlert("redis", "the Redis server was restarted and still has all groups that it had accepted"))
             await asyncio.to_thread(server.wait_ready)
             restarts.started()
             answered = clock()
@@ -199,7 +199,7 @@ def _options(recipe: Recipe) -> dict[str, Any]:
     unknown = sorted(set(options) - {"url", "password"})
     if unknown or not all(isinstance(value, str) for value in options.values()) or ("password" in options and "url" not in options):
         raise UserError(
-            f"store.options of store=redis: {'unknown ' + ', '.join(unknown) if unknown else 'a value is not text, or url is missing'}",
-            fix="use store.options.url=redis://HOST:PORT/DB, store.options.password=env:NAME, or no options: then the run starts a server",
+            f"store.options of store=redis: {'unknown ' + ', '.join(unknown) if unknown else 'a value is not a string, or url is missing'}",
+            fix="use store.options.url=redis://HOST:PORT/DB, store.options.password=env:NAME, or no options to let the run start a server",
         )
     return options

@@ -28,7 +28,7 @@ def check_order(order: GroupOrder, *late: str) -> None:
     """Raises `UserError` if `late` names late scores and the order accepts none."""
     if late and not order.accepts_late:
         raise UserError(
-            f"{late[0]}: a step of this run waits for its own groups, so no score may be late",
+            f"{late[0]}: a step of this run waits for its own groups, so scores cannot be late",
             fix="use order=oldest_first and max_staleness of 1 or more, or a verifier that scores at once",
         )
 
@@ -86,8 +86,8 @@ class LateGroups:
         self.changed.set()
         if self.count == MAX_PARKED_BLOCKS * self.order.per_step:
             self.tracker.alert(
-                f"{self.count} groups wait for late scores; no more are sampled in their place. Send scores (agentrl score RUN --list"
-                " shows them), or let the verifier's parts expire earlier"
+                f"{self.count} groups wait for late scores; no more groups are sampled to replace them. Send scores (agentrl score RUN"
+                " --list shows them), or let the verifier's parts expire earlier"
             )
 
     async def watch(self) -> None:
@@ -101,7 +101,7 @@ class LateGroups:
         """Reads the store once."""
         now = self._clock.now()
         if expired := await self.store.call(lambda store: store.expire_scores(now=now)):
-            log.info("late scores of groups %s have expired", ", ".join(str(sampled_index(index)) for index in expired))
+            log.info("late scores of groups %s expired", ", ".join(str(sampled_index(index)) for index in expired))
         known = set(self._parked)  # read before the call, because a group may be parked during it
         await self._record(sorted(known.difference(await self.store.call(lambda store: store.parked()))))
 

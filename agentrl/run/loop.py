@@ -235,7 +235,7 @@ def _report(run: Run, unfinished: tuple[Group, ...], ledger: LedgerCounts | None
     interrupted = how == "interrupted"
     summary = measure.summarize(run.folder, run.recipe, stages, backend=backend, interrupted=interrupted, begun=unfinished, ledger=ledger)
     summary.write(run.folder)
-    with warn_on_error(run.folder, f"the report (write it again with: agentrl report {run.folder})"):
+    with warn_on_error(run.folder, f"the report (recreate it with: agentrl report {run.folder})"):
         write_report(run.folder)
     return summary
 

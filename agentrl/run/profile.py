@@ -68,7 +68,7 @@ class Profile:
         Raises `StoreError` if a step has no timeline.
         """
         if not lines or not all("step_s" in line for line in lines):
-            raise StoreError("the steps have no timeline: their driver ended before they were recorded")
+            raise StoreError("the steps have no timeline: the driver ended before it recorded them")
         return cls(
             recipe=recipe,
             first_step=int(lines[0]["step"]),

@@ -123,7 +123,7 @@ def _requested_groups(folder: Path, groups: int | None) -> int:
     wanted = groups or before or DEFAULT_GROUPS
     if wanted < before:
         raise UserError(
-            f"{folder}: an earlier command requested {before} groups", fix=f"use --groups {before} or more, or another --run-dir"
+            f"{folder}: an earlier command requested {before} groups", fix=f"use --groups {before} or more, or a different --run-dir"
         )
     return wanted
 

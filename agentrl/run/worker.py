@@ -260,7 +260,7 @@ class Worker:
                 self._heard(json.loads(answer))
             except ServingError as error:
                 if asyncio.get_running_loop().time() - self._heard_at > _PATIENCE_S:
-                    log.warning("this worker ends, because the driver is gone: %s", error)
+                    log.warning("this worker ends, because the driver does not answer: %s", error)
                     return
             await asyncio.sleep(RENEW_S)
 
@@ -306,7 +306,7 @@ def _content_of(group: Group) -> bytes:
     content = codec.to_json(group)
     if len(content) <= MAX_GROUP_BYTES:
         return content
-    too_large = ValueError(f"the group has {len(content) >> 20} MiB; a rollout worker delivers at most {MAX_GROUP_BYTES >> 20} MiB")
+    too_large = ValueError(f"the group has {len(content) >> 20} MiB; a rollout worker can deliver at most {MAX_GROUP_BYTES >> 20} MiB")
     fault = failure_from_error(too_large, stage="store")
     return codec.to_json(excluded_group(group.index, group.task_id, group.task_key, fault, size=len(group.episodes)))
 
@@ -430,10 +430,10 @@ def main(open_access: Callable[[AsyncExitStack], WorkerAccess], *, parent: int |
 
 def _main() -> int:
     parser = argparse.ArgumentParser(description="A rollout worker that the driver of a run starts.")
-    parser.add_argument("folder", type=Path, help="the run folder; with --driver, this host's copy of some of its files")
-    parser.add_argument("parent", type=int, nargs="?", help="process to die with")
+    parser.add_argument("folder", type=Path, help="run folder; with --driver, this host's copy of some of its files")
+    parser.add_argument("parent", type=int, nargs="?", help="process id of the parent; the worker ends when it does")
     parser.add_argument("--driver", help="address of the driver, if this host does not share its disk")
-    parser.add_argument("--root", type=Path, default=Path(), help="the project on this host, with --driver")
+    parser.add_argument("--root", type=Path, default=Path(), help="project folder on this host; only with --driver")
     options = parser.parse_args()
     if options.driver is None:
         return main(lambda stack: WorkerAccess.local(options.folder), parent=options.parent)

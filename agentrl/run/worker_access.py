@@ -81,7 +81,7 @@ class WorkerAccess:
 
         Raises the errors of `Mirror.fetch`.
         """
-        assert self.link is not None, "a worker with the run folder has the models"
+        assert self.link is not None, "a worker that shares the run folder needs no copies"
         mirror = Mirror(self.folder, self.link)
         return {name: await asyncio.to_thread(mirror.fetch, f"{JUDGES}/{name}", weights=False) for name in names}
 
@@ -129,7 +129,7 @@ class DriverCheckpoints:
             body = await asyncio.to_thread(encode_checkpoint, record)
             await self._driver.call(self._path(group, member, kind), content=body)
         except (OSError, ServingError, UserError) as error:
-            log.warning("attempt %d of group %d could not be saved: a crash would lose its turns: %s", member, group, error)
+            log.warning("attempt %d of group %d could not be saved, so a crash would lose its turns: %s", member, group, error)
 
     async def _load(self, group: int, member: int, kind: str, record: type[T]) -> T | None:
         for tries in range(_LOADS):
@@ -138,9 +138,9 @@ class DriverCheckpoints:
                 return await asyncio.to_thread(decode_checkpoint, record, body) if body else None
             except ServingError as error:
                 if tries == _LOADS - 1:
-                    log.warning("attempt %d of group %d starts again, because its turns cannot be read: %s", member, group, error)
+                    log.warning("attempt %d of group %d restarts, because its turns cannot be read: %s", member, group, error)
             except (ValueError, OSError) as error:
-                log.warning("attempt %d of group %d starts again, because its turns are damaged: %s", member, group, str(error)[:200])
+                log.warning("attempt %d of group %d restarts, because its turns are damaged: %s", member, group, str(error)[:200])
                 return None
         return None
 

@@ -256,7 +256,7 @@ async def _unless_gone(request: Request, result: asyncio.Task[T]) -> T:
     try:
         await asyncio.wait({result, waiting}, return_when=asyncio.FIRST_COMPLETED)
         if not result.done():
-            raise RequestError("failed", "the worker has disconnected")
+            raise RequestError("failed", "the worker disconnected")
         if result.cancelled():
             raise RequestError("failed", "the lease is lost")
         return result.result()
@@ -274,5 +274,5 @@ def _worker(data: Any) -> str:
     """Returns the name of the worker that sent a request. Raises `ValueError`."""
     name = data["worker"]
     if not isinstance(name, str) or not 0 < len(name) <= _NAME_CHARS:
-        raise ValueError("worker must be a name")
+        raise ValueError(f"worker must be a name of 1 to {_NAME_CHARS} characters")
     return user_code.printable(name, _NAME_CHARS)

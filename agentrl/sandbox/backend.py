@@ -160,9 +160,9 @@ class ChannelBackend(waiting.ClosesOnce):
         except TimeoutError:
             if self._closing is not None:
                 raise SandboxError("the backend is closed") from None
-            raise SandboxTimeout(f"no {self.name} sandbox opened in {timeout_s:.1f} s{self._delay()}") from None
+            raise SandboxTimeout(f"no {self.name} sandbox opened within {timeout_s:.1f} s{self._delay()}") from None
         except OSError as error:  # no descriptors, no memory for a process, no space in the runtime folder
-            raise SandboxError(f"no {self.name} sandbox can be opened: {error}") from error
+            raise SandboxError(f"cannot open a {self.name} sandbox: {error}") from error
 
     @contextlib.asynccontextmanager
     async def _startup(self, spec: SandboxSpec) -> AsyncIterator[Startup]:

@@ -70,7 +70,7 @@ class BubblewrapBackend(ChannelBackend):
             if self._has_separated or not self._separates or _NO_OVERLAY not in str(error):
                 raise
             self._separates = False
-            log.warning("bubblewrap sandboxes share inodes here: a program can see which image files other sandboxes open: %s", error)
+            log.warning("bubblewrap sandboxes share inodes here, so a program can see which image files other sandboxes open: %s", error)
             return await self._start_once(spec, image)
         self._has_separated = self._separates
         return sandbox
@@ -195,7 +195,7 @@ async def _end(process: subprocess.Popen[bytes], *, patience_s: float) -> None:
     while os.waitid(os.P_PID, process.pid, flags) is None:
         waited = asyncio.get_running_loop().time() - start
         if waited > ENDING_S:
-            raise SandboxError(f"bwrap (pid {process.pid}) does not end")
+            raise SandboxError(f"bwrap (pid {process.pid}) did not exit within {ENDING_S:.0f} s")
         if waited >= patience_s:
             _kill(process)
         await asyncio.sleep(pause)
@@ -214,5 +214,5 @@ def unavailable_reason(timeout_s: float = 10.0) -> str:
     try:
         result = subprocess.run(command, capture_output=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired:
-        return f"bwrap does not end in {timeout_s:.0f} s"
+        return f"bwrap did not exit within {timeout_s:.0f} s"
     return "" if result.returncode == 0 else result.stderr.decode("utf-8", "replace").strip()[-300:] or f"status {result.returncode}"

@@ -78,7 +78,7 @@ class BuildContext(BaseModel):
         """Yields the context as a tar archive in a temporary file. Raises `TaskError` if the folder changed since it was read."""
         with tempfile.TemporaryFile(prefix="agentrl-context-") as file:
             if _pack(self.folder, file) != self.key:
-                raise TaskError(f"{self.folder} changed while its image was being built", fix="start again once nothing changes it")
+                raise TaskError(f"{self.folder} changed while its image was being built", fix="retry when the folder no longer changes")
             file.seek(0)
             yield file
 
@@ -123,7 +123,7 @@ def _pack(folder: Path, target: IO[bytes] | None) -> str:
     """Returns the key of a context. Writes the archive to `target` if that is not None."""
     path = folder / DOCKERFILE
     if not path.is_file() or path.is_symlink():
-        raise TaskError(f"{path} is not a regular file", fix="replace it by a regular file")
+        raise TaskError(f"{path} is not a regular file", fix="replace it with a regular file")
     digest = hashlib.sha256(f"agentrl build context {LAYOUT}\0".encode())
     left = MAX_BYTES
     try:
@@ -142,7 +142,7 @@ def _pack(folder: Path, target: IO[bytes] | None) -> str:
                         file.seek(0)
                         archive.addfile(member, file)
     except OSError as error:
-        raise TaskError(f"{error.filename or folder} cannot be read: {error.strerror or error}") from None
+        raise TaskError(f"cannot read {error.filename or folder}: {error.strerror or error}") from None
     return digest.hexdigest()[:16]
 
 
@@ -177,7 +177,7 @@ def _content_digest(file: BufferedReader, size: int) -> bytes:
 
 
 def _ignore(folder: Path) -> str:
-    return f"list what the image does not need in {folder / '.dockerignore'}"
+    return f"list the files that the image does not need in {folder / '.dockerignore'}"
 
 
 def _entries(folder: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:
@@ -188,7 +188,7 @@ def _entries(folder: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:
     while pending:
         parent = pending.pop()
         if parent.count("/") > _MAX_DEPTH:
-            raise TaskError(f"{folder / parent} is nested more than {_MAX_DEPTH} deep")
+            raise TaskError(f"{folder / parent} is nested more than {_MAX_DEPTH} levels deep")
         with os.scandir(folder / parent) as listing:
             entries = sorted(listing, key=lambda entry: entry.name)
         for entry in entries:
@@ -225,8 +225,8 @@ def ensure_built(tag: str, context: BuildContext, progress: Progress) -> None:
     """
     if not docker_client.reachable():
         raise SandboxUnavailable(
-            f"{context.dockerfile} must be built by a Docker daemon, and none answers at {docker_client.daemon_address()}",
-            fix="start one (python -m agentrl.sandbox.daemon start, as root), or write an image.toml next to the Dockerfile",
+            f"the build of {context.dockerfile} requires a Docker daemon, but none answers at {docker_client.daemon_address()}",
+            fix="start a daemon (python -m agentrl.sandbox.daemon start, as root), or write an image.toml next to the Dockerfile",
         )
     with docker_client.connection(_CHECK_S) as api:
         if has_image(api, tag):
@@ -282,8 +282,8 @@ def check_python(api: docker.APIClient, tag: str, source: str) -> None:
             problem = "" if status == 0 else f"has a python3 that is too old or does not start (status {status})"
     if problem:
         raise TaskError(
-            f"{source}: the image {problem}; sandboxes need python3, 3.9 or later, on {ENVIRONMENT['PATH']}",
-            fix="install it in the image, such as with RUN apt-get update && apt-get install -y python3",
+            f"{source}: the image {problem}; sandboxes need python3 (3.9 or later) in {ENVIRONMENT['PATH']}",
+            fix="install it in the image, for example with RUN apt-get update && apt-get install -y python3",
         )
 
 
@@ -352,13 +352,13 @@ def _failure(context: BuildContext, step: int, message: str, output: deque[str])
     elif 0 < step <= len(steps):
         number, instruction = steps[step - 1]
         where = f", line {number} ({instruction[:200]})"
-    fix = f"correct it; docker build {context.folder} shows the same"
+    fix = f"correct the Dockerfile; `docker build {context.folder}` shows the same error"
     if "BuildKit" in message:
-        fix = "write the step without BuildKit's options: the daemon's classic builder builds the images"
+        fix = "remove the BuildKit options from this step, because the daemon's classic builder builds the images"
     elif instruction[:5].upper() == "FROM ":
-        fix = "check the name; if no registry answers, load the base image into the daemon first (docker load, docker import)"
+        fix = "check the name of the base image; if no registry answers, load the image into the daemon first (docker load, docker import)"
     lines = "".join(f"\n    {line}" for line in output)
-    return TaskError(f"{context.dockerfile}{where} does not build: {message.strip()}{lines}", fix=fix)
+    return TaskError(f"{context.dockerfile}{where}: the build failed: {message.strip()}{lines}", fix=fix)
 
 
 def _messages(tag: str, context: BuildContext) -> Iterator[dict[str, Any]]:
@@ -371,12 +371,15 @@ def _messages(tag: str, context: BuildContext) -> Iterator[dict[str, Any]]:
         while True:
             waiting.raise_if_cancelled()
             if time.monotonic() > deadline:
-                raise TaskError(f"{context.dockerfile} did not build in {BUILD_S:.0f} s", fix="shorten the build, or use a base image")
+                raise TaskError(
+                    f"the build of {context.dockerfile} did not finish within {BUILD_S:.0f} s",
+                    fix="shorten the build, or use a prebuilt base image",
+                )
             try:
                 message = messages.get(timeout=LOOK_S)
             except queue.Empty:
                 if not docker_client.reachable():
-                    raise SandboxError(f"the Docker daemon at {docker_client.daemon_address()} ended during a build") from None
+                    raise SandboxError(f"the Docker daemon at {docker_client.daemon_address()} stopped during a build") from None
                 continue
             if message is None:
                 return

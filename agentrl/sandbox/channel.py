@@ -61,7 +61,7 @@ class Channel:
         self._task = asyncio.create_task(self._read(), name=f"sandbox channel {self.name}")
         fields, _ = await call.done
         if fields["version"] != 1:
-            raise self._break(FrameError("the exec server has another protocol version"))
+            raise self._break(FrameError("the exec server has a different protocol version"))
 
     async def call(
         self,
@@ -101,9 +101,9 @@ class Channel:
         except OSError as error:
             if isinstance(error, FileNotFoundError):
                 raise
-            raise self._break(SandboxError(f"sandbox {self.name}: connection lost in {operation}: {error}")) from None
+            raise self._break(SandboxError(f"sandbox {self.name}: connection lost during {operation}: {error}")) from None
         except asyncio.CancelledError:
-            self._break(SandboxError(f"{operation} was abandoned"))
+            self._break(SandboxError(f"{operation} was cancelled"))
             raise
         finally:
             self._calls.pop(number, None)
@@ -193,7 +193,7 @@ class Channel:
         header = frames.parse_header(await self._reader.readexactly(header_size))
         call = self._calls.get(header["id"])
         if call is None:
-            raise FrameError("a reply to no request")
+            raise FrameError("a reply does not match any request")
         call.size += body_size
         if call.size > call.max_body:
             raise FrameError(f"a reply of {call.size} bytes exceeds the limit of {call.max_body}")
@@ -206,7 +206,7 @@ class Channel:
         fields = frames.check_fields(header, call.schema)
         more = fields.get("more", False)
         if more and not body:
-            raise FrameError("an empty piece of a reply")
+            raise FrameError("a piece of a reply is empty")
         call.pieces.append(body)
         if not more:
             call.done.set_result((fields, b"".join(call.pieces)))

@@ -132,4 +132,4 @@ class ChannelSandbox(ClosesOnce):
             ended = await self._channel.close(_CLOSE_S)
             await self._destroy(ended)
         except SandboxError as error:  # agentrl.sandbox.cleanup finds what remains by its label and removes it later
-            log.warning("sandbox %s could not be removed: %s", self.id, error)
+            log.warning("cannot remove sandbox %s: %s", self.id, error)

@@ -48,11 +48,11 @@ def start(*, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while not docker_client.daemon_answers():
         if process is not None and process.poll() is not None:
-            raise SandboxError(f"dockerd ended with status {process.returncode}:\n{tail_bytes(_LOG, most=_TAIL_BYTES)}")
+            raise SandboxError(f"dockerd exited with status {process.returncode}:\n{tail_bytes(_LOG, most=_TAIL_BYTES)}")
         if time.monotonic() > deadline:
             if process is not None:
                 process.terminate()
-            raise SandboxError(f"dockerd does not answer after {timeout_s:.0f} s:\n{tail_bytes(_LOG, most=_TAIL_BYTES)}")
+            raise SandboxError(f"dockerd did not answer within {timeout_s:.0f} s:\n{tail_bytes(_LOG, most=_TAIL_BYTES)}")
         time.sleep(_POLL_S)
 
 
@@ -65,7 +65,7 @@ def stop(*, timeout_s: float) -> bool:
     deadline = time.monotonic() + timeout_s
     while _own_pid() is not None:
         if time.monotonic() > deadline:
-            raise SandboxError(f"dockerd (pid {pid}) has not stopped after {timeout_s:.0f} s; see {_LOG}")
+            raise SandboxError(f"dockerd (pid {pid}) did not stop within {timeout_s:.0f} s; see {_LOG}")
         time.sleep(_POLL_S)
     return True
 
@@ -103,7 +103,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         if arguments.action == "stop":
-            print("stopped" if stop(timeout_s=arguments.timeout) else "no daemon that this command started is running")
+            print("stopped" if stop(timeout_s=arguments.timeout) else "no daemon started by this command is running")
             return 0
         if arguments.action == "start":
             start(timeout_s=arguments.timeout)
@@ -112,7 +112,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2 if isinstance(error, SandboxUnavailable) else 1
     answers, pid = docker_client.daemon_answers(), _own_pid()
     origin = f"pid {pid}, log {_LOG}" if pid else "started elsewhere"
-    print(f"docker daemon answers ({origin})" if answers else "no docker daemon answers")
+    print(f"a Docker daemon answers ({origin})" if answers else "no Docker daemon answers")
     return 0 if answers else 1
 
 

@@ -114,7 +114,10 @@ class DockerBackend(ChannelBackend):
                 if not self._sharing_problem:  # otherwise a concurrent opening noticed it and ended this container
                     self._sharing_problem = str(error)
                     self._shared.close()
-                    log.warning("containers of this daemon cannot be shared, so each sandbox gets its own, which costs more: %s", error)
+                    log.warning(
+                        "sandboxes cannot share a container of this daemon, so each sandbox gets a separate one, which costs more: %s",
+                        error,
+                    )
         return await self._start_alone(spec, image)
 
     async def _start_alone(self, spec: SandboxSpec, image: ReadyImage) -> ChannelSandbox:
@@ -224,7 +227,9 @@ class DockerBackend(ChannelBackend):
                 async with asyncio.timeout(LOOK_S):
                     return await accept(listener)
             if not await self._call(lambda: docker_client.is_running(name)):
-                raise NeverAnswered(f"container {name} ended before its exec server answered; does its image have python3 (3.9 or later)?")
+                raise NeverAnswered(
+                    f"container {name} ended before its exec server answered; check that its image has python3 (3.9 or later)"
+                )
 
     async def _undo(self, starting: asyncio.Future[None], name: str) -> None:
         """Removes a container after a failed start, once the daemon has answered. If this fails, `close` retries it."""
@@ -254,7 +259,7 @@ class DockerBackend(ChannelBackend):
             async with asyncio.timeout(docker_client.REQUEST_S + 5):
                 return await asyncio.get_running_loop().run_in_executor(self._threads, work)
         except TimeoutError:
-            raise SandboxTimeout(f"the Docker daemon did not answer in {docker_client.REQUEST_S:.0f} s") from None
+            raise SandboxTimeout(f"the Docker daemon did not answer within {docker_client.REQUEST_S:.0f} s") from None
 
     # Specifications ---------------------------------------------------------------------------------------------------
 

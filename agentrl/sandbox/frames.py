@@ -53,7 +53,7 @@ def parse_prefix(data: bytes) -> tuple[int, int]:
     """Returns (header length, body length) of a reply. The caller limits the body's length."""
     header_size, body_size = PREFIX.unpack(data)
     if not 2 <= header_size <= MAX_REPLY_HEADER:
-        raise FrameError(f"a reply header of {header_size} bytes (at most {MAX_REPLY_HEADER})")
+        raise FrameError(f"a reply header has {header_size} bytes; 2 to {MAX_REPLY_HEADER} are allowed")
     return header_size, body_size
 
 
@@ -62,19 +62,19 @@ def parse_header(data: bytes) -> dict[str, Any]:
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise FrameError(f"a reply header that is not JSON: {type(error).__name__}") from None
+        raise FrameError(f"a reply header is not JSON: {type(error).__name__}") from None
     if type(value) is not dict or type(value.get("id")) is not int or type(value.get("ok")) is not bool:
-        raise FrameError("a reply header without id and ok")
+        raise FrameError("a reply header has no valid id and ok")
     return value
 
 
 def check_fields(value: Mapping[str, Any], schema: Schema) -> Mapping[str, Any]:
     """Returns `value` if it has exactly the keys and types of `schema`, in addition to id and ok."""
     if value.keys() - {"id", "ok"} != schema.keys():
-        raise FrameError(f"a reply with keys {sorted(map(str, value))[:12]!r} instead of {sorted(schema)}")
+        raise FrameError(f"a reply has the keys {sorted(map(str, value))[:12]!r} instead of {sorted(schema)}")
     for key, kinds in schema.items():
         if type(value[key]) not in kinds:
-            raise FrameError(f"reply field {key!r} is a {type(value[key]).__name__}")
+            raise FrameError(f"field {key!r} of a reply has the wrong type {type(value[key]).__name__}")
     return value
 
 
@@ -82,7 +82,7 @@ def parse_failure(value: Mapping[str, Any]) -> tuple[str, str]:
     """Returns (kind, message) of a reply whose `ok` is false. The message is printable."""
     checked = check_fields(value, _FAILURE)
     if checked["error"] not in _ERRORS:
-        raise FrameError("a failure of unknown kind")
+        raise FrameError("a reply has an unknown kind of failure")
     message = checked["message"][:500]
     return checked["error"], "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in message)
 
@@ -93,9 +93,9 @@ def parse_result(value: Mapping[str, Any], body: bytes) -> ExecResult:
     code, reason, wall_s, cut = checked["exit"], checked["reason"], float(checked["wall_s"]), checked["stdout"]
     killed = code is None
     if killed != (reason in _KILLS) or (not killed and (reason != "" or not 0 <= code <= 255)):
-        raise FrameError("a program that both exited and was killed")
+        raise FrameError("the exit code or the reason of a program result is invalid")
     if not math.isfinite(wall_s) or wall_s < 0 or not 0 <= cut <= len(body):
-        raise FrameError("a program result out of range")
+        raise FrameError("a field of a program result is out of range")
     return ExecResult(
         exit_code=code,
         stdout=body[:cut].decode("utf-8", "replace"),

@@ -73,8 +73,8 @@ class ImageRecipe(BaseModel):
 _KEYS = ", ".join(ImageRecipe.model_fields)
 _FORMS = {
     "suite": 'suite is the name of a Debian release: suite = "bookworm"',
-    "packages": 'packages is a list of names of Debian packages: packages = ["python3", "jq"]',
-    "pull": 'pull is what `docker pull` takes: pull = "python:3.11-slim"',
+    "packages": 'packages is a list of Debian package names: packages = ["python3", "jq"]',
+    "pull": 'pull is an image reference for `docker pull`: pull = "python:3.11-slim"',
 }
 
 
@@ -142,9 +142,9 @@ def _read(path: Path) -> ImageRecipe:
     try:
         return ImageRecipe.model_validate(untrusted_files.loads(path.read_text()))
     except FileNotFoundError:
-        raise UserError(f"no sandbox image at {path.parent}: {path} does not exist, nor a Dockerfile", fix=example) from None
+        raise UserError(f"no sandbox image at {path.parent}: neither {path} nor a Dockerfile exists", fix=example) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {error}", fix=example) from None
+        raise UserError(f"cannot read {path}: {error}", fix=example) from None
     except ValidationError as error:
         lines = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
         keys = dict.fromkeys(str(item["loc"][0]) for item in error.errors())
@@ -167,7 +167,9 @@ def ensure_tarball(image: Image, progress: Progress = no_progress) -> Path:
                 builds.export(image.built_tag, part)
         else:
             assert isinstance(image.recipe, ImageRecipe)
-            progress(f"building sandbox image {image.name} ({image.recipe.suite}, {', '.join(image.recipe.packages)}); about a minute")
+            progress(
+                f"building sandbox image {image.name} ({image.recipe.suite}, {', '.join(image.recipe.packages)}); this takes about a minute"
+            )
             _build(image)
     return image.tarball
 
@@ -236,7 +238,7 @@ def _pulled(image: Image, reference: str, progress: Progress) -> bool:
             api.pull(reference)
             builds.check_python(api, reference, f"image.toml of {image.name}: pull: {reference}")
         except (APIError, requests.RequestException) as error:
-            progress(f"{reference} cannot be pulled ({str(error)[:120]}); building instead")
+            progress(f"cannot pull {reference} ({str(error)[:120]}); building the image instead")
             return False
     return True
 
@@ -261,7 +263,7 @@ def locked(image: Image, name: str = "files", *, timeout_s: float = BUILD_S + 60
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise UserError(
-                        f"another process has been building {image.folder} for {timeout_s:.0f} s", fix=f"end it, or remove {image.folder}"
+                        f"another process has been building {image.folder} for {timeout_s:.0f} s", fix=f"stop it, or remove {image.folder}"
                     ) from None
                 waiting.raise_if_cancelled()
                 time.sleep(0.2)
@@ -289,8 +291,8 @@ def _build(image: Image) -> None:
     assert isinstance(recipe, ImageRecipe)
     if shutil.which("mmdebstrap") is None:
         raise SandboxUnavailable(
-            f"sandbox image {image.name!r} must be built, and mmdebstrap is not installed",
-            fix="apt-get install mmdebstrap  (as root)" + ("" if recipe.pull else '; or give image.toml a `pull = "..."` reference'),
+            f"the build of sandbox image {image.name!r} requires mmdebstrap, which is not installed",
+            fix="apt-get install mmdebstrap  (as root)" + ("" if recipe.pull else '; or add a reference `pull = "..."` to image.toml'),
         )
     with _part(image.tarball) as part:
         folders = " ".join(f'"$1/{path}"' for path in _MOUNT_POINTS)
@@ -304,7 +306,7 @@ def _build(image: Image) -> None:
             problem = "no python3" if version is None else f"python3.{int(version[1])}"
             raise UserError(
                 f"sandbox image {image.name}: its packages include {problem}; the exec server needs python3 3.9 or later",
-                fix='add "python3" to packages in image.toml, or name a newer suite',
+                fix='add "python3" to packages in image.toml, or set a newer suite',
             )
 
 
@@ -336,7 +338,7 @@ def _run(command: list[str]) -> None:
                     waiting.raise_if_cancelled()
                     if time.monotonic() > deadline:
                         raise UserError(
-                            f"{command[0]} did not finish in {BUILD_S:.0f} s", fix="check that the package mirror answers"
+                            f"{command[0]} did not finish within {BUILD_S:.0f} s", fix="check that the package mirror answers"
                         ) from None
         except BaseException:
             os.killpg(process.pid, signal.SIGKILL)
@@ -345,5 +347,5 @@ def _run(command: list[str]) -> None:
         tail = "\n".join(output.decode("utf-8", "replace").splitlines()[-12:])
         raise UserError(
             f"{' '.join(command)} failed with status {process.returncode}:\n{tail}",
-            fix="check suite and packages in image.toml, that the package mirror answers, and the free disk space",
+            fix="check suite and packages in image.toml, the free disk space, and whether the package mirror answers",
         )

@@ -63,7 +63,7 @@ def runtime_folder() -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     info = folder.lstat()
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o077:
-        raise SandboxError(f"{folder} must be a folder that belongs to this user, with mode 0700; correct or remove it")
+        raise SandboxError(f"{folder} must be a folder with mode 0700 that belongs to this user; correct or remove it")
     return folder
 
 
@@ -115,5 +115,5 @@ def start_time(pid: int) -> int | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     except OSError as error:  # a live driver must not count as dead because this process has no free descriptor
-        raise SandboxError(f"cannot read when process {pid} started: {error.strerror}") from error
+        raise SandboxError(f"cannot read the start time of process {pid}: {error.strerror}") from error
     return None if fields[0] in "ZX" else int(fields[19])

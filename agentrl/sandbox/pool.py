@@ -130,7 +130,7 @@ class WarmPool(ClosesOnce):
                 sandbox = await self._backend.open(spec)
         except AgentRLError as error:  # callers open their own sandboxes, and see the error there if it persists
             self._failures[spec] = self._failures.get(spec, 0) + 1
-            log.warning("a sandbox could not be opened ahead of need: %s", error)
+            log.warning("cannot open a sandbox in advance: %s", error)
             return
         finally:
             self._coming[spec] -= 1

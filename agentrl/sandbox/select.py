@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 _LOCAL = ("auto", "docker", "bubblewrap")
 _START_DOCKER = f"sudo apt-get install docker.io crun && sudo {sys.executable} -m agentrl.sandbox.daemon start"
-_RESTART_DOCKER = "sudo systemctl restart docker, or end that dockerd and start one"
+_RESTART_DOCKER = "sudo systemctl restart docker, or stop that dockerd and start a new one"
 _INSTALL_BUBBLEWRAP = "sudo apt-get install bubblewrap mmdebstrap"
 
 
@@ -41,23 +41,25 @@ def select_backend(
         root: the folder that `SandboxSpec.image` is relative to.
     """
     if name not in _LOCAL:
-        raise UserError(f"no sandbox backend of this machine is called {name!r}", fix=f"use {', '.join(_LOCAL)}")
+        raise UserError(f"{name!r} is not a sandbox backend of this machine", fix=f"choose one of {', '.join(_LOCAL)}")
     daemon = docker_client.daemon_state() if name in ("auto", "docker") else "absent"
     if daemon == "answers":
         return DockerBackend(run_label=run_label, root=root, progress=progress)
     if name == "docker":
         silent = daemon == "silent"
         raise SandboxUnavailable(
-            f"no Docker daemon answers at {docker_client.daemon_address()}" + (": it accepts connections but is silent" if silent else ""),
+            f"the Docker daemon at {docker_client.daemon_address()} accepts connections but does not answer"
+            if silent
+            else f"no Docker daemon answers at {docker_client.daemon_address()}",
             fix=f"{_RESTART_DOCKER if silent else _START_DOCKER}  (or choose sandbox.backend=bubblewrap)",
         )
     problem = bubblewrap.unavailable_reason()
     if not problem:
         return BubblewrapBackend(run_label=run_label, root=root, progress=progress)
     if name == "bubblewrap":
-        raise SandboxUnavailable(f"bubblewrap does not work here: {problem}", fix=_INSTALL_BUBBLEWRAP)
+        raise SandboxUnavailable(f"bubblewrap does not work on this machine: {problem}", fix=_INSTALL_BUBBLEWRAP)
     raise SandboxUnavailable(
-        f"programs cannot be isolated here: no Docker daemon answers at {docker_client.daemon_address()}, "
+        f"this machine has no working sandbox backend: no Docker daemon answers at {docker_client.daemon_address()}, "
         f"and bubblewrap does not work: {problem}",
         fix=f"run one of these commands:\n    {_START_DOCKER}\n    {_INSTALL_BUBBLEWRAP}",
     )
@@ -87,7 +89,7 @@ async def open_sandboxes(config: SandboxConfig, *, run_label: str, root: Path, w
     except SandboxError as error:
         if backend.name == "docker":
             raise
-        log.warning("sandboxes of dead drivers are not removed: %s", error)  # the problem is a daemon that this run does not use
+        log.warning("cannot remove the sandboxes of dead drivers: %s", error)  # the problem is a daemon that this run does not use
     return WarmPool(backend, warm=min(warm, config.max_open, getattr(backend, "most_warm", warm)), max_open=config.max_open)
 
 

@@ -61,7 +61,7 @@ async def ensure_compiled(image: Image, open_from_source: Callable[[], Awaitable
         finally:
             await sandbox.close()
         if not result.ok or result.truncated:
-            raise SandboxError(f"the image {image.name} cannot compile the exec server: {result.stderr[-500:]}")
+            raise SandboxError(f"the interpreter of image {image.name} cannot compile the exec server: {result.stderr[-500:]}")
         _write(path, base64.b64decode(result.stdout, validate=False))
     return path
 

@@ -101,7 +101,8 @@ class KeeperClient:
         except TimeoutError:
             self.retired = True
             raise SandboxError(
-                f"a sandbox in container {self.name} did not end within {ENDING_S:.0f} s; the container ends with its last other sandbox"
+                f"a sandbox in container {self.name} did not end within {ENDING_S:.0f} s; "
+                "the container ends when its other sandboxes have ended"
             ) from None
 
     def close(self) -> None:
@@ -125,25 +126,25 @@ class KeeperClient:
             return False
         except OSError as error:
             self.close()
-            raise SandboxError(f"container {self.name} accepts no request: {error}") from error
+            raise SandboxError(f"cannot send a request to container {self.name}: {error}") from error
         return True
 
     def _read(self) -> None:
         try:
             data = self._link.recv(_PACKET)
             if not data:
-                raise SandboxError("it has ended")
+                raise SandboxError("the keeper closed its connection")
             self._handle(json.loads(data))
         except BlockingIOError:
             return
         except (OSError, ValueError, KeyError, TypeError, RecursionError, SandboxError) as error:
             if self._sandboxes:
-                log.warning("container %s with %d sandboxes is gone: %s", self.name, len(self._sandboxes), error)
+                log.warning("lost the container %s with %d sandboxes: %s", self.name, len(self._sandboxes), error)
             self.close()
 
     def _handle(self, message: Any) -> None:
         if not isinstance(message, dict):
-            raise ValueError("a message that is not an object")
+            raise ValueError("a message is not an object")
         if "ready" in message or "cannot" in message:
             self._problem = str(message.get("cannot", ""))[:500]
             self._ready.set()

@@ -52,7 +52,7 @@ class RequireKey:
 
     def __init__(self, app: _App) -> None:
         if not _expected:
-            raise RuntimeError(f"{KEY_VARIABLE} is not set: a server without a key would let every local user replace its weights")
+            raise RuntimeError(f"{KEY_VARIABLE} is not set: without a key, any local user could replace the server's weights")
         self._app, self._expected = app, _expected
 
     async def __call__(self, scope: _Scope, receive: Any, send: Any) -> None:

@@ -223,7 +223,7 @@ def _logprobs(choice: _Choice) -> tuple[float, ...]:
         raise ServingError(f"the {len(content)} logprobs do not match the {len(choice.token_ids)} sampled tokens")
     for position, entry in enumerate(content):
         if not math.isfinite(entry.logprob) or entry.logprob < _IMPOSSIBLE_LOGPROB or entry.logprob > 1e-3:
-            raise ServingError(f"impossible logprob {entry.logprob} for sampled token {position}: are the weights finite?")
+            raise ServingError(f"impossible logprob {entry.logprob} for sampled token {position}: check that the weights are finite")
     return tuple(entry.logprob for entry in content)
 
 
@@ -236,7 +236,7 @@ def parse_alternatives(answer: Any) -> list[dict[int, float]]:
         raise ServingError(f"malformed answer from the inference server: {error}") from error
     tables = [{entry.token_id: entry.logprob for entry in row} for row in rows]
     if any(len(table) != len(row) for table, row in zip(tables, rows, strict=True)):
-        raise ServingError("the inference server returned a token twice among the logprobs of a position")
+        raise ServingError("the inference server returned a token twice in the logprobs of a position")
     return tables
 
 
@@ -250,7 +250,7 @@ def proven_support(table: dict[int, float], most: int) -> dict[int, float]:
     support = {token: logprob for token, logprob in table.items() if logprob > _IMPOSSIBLE_LOGPROB}
     if len(table) > most or len(support) == len(table):
         raise ServingError(
-            f"{len(support)} of the {len(table)} most likely tokens could have been sampled, so there may be more: {TIES} tokens or more"
+            f"{len(support)} of the {len(table)} most likely tokens could have been sampled, so there may be more: at least {TIES} tokens"
             " tie with the last of the top_k. Lower top_k or top_p, raise min_p, or compute in float32, where logits rarely tie"
         )
     total = math.fsum(math.exp(min(logprob, 1.0)) for logprob in support.values())
@@ -268,7 +268,7 @@ def _supports(answer: Any, choice: _Choice, params: SamplingParams) -> Supports:
     for sampled, table in zip(choice.logprobs.content, parse_alternatives(answer), strict=True):
         support = proven_support(table, params.top_k + TIES)
         if support.get(sampled.token_id) != sampled.logprob:
-            raise ServingError(f"sampled token {sampled.token_id} is not in its support, or has another logprob there")
+            raise ServingError(f"sampled token {sampled.token_id} is not in its support, or has a different logprob there")
         rows.append(tuple(support))
     return Supports.from_rows(rows)
 

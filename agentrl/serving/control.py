@@ -128,7 +128,7 @@ class ControlPlane:
         try:
             await self.request("POST", _ABORT, timeout_s=CONTROL_TIMEOUT_S, json={"request_ids": [f"{_ENGINE_ID}{request_id}"]})
         except ServingError as error:
-            log.warning("request %s could not be cut off: %s", request_id, error)
+            log.warning("request %s could not be aborted: %s", request_id, error)
 
     async def _generated(self, body: bytes, timeout_s: float) -> Any:
         status, content = await self._answer("POST", _GENERATE, body, timeout_s=timeout_s)

@@ -64,6 +64,6 @@ class PromptImages:
         plain = plain_ids(prompt_ids)
         if plain != list(prompt_ids) and (not isinstance(answer, dict) or answer.get("prompt_token_ids") != plain):
             raise ServingError(
-                "the server expanded the images of a prompt to other tokens than the model's processor here\n"
+                "the server expanded the images of a prompt to different tokens than the model's processor on this host\n"
                 "  fix: use the same versions of transformers and Pillow for servers and rollouts"
             )

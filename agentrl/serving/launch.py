@@ -28,8 +28,8 @@ def main() -> None:
     """Runs vLLM's server with this process's arguments."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--driver-pid", type=int, required=True)
-    parser.add_argument("--cpu-threads", type=int, default=0, help="fork the engine and give it this many threads (CPU only)")
-    parser.add_argument("arguments", nargs="+", help="for vLLM's api_server")
+    parser.add_argument("--cpu-threads", type=int, default=0, help="fork the engine with this many threads (CPU only)")
+    parser.add_argument("arguments", nargs="+", help="arguments of vLLM's api_server")
     options = parser.parse_args()
 
     die_with_parent(options.driver_pid)

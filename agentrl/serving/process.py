@@ -215,7 +215,7 @@ class ServerProcess(ABC):
             except ServingError as error:
                 if not tries_left or _DISTURBED not in str(error):
                     raise
-                log.warning("%s is restarted: another process freed GPU memory while it measured what is free", self._what)
+                log.warning("%s is restarted: another process freed GPU memory while the server measured the free memory", self._what)
 
     async def _begin_once(self, *, timeout_s: float) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -229,14 +229,14 @@ class ServerProcess(ABC):
             await self.stop()
             cause = cause_in(self.log_path, self._log_start)[0]
             raise ServingError(
-                f"{self._what} was not ready after {timeout_s:g} s; its log ends with: {cause}\n  all of its output: {self.log_path}"
+                f"{self._what} was not ready after {timeout_s:g} s; its log ends with: {cause}\n  full output: {self.log_path}"
             ) from None
         except ServingError:
             await self.was_killed()  # records the signal before the process is stopped
             await self.stop()
             raise
         except LaunchError as error:
-            raise ServingError(f"{self._what} does not start: {error}") from error
+            raise ServingError(f"{self._what} cannot be started: {error}") from error
         except BaseException:
             await self.stop()
             raise
@@ -344,5 +344,5 @@ def ended_while_starting(what: str, code: int, log_path: Path, start: int) -> Se
     if not cause and code < 0:
         cause = f"it was killed by signal {-code}"
     advice = f"\n  fix: {fix}" if fix else ""
-    details = f"{cause or 'it gave no reason'}{advice}\n  all of its output: {log_path}"
+    details = f"{cause or 'it gave no reason'}{advice}\n  full output: {log_path}"
     return ServingError(f"{what} ended with code {code} while starting: {details}")

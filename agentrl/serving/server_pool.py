@@ -303,7 +303,7 @@ class ServerPool:
 
     async def _wait_ready(self) -> None:
         """Waits until `_ready` has a server. Raises `ServingError`."""
-        async with in_time(self._recipe.serving.startup_timeout_s, "no inference server came back"), self._looking:
+        async with in_time(self._recipe.serving.startup_timeout_s, "no inference server became ready again"), self._looking:
             while not self._ready():
                 await asyncio.sleep(POLL_S)
 
@@ -319,7 +319,7 @@ class ServerPool:
 
     async def _first(self, version: PolicyVersion, take: _Take) -> SwapReport | None:
         """Loads a version into one server; if that server dies meanwhile, into the next one."""
-        async with in_time(self._recipe.serving.startup_timeout_s, "no inference server came back") as deadline:
+        async with in_time(self._recipe.serving.startup_timeout_s, "no inference server became ready again") as deadline:
             while True:
                 replica = next((replica for replica in self._replicas if replica.accepts_requests), None)
                 if replica is None:
@@ -329,7 +329,7 @@ class ServerPool:
                 try:
                     return await take(replica, version)
                 except ServerLost as error:
-                    log.warning("the swap to version %d continues with another server: %s", version.number, error)
+                    log.warning("the swap to version %d continues with a different server: %s", version.number, error)
                     deadline.reschedule(asyncio.get_running_loop().time() + self._recipe.serving.startup_timeout_s)
 
     async def _follow(self, replica: SupervisedServer, version: PolicyVersion, take: _Take) -> SwapReport | None:
@@ -374,7 +374,7 @@ class ServerPool:
                     try:
                         await self._follow(replica, version, SupervisedServer.load_or_restart)
                     except SwapError as error:
-                        log.warning("%s stays behind version %d: %s", replica.title, version.number, error)
+                        log.warning("%s does not serve version %d yet: %s", replica.title, version.number, error)
 
     async def _keep(self, number: int, abandoned: list[int], on_loss: Callable[[], Awaitable[None]]) -> None:
         """Watches one server until it is abandoned. Raises `ServingError` if it was the last server."""

@@ -279,7 +279,7 @@ class SupervisedServer:
     def _probe_of(self, version: PolicyVersion) -> Probe:
         folder = self._run_dir / version.folder
         if (probe := read_probe(folder)) is None:
-            raise SwapError(f"version {version.number} has no {PROBE_FILE} in {folder}: it was retracted meanwhile")
+            raise SwapError(f"version {version.number} has no {PROBE_FILE} in {folder}: the version was retracted")
         return probe
 
     async def _exchange(self, channel: WeightChannel, version: PolicyVersion, probe: Probe) -> SwapReport:
@@ -288,7 +288,7 @@ class SupervisedServer:
 
     async def _opened_server(self) -> VLLMServer:
         """Waits until requests may pass; returns the server. Raises `ServingError` if it does not come back in time."""
-        async with in_time(self._recipe.serving.startup_timeout_s, "the inference server did not come back"):
+        async with in_time(self._recipe.serving.startup_timeout_s, "the inference server did not become ready again"):
             await self._ready.wait()
         assert self._server is not None, "requests pass only after start()"
         return self._server
@@ -340,7 +340,7 @@ class SupervisedServer:
                 await on_loss()
             version = await self._newest()
             if version is None:
-                raise ServingError("no policy version to serve")
+                raise ServingError("there is no policy version to serve")
             try:
                 await self.start(version)
             except ServingError:
@@ -365,7 +365,7 @@ class SupervisedServer:
             if asyncio.get_running_loop().time() > until:
                 raise ServingError(
                     f"version {version.number} has no {PROBE_FILE} after {serving.startup_timeout_s:g} s: "
-                    "the learner writes it after it has loaded the model\n  fix: see logs/learner.log, or raise serving.startup_timeout_s"
+                    "the learner writes it after it loads the model\n  fix: see logs/learner.log, or raise serving.startup_timeout_s"
                 )
             await asyncio.sleep(_WATCH_S)
         if probe is None:
@@ -377,7 +377,7 @@ class SupervisedServer:
             raise ServingError(f"{self.title} returned no logprobs within {serving.request_timeout_s:g} s of its start") from None
         if not diff <= self._probe_limit:
             raise ServingError(
-                f"{self.title} was started with version {version.number}, and its logprobs differ by {diff:.3g} nats from"
+                f"{self.title} started with version {version.number}, but its logprobs differ by {diff:.3g} nats from"
                 f" {folder / PROBE_FILE}; the limit is {self._probe_limit:g} (serving.probe_max_abs_diff)\n  fix: restore the"
                 " published weights, or set policy.dtype to the learner's"
             )
@@ -429,7 +429,7 @@ def mark_serving(registry: VersionRegistry, version: PolicyVersion) -> None:
         record = registry.get(version.number)
         if record is not None and record.sha256 == version.sha256 and record.state is not VersionState.ROLLED_BACK:
             raise
-        log.warning("version %d was retracted while it was swapped in", version.number)
+        log.warning("version %d was retracted during its swap", version.number)
 
 
 def version_to_serve(registry: VersionRegistry) -> PolicyVersion | None:

@@ -50,7 +50,7 @@ class HotSwap(ABC):
         try:
             await self._server.stage(folder)  # while the server computes tokens
         except ServingError as error:
-            raise SwapError(f"version {version.number} does not reach the server's host: {error}") from error
+            raise SwapError(f"version {version.number} cannot be sent to the server's host: {error}") from error
         async with self._lock:
             try:
                 async with asyncio.timeout(timeout_s):
@@ -64,7 +64,7 @@ class HotSwap(ABC):
                 await self._restore(timeout_s)
                 if isinstance(error, SwapError | asyncio.CancelledError):
                     raise
-                reason = f"not done within {timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
+                reason = f"the swap did not finish within {timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
                 raise SwapError(f"version {version.number} was not swapped in: {reason}") from error
             self._server.weights.accept(version.number)
             self._serving_folder = folder
@@ -122,7 +122,7 @@ class FileWeightChannel(HotSwap):
         try:
             await self._update(number, folder, {deltas.DELTA_FILE: (folder / deltas.DELTA_FILE).stat().st_size})
         except ServingError as error:
-            log.warning("version %d is loaded whole, because the server rejected its delta: %s", number, error)
+            log.warning("the complete weights of version %d are loaded, because the server rejected its delta: %s", number, error)
             await self._reload(number, folder)
 
     async def _reload(self, number: int, folder: Path) -> None:
@@ -149,7 +149,7 @@ class FileWeightChannel(HotSwap):
 def check_version_folder(version: PolicyVersion, folder: Path, registry_folder: Path) -> None:
     """Raises `SwapError` unless `folder` is in the registry and its weights have the hash in the version's record."""
     if folder == registry_folder or not folder.is_relative_to(registry_folder):
-        raise SwapError(f"version {version.number}: {folder} is not below the run's versions folder {registry_folder}")
+        raise SwapError(f"version {version.number}: {folder} is not inside the run's versions folder {registry_folder}")
     try:
         whole = version.weights == ADAPTER or (folder / version.weights).exists()
         delta = None if whole else deltas.read_delta(folder)

@@ -100,7 +100,7 @@ class HttpTransport:
         return connection
 
     def _closed_error(self) -> UnsentError:
-        return UnsentError(f"the connection to {self._what} at {self.url} was closed: it is being stopped or restarted")
+        return UnsentError(f"the connection to {self._what} at {self.url} was closed: the server is being stopped or restarted")
 
 
 class _Connection(asyncio.Protocol):

@@ -37,7 +37,7 @@ def warn_on_error(folder: Path, doing: str) -> Iterator[None]:
     try:
         yield
     except Exception as second:
-        append_driver_log(folder, f"a further error in {doing}", second)
+        append_driver_log(folder, f"an additional error in {doing}", second)
         log.warning("%s: %s", doing, one_line_error(second))
 
 
@@ -59,7 +59,7 @@ async def closing_stack(folder: Path) -> AsyncIterator[AsyncExitStack]:
     except BaseException as last:
         if last is body or (body is None and not isinstance(last, Exception)):
             raise
-        append_driver_log(folder, "a further error while closing", last)
+        append_driver_log(folder, "an additional error while closing", last)
         if body is None:
             _left(last)
     if body is not None:
@@ -150,7 +150,7 @@ def pause_until_room(error: BaseException, folder: Path) -> None:
         if time.monotonic() > until:
             raise error
         time.sleep(_ROOM_LOOK_S)
-    _print("the disk has room again, and the run continues")
+    _print("the disk has free space again; the run continues")
 
 
 def _has_room(folder: Path) -> bool:

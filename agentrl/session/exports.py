@@ -70,7 +70,7 @@ def _default_folder(run_dir: Path, to: str) -> Path:
     """
     folder = run_dir / FOLDER / to
     if not folder.resolve().is_relative_to(run_dir.resolve()):
-        raise UserError(f"{run_dir / FOLDER} is a link to a folder outside of the run", fix="give a folder with --out")
+        raise UserError(f"{run_dir / FOLDER} is a link to a folder outside the run folder", fix="choose a folder with --out")
     return folder
 
 

@@ -95,7 +95,7 @@ def _take(stack: ExitStack, folder: Path, *, resume: bool, command: str, resumab
         raise _no_run(folder)
     if not resume and holds_run(folder):
         go_on = "continue it with --resume, or " if resumable else ""
-        raise UserError(f"{folder} already contains a run", fix=f"{go_on}choose another --run-dir (or delete {folder})")
+        raise UserError(f"{folder} already contains a run", fix=f"{go_on}choose a different --run-dir (or delete {folder})")
 
 
 def holds_run(folder: Path) -> bool:
@@ -104,7 +104,7 @@ def holds_run(folder: Path) -> bool:
 
 
 def _no_run(folder: Path) -> UserError:
-    return UserError(f"{folder} contains no run to resume", fix="start one without --resume")
+    return UserError(f"{folder} contains no run to resume", fix="start a run without --resume")
 
 
 def _first_free(stack: ExitStack, runs: Path, name: str, command: str) -> Path:
@@ -149,7 +149,7 @@ def check_same_command(folder: Path, verb: str) -> None:
     """Raises `UserError` if a different command created the content of a folder, because this command would damage it."""
     command = str(_started(folder).get("verb", "train"))
     if command != verb:
-        raise UserError(f"{folder} was created by `agentrl {command}`", fix=f"choose another --run-dir, or use agentrl {command}")
+        raise UserError(f"{folder} was created by `agentrl {command}`", fix=f"choose a different --run-dir, or use agentrl {command}")
 
 
 def _started(folder: Path) -> dict[str, Any]:
@@ -241,6 +241,8 @@ def check_disk(folder: Path) -> None:
     """Raises `UserError` if the disk has too little space for the first checkpoint, or the folder is not writable."""
     free = shutil.disk_usage(folder).free
     if free < _FREE_BYTES:
-        raise UserError(f"{folder}: only {free >> 20} MiB are free on this disk", fix="free at least 1 GiB, or choose another --run-dir")
+        raise UserError(
+            f"{folder}: only {free >> 20} MiB are free on this disk", fix="free at least 1 GiB, or choose a different --run-dir"
+        )
     if not os.access(folder, os.W_OK):
-        raise UserError(f"{folder} is not writable", fix="choose another --run-dir")
+        raise UserError(f"{folder} is not writable", fix="choose a different --run-dir")

@@ -58,7 +58,7 @@ def declare_judge_servers(recipe: Recipe, folders: Mapping[str, Path], *, weight
         positions, wanted = config.get("max_position_embeddings"), recipe.judge_servers[name].max_model_len
         if isinstance(positions, int) and positions < wanted:
             raise UserError(
-                f"{key}.max_model_len={wanted}, and the model has {positions} positions", fix=f"set {key}.max_model_len={positions}"
+                f"{key}.max_model_len={wanted}, but the model has only {positions} positions", fix=f"set {key}.max_model_len={positions}"
             )
         servers[name] = known_servers.JudgeServer(folder=folder, weights=_hash(folder), reward_model=reward_model)
     known_servers.register_servers(servers)
@@ -88,8 +88,8 @@ def check_reward_model_vocabulary(policy: Path) -> None:
     for name, known in known_servers.registered_servers().items():
         if known.reward_model and not load_record(known.folder).shows and _vocabulary(known.folder) != _vocabulary(policy):
             raise UserError(
-                f"judge_servers.{name}.model reads the tokens of episodes, but has another vocabulary than policy.model",
-                fix="train it from this policy (agentrl tune reward RUN), or from labels, so that it reads text (--labels)",
+                f"judge_servers.{name}.model reads the tokens of episodes, but its vocabulary differs from that of policy.model",
+                fix="train it from this policy (agentrl tune reward RUN), or train it on labels (--labels), so that it reads text",
             )
 
 
@@ -244,7 +244,7 @@ async def standalone_judge_servers(recipe: Recipe | None, *, root: Path) -> Asyn
         yield
         return
     work = Path(tempfile.mkdtemp(prefix="agentrl-judges-"))
-    print(f"starting the judges' servers {', '.join(models)}; their logs are in {work / 'logs'}", file=sys.stderr)
+    print(f"starting judge servers {', '.join(models)}; their logs are in {work / 'logs'}", file=sys.stderr)
     async with running_judge_servers(recipe, models, folder=work) as servers:
         await servers.ready()
         yield

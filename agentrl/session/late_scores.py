@@ -136,7 +136,7 @@ def import_scores(store: ExperienceStore, path: Path, *, scored_by: str = "") ->
         with open_file(path) as file:
             for number, line in enumerate(iter(lambda: file.readline(MAX_LINE + 1), b""), 1):
                 if number > MAX_LINES:
-                    raise UserError(f"{path} has more than {MAX_LINES:,} lines", fix="split the file; the lines before were imported")
+                    raise UserError(f"{path} has more than {MAX_LINES:,} lines", fix="split the file; the preceding lines were imported")
                 try:
                     if len(line) > MAX_LINE:
                         raise UserError(f"longer than {MAX_LINE >> 10} KiB", fix="write one score per line")
@@ -150,7 +150,7 @@ def import_scores(store: ExperienceStore, path: Path, *, scored_by: str = "") ->
         raise
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise UserError(f"{path}: {reason}", fix="give a file with one score per line") from None
+        raise UserError(f"{path}: {reason}", fix="use a file with one score per line") from None
     return report
 
 

@@ -142,10 +142,12 @@ def open_league(
     if not recipe.rollout.needs_league:
         return None
     if recipe.rollout.workers:
-        raise UserError("rollout.workers cannot play against a league, whose server belongs to the driver", fix="set rollout.workers=0")
+        raise UserError(
+            "rollout workers cannot play against a league, because only the driver can use its server", fix="set rollout.workers=0"
+        )
     if recipe.serving.weight_transfer.ref == "nccl":
         raise UserError(
-            "serving.weight_transfer=nccl cannot send the past versions that a league plays against",
+            "serving.weight_transfer=nccl cannot send past versions, which a league needs as opponents",
             fix="set serving.weight_transfer=file or delta",
         )
     return RunLeague(recipe, folder, registry, served, launcher=launcher, alert=alert)

@@ -218,7 +218,7 @@ def _left_out(folder: Path, steps: Sequence[Mapping[str, Any]]) -> dict[str, int
 def excluded_alerts(phase: str, results: Mapping[Split, SplitEvaluation]) -> list[str]:
     """Returns the alerts of an evaluation: its excluded episodes, with reasons."""
     return [
-        f"evaluation {phase}: {result.excluded} of {result.episodes} episodes on {split} excluded: {format_counts(result.excluded_reasons)}"
+        f"evaluation {phase}: excluded {result.excluded} of {result.episodes} episodes on {split}: {format_counts(result.excluded_reasons)}"
         for split, result in results.items()
         if result.excluded
     ]
@@ -421,7 +421,7 @@ def gate_problems(folder: Path, *, finished: bool) -> tuple[str, ...]:
     if not finished or any(one.promoted and one.sha256 not in base and not is_zero_version(folder, one.version) for one in verdicts):
         return ()
     last = verdicts[-1].reason if verdicts else "no version was evaluated"
-    return (f"the gate promoted no version after the first, so there is no model; the last verdict: {last}",)
+    return (f"the gate promoted no version after the first, so the run has no model; last verdict: {last}",)
 
 
 def is_zero_version(folder: Path, version: int) -> bool:

@@ -41,10 +41,12 @@ def find_model(model: str, root: Path, *, chat_template: bool = True, key: str =
         try:
             deltas.materialize(folder)
         except ValueError as error:
-            raise UserError(f"{key}: {error}", fix="use another version of that run, or its model/ folder") from error
+            raise UserError(f"{key}: {error}", fix="use a different version of that run, or its model/ folder") from error
     if not folder.is_dir():
         if model.startswith((".", "/", "~")) or model.count("/") != 1:
-            raise UserError(f"{key}: no folder {folder}", fix="use a folder of the project, or a Hugging Face id such as Qwen/Qwen3-0.6B")
+            raise UserError(
+                f"{key}: there is no folder {folder}", fix="use a folder of the project, or a Hugging Face id such as Qwen/Qwen3-0.6B"
+            )
         folder = _download(model, key)
     check_model_files(folder, chat_template=chat_template, key=key)
     return folder
@@ -58,7 +60,7 @@ def _download(model: str, key: str) -> Path:
     try:
         return Path(snapshot_download(model, allow_patterns=patterns))
     except RepositoryNotFoundError:
-        raise UserError(f"{key}: {model!r} is neither a folder nor a model on the hub", fix="check the spelling") from None
+        raise UserError(f"{key}: {model!r} is neither a folder nor a model on the Hugging Face Hub", fix="check the spelling") from None
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise UserError(
             f"{key}: {model!r} is not a folder here and could not be downloaded ({type(error).__name__})",
@@ -99,7 +101,7 @@ def copy_version(source: Path, target: Path, *, weights: str) -> None:
         if not (partial / weights).exists():
             deltas.write_complete(source, partial / weights)
     except (OSError, ValueError) as error:
-        raise StoreError(f"{source} cannot be copied: {error}") from error
+        raise StoreError(f"cannot copy {source}: {error}") from error
     commit_folder(partial, target)
 
 
@@ -219,9 +221,9 @@ def check_disk_space(recipe: Recipe, model: Path, folder: Path) -> tuple[str, ..
     )
     fix = "free space, choose a --run-dir on another disk, or lower learner.keep_checkpoints and learner.keep_versions"
     if wanted.first > free + replaced:
-        raise UserError(f"{folder}: the first step needs about {_gib(wanted.first)}, and {_gib(free)} are free on this disk", fix=fix)
+        raise UserError(f"{folder}: the first step needs about {_gib(wanted.first)}, but only {_gib(free)} are free on this disk", fix=fix)
     if wanted.total > free + replaced:
-        return (f"the run needs up to {_gib(wanted.total)} in {folder}, and {_gib(free)} are free: {parts}\n  fix: {fix}",)
+        return (f"the run needs up to {_gib(wanted.total)} in {folder}, but only {_gib(free)} are free: {parts}\n  fix: {fix}",)
     return (f"the run stores up to {_gib(wanted.total)} in {folder}: {parts}",) if wanted.total >= _WORTH_SAYING else ()
 
 

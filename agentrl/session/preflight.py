@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from agentrl.agent.chat import ChatFormat
 
 
-_THERE = "correct it there"
+_THERE = "correct the code there"
 
 
 _COPY_PATH, _COPY_DATA = ".agentrl-copy", b"a file that is to be in the copy"
@@ -154,8 +154,8 @@ def _check_agent(recipe: Recipe) -> None:
         return
     agent = parts.load_part(parts.AGENT, recipe.agent)
     agent = getattr(agent, "func", agent)
-    states = ("boundaries", "the state of that agent between two turns cannot be captured")
-    tools = ("task_tools", "that agent uses its own tools instead of those of the task")
+    states = ("boundaries", "the state of this agent between two turns cannot be captured")
+    tools = ("task_tools", "this agent uses its own tools instead of those of the task")
     wanted = {
         "rollout.group.branches": (rollout.group.branches > 1, *states),
         "rollout.checkpoint_turns": (rollout.checkpoint_turns, *states),
@@ -183,7 +183,7 @@ def check_delegation(recipe: Recipe, *, root: Path) -> None:
     if not any(tool.needs_sandbox for tool in tools.values()):
         raise RecipeError(
             "rollout.delegation.sandbox=own does nothing: none of rollout.delegation.tools uses a sandbox",
-            fix="give sub-agents a tool that does, such as python or shell, or use shared",
+            fix="add a tool that uses one, such as python or shell, or set sandbox=shared",
         )
 
 
@@ -217,7 +217,7 @@ def _check_known(kind: str) -> None:
     files = [file for folder in places or () for file in (Path(folder) / "models" / "auto").glob("*.py")]
     if files and not any(f'"{kind}"' in file.read_text(encoding="utf-8") for file in files):
         raise UserError(
-            f"policy.model: the installed transformers does not know the model type {kind!r}",
+            f"policy.model: the installed transformers does not support the model type {kind!r}",
             fix="use a supported architecture, such as Qwen3 or Llama, or a newer transformers",
         )
 
@@ -275,7 +275,7 @@ def open_gate_suite(recipe: Recipe, scorer: TaskScorer, *, root: Path) -> Suite 
         return None
     if recipe.serving.weight_transfer.ref == "nccl":
         raise UserError(
-            "gate: a version that was promoted long ago cannot be served again with serving.weight_transfer=nccl",
+            "gate: serving.weight_transfer=nccl cannot serve an older promoted version again",
             fix="set serving.weight_transfer=file or delta",
         )
     suite = load_suite(root / recipe.gate.suite)
@@ -394,9 +394,9 @@ async def check_snapshots(recipe: Recipe, task: Task, sandboxes: SandboxBackend)
         await first.close()
     if problem:
         raise UserError(
-            f"{key} needs copies of a working directory, and sandbox.backend={recipe.sandbox.backend} does not create them: {problem}",
-            fix="implement its Sandbox.snapshot() and open(snapshot=...) (agentrl sandbox check tests them), use another backend, or remove"
-            f" {key.partition('=')[0]}",
+            f"{key} needs copies of a working directory, but sandbox.backend={recipe.sandbox.backend} does not create them: {problem}",
+            fix="implement its Sandbox.snapshot() and open(snapshot=...) (agentrl sandbox check tests them), use a different backend, or"
+            f" remove {key.partition('=')[0]}",
         )
 
 
@@ -410,7 +410,7 @@ async def _copy_problem(recipe: Recipe, task: Task, sandboxes: SandboxBackend, f
         return one_line_error(error)
     try:
         copied = await second.read(_COPY_PATH, max_bytes=2 * len(_COPY_DATA))
-        return "" if copied == _COPY_DATA else "a file in it has other content"
+        return "" if copied == _COPY_DATA else "the content of a file in it differs"
     except (FileNotFoundError, ValueError) as error:
         return f"a file in it is missing: {one_line_error(error)}"
     finally:

@@ -83,13 +83,13 @@ def _held_out_tasks(recipe: Recipe, family: TaskFamily) -> Iterator[Task]:
 
 
 def _broken_split(split: Split, error: BaseException) -> TaskError:
-    return TaskError(f"a task of split {split} cannot be created: {one_line_error(error)}", fix="correct its family")
+    return TaskError(f"a task of split {split} cannot be created: {one_line_error(error)}", fix="correct the task family")
 
 
 def _notes(from_them: int, measured: int) -> tuple[str, ...]:
     if not from_them:
         return ()
     return (
-        f"practice is generated from {from_them} cases that are among the {measured} held-out tasks of this run's evaluations. There, the"
-        " held-out rate measures practised questions. Another seed evaluates other tasks",
+        f"practice is generated from {from_them} cases that are among the {measured} held-out tasks of this run's evaluations. On these"
+        " tasks the held-out rate measures practised questions. Set a different seed to evaluate different tasks",
     )

@@ -63,7 +63,9 @@ async def _open_store(
     if transfer.ref not in parts.CHANNEL.shipped or "store" not in transfer.options:
         return None
     if launcher.shared_folder:
-        raise UserError(f"{OPTION} does nothing: all nodes share the run folder", fix="remove it, or start nodes without that disk")
+        raise UserError(
+            f"{OPTION} does nothing: all nodes share the run folder", fix="remove it, or use nodes that do not share the folder"
+        )
     objects = ObjectStore(f"{str(transfer.options['store']).rstrip('/')}/{run_id(folder)}")
     await asyncio.to_thread(objects.check)
 
@@ -71,7 +73,7 @@ async def _open_store(
         try:
             await asyncio.to_thread(objects.remove)
         except InfrastructureError as error:
-            alert(f"{objects.url} still has versions of this run: {error}")
+            alert(f"{objects.url} still contains versions of this run: {error}")
 
     stack.push_async_callback(remove)
     return objects

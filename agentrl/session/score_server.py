@@ -155,7 +155,7 @@ class ScoreServer:
                 return _refusal("failed", "The answer took too long.")
             except Exception as error:
                 log_unexpected("a request to the score server", error)
-                return _refusal("failed", "The scores cannot be stored or read now; the log of the server has the reason.")
+                return _refusal("failed", "The scores cannot be stored or read now; see the server log for the reason.")
 
         return guarded
 

@@ -196,15 +196,15 @@ def _target(name: str, mix: TaskMix, run_dir: Path, opened: Callable[[str], Task
         return "task"
     names = [*mix.families, *sorted(kinds), *sorted(tasks)]
     near = did_you_mean(name, names, "; {}?")
-    raise UserError(f"{run_dir} has no task family, kind or task {name!r}{near}", fix=f"see its tasks: agentrl tasks list {run_dir}")
+    raise UserError(f"{run_dir} has no task family, kind or task {name!r}{near}", fix=f"list its tasks: agentrl tasks list {run_dir}")
 
 
 def _check_remaining(change: TaskChange, after: TaskMix, opened: Callable[[str], TaskFamily]) -> None:
     for name in after.families:
         if not any(after.weight_of(task) for task in _tasks(opened(name), _TRIED)):
             raise UserError(
-                f"without {change.target} {change.name}, task family {name} would have no task left",
-                fix=f"remove the family instead, after adding another one: agentrl tasks remove RUN {name}",
+                f"removing {change.target} {change.name} would leave task family {name} without tasks",
+                fix=f"add another family, then remove this one instead: agentrl tasks remove RUN {name}",
             )
 
 
@@ -214,7 +214,7 @@ async def start_changes(run: Run, group: int) -> None:
     for logged in await asyncio.to_thread(changes.pending):
         start, change = await asyncio.to_thread(changes.start, logged, group), logged.change
         if start.rejected:
-            run.tracker.alert(f"a change of the tasks is rejected ({change.text}): {start.rejected}")
+            run.tracker.alert(f"a task change was rejected ({change.text}): {start.rejected}")
             continue
         run.tracker.alert(f"{change.text}, from group {start.first} on")
         if change.action == "add":

@@ -42,7 +42,7 @@ def known_version(registry: FolderRegistry, number: int) -> PolicyVersion:
     version = registry.get(number)
     if version is None:
         numbers = [one.number for one in registry.versions()]
-        fix = f"choose one of its versions: {numbers[0]} to {numbers[-1]}" if numbers else "start the run, which has no versions yet"
+        fix = f"choose one of its versions: {numbers[0]} to {numbers[-1]}" if numbers else "start the run; it has no versions yet"
         raise UserError(f"{registry.folder.parent} has no version {number}", fix=fix)
     return version
 
@@ -55,9 +55,24 @@ def set_pinned(run_dir: Path, number: int, *, pinned: bool) -> None:
     registry = open_registry(run_dir)
     version = known_version(registry, number)
     registry.pin(number, pinned=pinned)
-    if pinned and not _has_weights(registry, version):  # checked after pinning, so that no other process can delete them afterwards
+    if not pinned:
+        return
+    try:
+        require_weights(registry, version)  # after pinning, so that no other process can delete them afterwards
+    except UserError:
         registry.pin(number, pinned=False)
-        raise _deleted(run_dir, number)
+        raise
+
+
+def require_weights(registry: FolderRegistry, version: PolicyVersion) -> None:
+    """Raises `UserError` if the weights of a version were deleted."""
+    folder = registry.path(version)
+    if not (folder / version.weights).is_file() and not (folder / "delta.json").is_file():
+        raise UserError(
+            f"the weights of version {version.number} of {registry.folder.parent} were deleted",
+            fix=f"choose a different version (agentrl versions list {registry.folder.parent}); to keep more, pin versions or raise"
+            " learner.keep_versions",
+        )
 
 
 def promote(run_dir: Path, number: int) -> Promotion:
@@ -69,14 +84,13 @@ def promote(run_dir: Path, number: int) -> Promotion:
     registry = open_registry(run_dir)
     version = known_version(registry, number)
     if version.state is VersionState.ROLLED_BACK:
-        raise UserError(f"version {number} of {run_dir} was rolled back and never serves again", fix="promote another version")
-    if not _has_weights(registry, version):
-        raise _deleted(run_dir, number)
+        raise UserError(f"version {number} of {run_dir} was rolled back and cannot serve again", fix="promote a different version")
+    require_weights(registry, version)
     registry.verify(version)
     recipe = run_recipe(run_dir)
     if recipe.gate is not None and recipe.gate.rolls_back and not has_checkpoint(run_dir, number):
         raise UserError(
-            f"version {number} of {run_dir} has no intact checkpoint, to which the gate could return", fix=_with_checkpoints(run_dir)
+            f"version {number} of {run_dir} has no intact checkpoint, so the gate could not roll back to it", fix=_with_checkpoints(run_dir)
         )
     try:
         with _stopped(run_dir, "promote"):
@@ -107,10 +121,11 @@ def request_rollback(run_dir: Path, number: int) -> RequestedRollback:
     target, versions, steps = known_version(registry, number), registry.versions(), run_recipe(run_dir).step_limit
     newest = next(version for version in reversed(versions) if version.state is not VersionState.ROLLED_BACK)
     if target.state is VersionState.ROLLED_BACK:
-        raise UserError(f"version {number} of {run_dir} was rolled back and never serves again", fix="choose an earlier version")
+        raise UserError(f"version {number} of {run_dir} was rolled back and cannot serve again", fix="choose an earlier version")
     if target.sha256 == newest.sha256:
         raise UserError(
-            f"version {newest.number}, the newest of {run_dir}, has the weights of version {number}", fix="choose an earlier version"
+            f"version {newest.number}, the newest of {run_dir}, already has the weights of version {number}",
+            fix="choose an earlier version",
         )
     pending = rollback.pending_request(run_dir / "versions", registry)
     request = rollback.RollbackRequest(
@@ -139,10 +154,10 @@ def cancel_rollback(run_dir: Path) -> int:
     registry = open_registry(run_dir)
     pending = rollback.pending_request(run_dir / "versions", registry)
     if pending is None:
-        raise UserError(f"{run_dir} has no pending rollback", fix="see its versions: agentrl versions list " + str(run_dir))
+        raise UserError(f"{run_dir} has no pending rollback", fix="list its versions: agentrl versions list " + str(run_dir))
     if not pending.by_user:
         raise UserError(
-            f"the gate requested the rollback to version {pending.to}, not a person", fix="request a rollback to another version"
+            f"the gate, not a user, requested the rollback to version {pending.to}", fix="request a rollback to a different version"
         )
     rollback.withdraw_request(run_dir / "versions")
     return pending.to
@@ -160,25 +175,13 @@ def has_checkpoint(run_dir: Path, number: int) -> bool:
     return has_intact_files(checkpoint_folder(run_dir, number))
 
 
-def _has_weights(registry: FolderRegistry, version: PolicyVersion) -> bool:
-    folder = registry.path(version)
-    return (folder / version.weights).is_file() or (folder / "delta.json").is_file()
-
-
-def _deleted(run_dir: Path, number: int) -> UserError:
-    return UserError(
-        f"the weights of version {number} of {run_dir} were deleted",
-        fix=f"choose another (agentrl versions list {run_dir}); pin versions to keep, or raise learner.keep_versions",
-    )
-
-
 def _with_checkpoints(run_dir: Path) -> str:
     """Returns the fix of an error about a missing checkpoint."""
     folder = run_dir / "checkpoints"
     numbers = sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal()) if folder.is_dir() else []
     intact = [str(number) for number in numbers if has_checkpoint(run_dir, number)]
     choose = f"choose a version with a checkpoint: {', '.join(intact)}" if intact else "no version has a checkpoint"
-    return f"{choose}; pin versions to keep, or raise learner.keep_checkpoints"
+    return f"{choose}; to keep more, pin versions or raise learner.keep_checkpoints"
 
 
 def run_recipe(run_dir: Path) -> Recipe:

@@ -113,7 +113,7 @@ def train_reward_model(
 
 def _require(rows: Sequence[Any], what: str, fix: str) -> None:
     if not rows:
-        raise UserError(f"the run does not hold {what}", fix=fix)
+        raise UserError(f"the run does not contain {what}", fix=fix)
 
 
 def _start(kind: Any, model: Path, **options: Any) -> Any:
@@ -164,7 +164,7 @@ def _train(trainer: Any, model: Path, out: Path, *, finish: Callable[[Any, Path]
     """Trains and writes the folder; returns the last loss. Calls `finish` with the trained model and the unfinished folder."""
     trainer.train()
     if not all(parameter.isfinite().all() for parameter in trainer.model.parameters()):  # TRL logs a NaN loss as 0
-        raise UserError("the training diverged: weights are not finite, so no model is written", fix="lower --lr")
+        raise UserError("the training diverged: weights are not finite, so no model is saved", fix="lower --lr")
     losses = [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
     part = partial_folder(out)
     shutil.copytree(model, part, ignore=shutil.ignore_patterns(*_NOT_COPIED), dirs_exist_ok=True)
@@ -200,7 +200,7 @@ def _record_reward_model(
     better, worse = (sum(values) / len(values) for values in numbers.values())
     if not better > worse:
         raise UserError(
-            "the model does not score the better of a pair higher, so it is not written", fix="raise --epochs or --lr, or label more"
+            "the model does not score the better attempt of a pair higher, so it is not saved", fix="raise --epochs or --lr, or add labels"
         )
     reward_model.save_record(folder, shows=shows, offset=(better + worse) / 2, scale=(better - worse) / 4, max_tokens=longest)
 

@@ -111,14 +111,16 @@ class TaskMix:
             weights = {**(self.kinds if change.target == "kind" else self.tasks), change.name: weight}
             return replace(self, kinds=weights) if change.target == "kind" else replace(self, tasks=weights)
         if change.action == "add" and change.name in self.families:
-            raise UserError(f"the run already has a task family {change.name}", fix="give the new one another name: --name NAME")
+            raise UserError(f"the run already has a task family {change.name}", fix="give the new one a different name: --name NAME")
         if change.action != "add" and change.name not in self.families:
             raise UserError(f"the run uses no task family {change.name}", fix=f"choose from {', '.join(self.families)}")
         families = {name: share for name, share in self.families.items() if name != change.name or weight}
         if weight:
             families[change.name] = Fraction(weight).limit_denominator(_DENOMINATOR)
         if not families:
-            raise UserError(f"{change.name} is the last task family of the run", fix="add another one first: agentrl tasks add RUN FAMILY")
+            raise UserError(
+                f"{change.name} is the last task family of the run", fix="add another family first: agentrl tasks add RUN FAMILY"
+            )
         return replace(self, families=families)
 
     def split(self, groups: int) -> Iterator[tuple[str, int, bool]]:
@@ -241,7 +243,10 @@ class TaskChanges:
 def check_same_family(known: TaskChange, change: TaskChange) -> None:
     """Raises `UserError` if a change adds a different family under a name that the run has used."""
     if (known.family, known.options, known.seed) != (change.family, change.options, change.seed):
-        raise UserError(f"the run has used another task family {change.name}", fix="give the new one another name: --name NAME")
+        raise UserError(
+            f"the run already used a different task family with the name {change.name}",
+            fix="give the new one a different name: --name NAME",
+        )
 
 
 def read_changes(folder: Path) -> list[LoggedChange]:
@@ -257,7 +262,7 @@ def read_changes(folder: Path) -> list[LoggedChange]:
     before = ["", *(one.sha256 for one in started)]
     hashes = [_chain(last, _hash(line), start) for last, line, start in zip(before, changes, started, strict=False)]
     if hashes != before[1:]:
-        raise StoreError(f"{CHANGES_FILE} and {STARTS_FILE} in {folder} do not belong together\n  fix: restore both files")
+        raise StoreError(f"{CHANGES_FILE} and {STARTS_FILE} in {folder} do not match\n  fix: restore both files")
     return [
         LoggedChange(change=change, sha256=_hash(line), start=start) for change, line, start in zip_longest(requested, changes, started)
     ]
@@ -272,7 +277,9 @@ def changing(folder: Path) -> Iterator[Callable[[TaskChange], None]]:
     handle = os.open(folder / CHANGES_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         if not wait_for_lock(handle, fcntl.LOCK_EX, within_s=LOCK_WAIT_S):
-            raise UserError(f"another process changes the tasks of {folder}", fix=f"end it (see lsof {folder / CHANGES_FILE}), then retry")
+            raise UserError(
+                f"another process is changing the tasks of {folder}", fix=f"stop it (see lsof {folder / CHANGES_FILE}), then retry"
+            )
         yield lambda change: append_lines(folder / CHANGES_FILE, [codec.to_json(change) + b"\n"], durable=True)
     finally:
         os.close(handle)

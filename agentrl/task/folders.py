@@ -167,7 +167,7 @@ def _draw(tasks: list[FolderTask], *, seed: int, heldout: float) -> dict[Split, 
 
 def _load_all(folder: Path) -> list[FolderTask]:
     if not folder.is_dir():
-        raise UserError(f"no folder {folder}", fix="use the folder of a task family, such as sandboxes/chores")
+        raise UserError(f"there is no folder {folder}", fix="use the folder of a task family, such as sandboxes/chores")
     folders = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith((".", "_")))
     if not folders:
         raise TaskError(
@@ -311,7 +311,7 @@ def _grading(description: TaskDescription, mode: Mode, tests: Mapping[str, bytes
         return Grading(mode=mode, tests=encode_files(tests), runs=runs, timeout_s=description.verifier.timeout_sec, gold=gold)
     except ValidationError as error:
         problem = "; ".join(item["msg"].removeprefix("Value error, ") for item in error.errors())
-        fix = "judge and pytest need tests/test_*.py with functions test_*, shell and harbor tests/test.sh; only judge has runs.toml"
+        fix = "judge and pytest need tests/test_*.py with functions test_*; shell and harbor need tests/test.sh; only judge uses runs.toml"
         raise _Mistake("tests", problem, fix) from None
 
 
@@ -340,7 +340,7 @@ def _gold(folder: Path) -> str:
         raise _Mistake(
             "solution",
             f"contains {len(entries)} of solve.sh and solve.py",
-            "write exactly one, which solves the task when run in the working directory",
+            "write exactly one of them; it must solve the task when it runs in the working directory",
         )
     program = "bash" if entries[0].endswith(".sh") else "python3"
     return _GOLD.format(files=encode_files(files), argv=[program, f"/tmp/solution/{entries[0]}"])
@@ -373,7 +373,7 @@ def _tree(folder: Path, name: str) -> dict[str, bytes]:
     for path in _walk(top):
         where = path.relative_to(top).as_posix()
         if not stat.S_ISREG(path.lstat().st_mode):
-            raise _Mistake(f"{name}/{where}", "is not a regular file", "replace it by a copy; links and devices are not allowed")
+            raise _Mistake(f"{name}/{where}", "is not a regular file", "replace it with a copy; links and devices are not allowed")
         if not is_plain_path(where):
             raise _Mistake(f"{name}/{where!r}", "has an invalid name", "rename it")
         size += path.stat().st_size

@@ -169,7 +169,7 @@ def _tests(path: str, source: bytes, *, judge: bool) -> Iterator[str]:
     for node in body:
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test"):
             if judge and (wrong := [name.arg for name in node.args.args if name.arg not in JUDGE_ARGUMENTS]):
-                raise ValueError(f"tests/{path}:{node.lineno}: {node.name} has a parameter {wrong[0]!r}; only outputs and runs exist")
+                raise ValueError(f"tests/{path}:{node.lineno}: {node.name} has a parameter {wrong[0]!r}; only outputs and runs are allowed")
             yield node.name
         elif isinstance(node, ast.ClassDef) and node.name.startswith("Test") and not judge:
             inner = [part.name for part in node.body if isinstance(part, ast.FunctionDef) and part.name.startswith("test")]

@@ -17,8 +17,8 @@ REWARD_FOLDER = b"/logs/verifier"  # the folder of the reward, which the tests o
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", re.IGNORECASE)
 _MEGABYTES = {"": 2.0**-20, "K": 2.0**-10, "M": 1.0, "G": 2.0**10, "T": 2.0**20}
 
-_NO_NETWORK = 'programs have no network by default: allow hosts, environment.network = ["pypi.org:443"], or none, environment.network = []'
-_NO_USER = "programs run as the sandbox's user and never as root: remove it"
+_NO_NETWORK = 'programs have no network by default: set environment.network = ["pypi.org:443"] to allow hosts, or [] to allow none'
+_NO_USER = "programs run as the sandbox's user and never as root: remove the key"
 _NO_VARIABLES = "environment variables are not passed in: write {} and remove the key"
 
 
@@ -50,10 +50,10 @@ _KEYS: Mapping[str, Mapping[str, tuple[Callable[[Any], bool], str]]] = {
         "network_mode": (_no_network, _NO_NETWORK),
         "environment_mode": (
             lambda value: value in ("", "shared"),
-            "tests always run in a fresh sandbox with the task's image: remove it",
+            "tests always run in a fresh sandbox with the task's image: remove the key",
         ),
         "environment": (_empty, "tests run in the task's image: install their dependencies in environment/Dockerfile"),
-        "collect": (_empty, "no command runs between the agent and the tests: add it to test.sh"),
+        "collect": (_empty, "no command runs between the agent and the tests: add the command to test.sh"),
     },
     "environment": {
         "allow_internet": (_empty, _NO_NETWORK),

@@ -217,7 +217,7 @@ async def _listing(sandbox: Sandbox, roots: Sequence[str]) -> tuple[list[str], s
     answer, problem = await _answer(sandbox, _LISTING % (list(roots), MAX_DEPTH, MAX_PATH))
     names = _names(answer)
     if not problem and names is None:
-        problem = "the working directory cannot be listed: no list of names came back"
+        problem = "the working directory cannot be listed: the output is not a list of names"
     return names or [], problem
 
 
@@ -230,7 +230,7 @@ async def _changes(sandbox: Sandbox) -> tuple[list[str], list[str], str]:
         changed, deleted = map(_names, answer)
         if changed is not None and deleted is not None:
             return changed, deleted, ""
-    return [], [], "the working directory cannot be listed: no lists of names came back"
+    return [], [], "the working directory cannot be listed: the output is not two lists of names"
 
 
 async def _answer(sandbox: Sandbox, program: str) -> tuple[object, str]:
@@ -241,7 +241,7 @@ async def _answer(sandbox: Sandbox, program: str) -> tuple[object, str]:
     try:
         return json.loads(result.stdout), ""
     except (ValueError, RecursionError):
-        return None, "the working directory cannot be listed: no list came back"
+        return None, "the working directory cannot be listed: the output is not JSON"
 
 
 def _names(answer: object) -> list[str] | None:

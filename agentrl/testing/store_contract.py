@@ -188,9 +188,9 @@ def _rejects(call: Callable[[], object], text: str) -> None:
     try:
         call()
     except StoreError as error:
-        assert text in str(error), f"the error does not say {text!r}: {error}"
+        assert text in str(error), f"the error does not contain {text!r}: {error}"
     else:
-        raise AssertionError(f"no StoreError with {text!r}")
+        raise AssertionError(f"the call raised no StoreError with {text!r}")
 
 
 def _write(store: ExperienceStore) -> None:

@@ -49,7 +49,7 @@ def read_adapter(path: Path, model: Mapping[str, Shape]) -> Adapter:
     shapes = tensor_shapes([path])
     layers = {name.removeprefix(_PREFIX).removesuffix(_A) for name in shapes if name.startswith(_PREFIX) and name.endswith(_A)}
     if not layers or len(shapes) != 2 * len(layers):
-        raise ValueError(f"{path} is not a plain LoRA adapter: it contains other tensors than pairs of lora_A and lora_B")
+        raise ValueError(f"{path} is not a plain LoRA adapter: it contains tensors other than pairs of lora_A and lora_B")
     for layer in sorted(layers):
         a, b, weight = shapes[f"{_PREFIX}{layer}{_A}"], shapes.get(f"{_PREFIX}{layer}{_B}"), model.get(f"{layer}.weight")
         if b is None or len(a) != 2 or len(b) != 2 or a[0] != b[1] or weight != (b[0], a[1]):
@@ -89,5 +89,5 @@ def _scaling(path: Path) -> float:
     except ValueError:
         scaling = math.nan
     if not math.isfinite(scaling):
-        raise ValueError(f"{path} has no valid scaling of the adapter in its metadata")
+        raise ValueError(f"{path} has no valid adapter scaling in its metadata")
     return scaling

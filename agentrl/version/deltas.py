@@ -100,7 +100,7 @@ def apply_delta(folder: Path, file: Path) -> None:
     if sha256_file(folder / DELTA_FILE) != delta.delta_sha256:
         raise ValueError(f"{folder / DELTA_FILE} is damaged: its sha256 differs")
     if file.stat().st_size != delta.size or delta.stride not in (1, 2, 4, 8):
-        raise ValueError(f"{folder / DELTA_FILE} does not fit {file}: {delta.size} bytes are needed")
+        raise ValueError(f"{folder / DELTA_FILE} does not fit {file}, which must have {delta.size} bytes")
     digest, unpacker = hashlib.sha256(), zstandard.ZstdDecompressor()
     with (folder / DELTA_FILE).open("rb") as frames, file.open("r+b") as target:
         for start in range(0, delta.size, CHUNK):
@@ -109,7 +109,7 @@ def apply_delta(folder: Path, file: Path) -> None:
             if frame:
                 try:
                     if zstandard.frame_content_size(frame) != len(data):  # before memory is allocated for it
-                        raise ValueError(f"{folder / DELTA_FILE} is damaged: a piece has the wrong length")
+                        raise ValueError(f"{folder / DELTA_FILE} is damaged: a chunk has the wrong length")
                     change = unpacker.decompress(frame)
                 except zstandard.ZstdError as error:
                     raise ValueError(f"{folder / DELTA_FILE} is damaged: {error}") from error
@@ -118,7 +118,7 @@ def apply_delta(folder: Path, file: Path) -> None:
                 target.write(data)
             digest.update(data)
     if digest.hexdigest() != delta.sha256:
-        raise ValueError(f"{file} with {folder / DELTA_FILE} is not the version that was published: its sha256 differs")
+        raise ValueError(f"{file} with {folder / DELTA_FILE} is not the published version: its sha256 differs")
 
 
 def delta_chain(folder: Path) -> list[Path]:
@@ -129,7 +129,7 @@ def delta_chain(folder: Path) -> list[Path]:
         if delta is None:
             raise ValueError(f"{links[0]} contains neither {WEIGHTS} nor a delta")
         if delta.parent >= int(links[0].name):
-            raise ValueError(f"{links[0] / DELTA_RECORD} names a parent that is not older")
+            raise ValueError(f"{links[0] / DELTA_RECORD} has a parent that is not older")
         links.insert(0, links[0].parent / f"{delta.parent:06d}")
     return links
 
@@ -160,7 +160,7 @@ def verify_weights(folder: Path, sha256: str) -> None:
     links = delta_chain(folder)
     for link in reversed(links[1:]):
         delta = read_delta(link)
-        assert delta is not None, "a chain is made of deltas"
+        assert delta is not None, "every link after the first is a delta"
         if delta.sha256 != sha256 or sha256_file(link / DELTA_FILE) != delta.delta_sha256:
             raise ValueError(f"{link / DELTA_FILE} differs from the registered file (sha256)")
         sha256 = delta.parent_sha256
@@ -247,5 +247,5 @@ def _frame(file: BinaryIO) -> bytes:
     length = struct.unpack("<I", prefix)[0] if len(prefix) == 4 else -1
     frame = file.read(length) if 0 <= length <= 2 * CHUNK + 1024 else b""
     if len(frame) != length:
-        raise ValueError("a delta ends too early")
+        raise ValueError("a delta is truncated")
     return frame

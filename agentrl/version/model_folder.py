@@ -42,7 +42,7 @@ def check_model_files(folder: Path, *, chat_template: bool = True, key: str = "p
     `key`: key of the recipe, for messages.
     """
     if not folder.is_dir():
-        raise UserError(f"{key}: no folder {folder}", fix=f"set {key} to an existing folder or a Hugging Face model id")
+        raise UserError(f"{key}: there is no folder {folder}", fix=f"set {key} to an existing folder or a Hugging Face model id")
     weights = sorted(folder.glob("*.safetensors"))
     lacking = [name for name in ("config.json", "tokenizer_config.json") if not (folder / name).is_file()]
     lacking += [] if weights else ["*.safetensors"]
@@ -73,8 +73,8 @@ def check_growth(path: Path, tokenizer: dict[str, Any]) -> None:
     for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
         if _growth(tokenizer.get(part), 0) > _MOST_GROWTH:
             raise UserError(
-                f"{path}: its {part} turns one character into more than {_MOST_GROWTH}, or replaces an empty match by text",
-                fix="use another model: no known tokenizer has such rules",
+                f"{path}: its {part} turns one character into more than {_MOST_GROWTH}, or replaces an empty match with text",
+                fix="use a different model: no known tokenizer has such rules",
             )
 
 
@@ -122,14 +122,14 @@ def check_safetensors(path: Path) -> None:
     if prefix == b"version ":
         raise UserError(f"{path} is a Git LFS pointer, not the weights", fix="git lfs pull")
     if not text:
-        raise UserError(f"{path} is not a safetensors file, or is cut off: it has {size} bytes", fix=again)
+        raise UserError(f"{path} is not a safetensors file, or is truncated: it has {size} bytes", fix=again)
     try:
         ends = [entry["data_offsets"][1] for name, entry in json.loads(text).items() if name != "__metadata__"]
         wanted = 8 + length + max(map(operator.index, ends), default=0)
     except (ValueError, AttributeError, KeyError, TypeError, IndexError, RecursionError):
         raise UserError(f"{path} has a damaged header", fix=again) from None
     if size != wanted:
-        raise UserError(f"{path} is {'cut off' if size < wanted else 'damaged'}: {size} bytes of {wanted}", fix=again)
+        raise UserError(f"{path} is {'truncated' if size < wanted else 'damaged'}: it has {size} bytes instead of {wanted}", fix=again)
 
 
 def check_model(folder: Path, recipe: Recipe | None = None) -> None:
@@ -161,7 +161,7 @@ def _check_model(folder: Path, recipe: Recipe | None) -> None:
     vocabulary, largest = _value(inner, "vocab_size", int), _largest_token(folder / "tokenizer.json")
     if vocabulary is not None and largest is not None and largest >= vocabulary:
         raise UserError(
-            f"the tokenizer in {folder} knows token {largest}, but the model's vocabulary has {vocabulary}",
+            f"the tokenizer in {folder} has token id {largest}, but the model's vocabulary has only {vocabulary} tokens",
             fix="model.resize_token_embeddings(len(tokenizer)), or save the tokenizer that belongs to the model",
         )
     if recipe is not None and vocabulary is not None and (top_k := recipe.rollout.sampling.top_k) and top_k + TIES > vocabulary:
@@ -178,14 +178,14 @@ def check_architecture(config: dict[str, Any]) -> None:
         raise UserError("policy.model: config.json has no model_type", fix=_SAVE_AGAIN)
     if config.get("auto_map"):
         raise UserError(
-            f"policy.model: model type {kind!r} brings its own code, which is never run here",
+            f"policy.model: model type {kind!r} requires custom code, which agentrl never runs",
             fix="use an architecture that transformers has, such as Qwen3 or Llama",
         )
     if config.get("is_encoder_decoder"):
         raise UserError(f"policy.model: model type {kind!r} has an encoder and a decoder", fix="use a causal language model")
     named = next(iter(_value(config, "architectures", list) or ()), "")
     if isinstance(named, str) and named.endswith(_NO_WORDS):
-        raise UserError(f"policy.model: a {named} writes no text", fix="use a causal language model (...ForCausalLM)")
+        raise UserError(f"policy.model: a {named} does not generate text", fix="use a causal language model (...ForCausalLM)")
     if why := _more_than_attention(_value(config, "text_config", dict) or config):
         raise UserError(f"policy.model: model type {kind!r} does more than attention and a plain output head ({why})", fix=_OTHER_MODEL)
 
@@ -244,7 +244,7 @@ def _largest_token(path: Path) -> int | None:
         ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else list(range(len(vocabulary)))  # ids are indices
         return max(map(operator.index, [*ids, *(added["id"] for added in tokenizer.get("added_tokens", []))]), default=None)
     except (AttributeError, KeyError, TypeError):
-        raise UserError(f"{path} does not number its tokens", fix=_SAVE_AGAIN) from None
+        raise UserError(f"{path} contains a token without a valid id", fix=_SAVE_AGAIN) from None
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -74,7 +74,7 @@ class FolderRegistry:
             if known is None:
                 self._write(version)
             elif known.sha256 != version.sha256:
-                raise StoreError(f"version {version.number} is already registered with other weights in {self.folder}")
+                raise StoreError(f"version {version.number} is already registered with different weights in {self.folder}")
 
     def get(self, number: int) -> PolicyVersion | None:
         """Returns a version; None if it is not registered. Never waits for other processes."""
@@ -100,7 +100,7 @@ class FolderRegistry:
         with self._locked(fcntl.LOCK_EX):
             version = self._must_read(number)
             if sha256 not in (None, version.sha256):
-                raise StoreError(f"version {number} was published again with other weights than sha256 {sha256[:12]}...")
+                raise StoreError(f"version {number} was published again with weights that differ from sha256 {sha256[:12]}...")
             if state is VersionState.SERVING:
                 self._serve(version)
             elif state is not version.state:
@@ -126,7 +126,9 @@ class FolderRegistry:
             if version.weights == ADAPTER:
                 actual = sha256_file(weights)
                 if actual != version.sha256:
-                    raise StoreError(f"{weights} is not what was registered: sha256 {actual[:12]}..., expected {version.sha256[:12]}...")
+                    raise StoreError(
+                        f"{weights} differs from the registered file: sha256 {actual[:12]}..., expected {version.sha256[:12]}..."
+                    )
                 return
             try:
                 deltas.verify_weights(home, version.sha256)
@@ -201,7 +203,7 @@ class FolderRegistry:
 
     def _serve(self, version: PolicyVersion) -> None:
         if version.state is VersionState.ROLLED_BACK:
-            raise StoreError(f"version {version.number} was rolled back and never serves again")
+            raise StoreError(f"version {version.number} was rolled back and cannot serve again")
         serving = False
         for number in reversed(self._numbers()):
             if serving and number < version.number:
@@ -211,7 +213,7 @@ class FolderRegistry:
             serving = serving or other.state is VersionState.SERVING
             if other.state is VersionState.PROMOTED and other.number > version.number:
                 raise StoreError(
-                    f"version {version.number} cannot serve while the newer version {other.number} is promoted; roll that back first"
+                    f"version {version.number} cannot serve while the newer version {other.number} is promoted; roll it back first"
                 )
             if other.state is VersionState.SERVING and other.number != version.number:
                 # Written first, so that a crash in between leaves no serving version instead of two.
@@ -269,7 +271,7 @@ class FolderRegistry:
         except ValueError as error:
             raise StoreError(f"{path} is not a policy version: {error}") from error
         if version.number != number:
-            raise StoreError(f"{path} says it is version {version.number}")
+            raise StoreError(f"{path} is the record of version {version.number}")
         return version
 
     def _must_read(self, number: int) -> PolicyVersion:

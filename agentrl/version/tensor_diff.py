@@ -68,9 +68,9 @@ def compare_weights(before: Path, after: Path) -> Iterator[TensorChange]:
         for name in sorted(ours.keys() | theirs.keys()):
             one, other = ours.get(name), theirs.get(name)
             if not any(adapters) and (one is None or other is None):
-                raise ValueError(f"tensor {name} is in one version only: {before if one else after}")
+                raise ValueError(f"tensor {name} exists only in {before if one else after}")
             if one is not None and other is not None and one.numbers != other.numbers:
-                raise ValueError(f"tensor {name} has {one.numbers} numbers in {before} and {other.numbers} in {after}")
+                raise ValueError(f"tensor {name} has {one.numbers} elements in {before}, but {other.numbers} in {after}")
             yield _change(name, old, one, new, other)
 
 
@@ -103,13 +103,13 @@ def _stored(path: Path | None) -> dict[str, _Stored]:
 def _entry(path: Path, name: str, entry: Mapping[str, Any], first: int, size: int) -> _Stored:
     dtype, offsets = entry.get("dtype"), entry.get("data_offsets")
     if dtype not in _DTYPES:
-        raise ValueError(f"{path}: tensor {name[:200]} has dtype {str(dtype)[:40]}; {', '.join(_DTYPES)} can be compared")
+        raise ValueError(f"{path}: tensor {name[:200]} has dtype {str(dtype)[:40]}; only {', '.join(_DTYPES)} can be compared")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(one) is int for one in offsets):
         raise ValueError(f"{path}: tensor {name[:200]} has no valid offsets")
     start, end = offsets
     width = int(_DTYPES[dtype][-1])
     if not 0 <= start <= end <= size - first or (end - start) % width:
-        raise ValueError(f"{path}: tensor {name[:200]} is not completely in the file")
+        raise ValueError(f"{path}: tensor {name[:200]} has offsets outside the file, or an invalid length")
     return _Stored(dtype=dtype, numbers=(end - start) // width, start=first + start)
 
 

@@ -21,7 +21,7 @@ def checked_weight_paths(folder: Path, sizes: Mapping[str, int], *, below: Path,
     if folder != first_folder and (folder == below or not folder.is_relative_to(below)):
         raise ValueError(f"weights folder {folder} is not below the run's versions folder {below}")
     if not sizes:
-        raise ValueError(f"no weight files named for {folder}")
+        raise ValueError(f"no weight files listed for {folder}")
     paths = []
     for name, size in sizes.items():
         path = folder / name

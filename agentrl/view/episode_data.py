@@ -169,7 +169,7 @@ class Budget:
 def _scored(source: RunSource, index: int, attempt: int) -> tuple[Group, ScoredEpisode]:
     group = source.group(index)
     if not 0 <= attempt < len(group.episodes):
-        raise Missing(f"group {index} has {len(group.episodes)} attempts, and no attempt {attempt}", fix="return to the group")
+        raise Missing(f"group {index} has no attempt {attempt}: it has {len(group.episodes)} attempts", fix="return to the group")
     return group, group.episodes[attempt]
 
 

@@ -161,5 +161,5 @@ def _row(row: TraceRow) -> dict[str, Any]:
 
 def _open(path: Path) -> Collection:
     if not (path / FILE).is_file():
-        raise UserError("this run has no captured failures", fix="return when an episode of the run has failed")
+        raise UserError("this run has no captured failures", fix="return after an episode of the run fails")
     return Collection(path)

@@ -62,7 +62,7 @@ def step_data(source: RunSource, step: int, *, offset: int = 0) -> Data:
         notes.append(str(error)[:600])
         is_unreadable = True
     if not metrics and not entries:
-        raise Missing(f"step {step} has no metrics and no groups yet", fix="choose a step in the curves of the run's page")
+        raise Missing(f"step {step} has no metrics and no groups yet", fix="choose a step in the curves on the run's page")
     page = entries[offset : offset + MAX_GROUPS]
     numbers = source.metrics.steps
     position = numbers.index(step) if step in numbers else None

@@ -43,7 +43,9 @@ class RunLibrary:
 
     def __init__(self, root: Path) -> None:
         if not root.is_dir():
-            raise UserError(f"there is no folder {root}", fix="give a run, such as runs/quickstart, or the folder of your runs")
+            raise UserError(
+                f"there is no folder {root}", fix="give a run folder, such as runs/quickstart, or the folder that contains your runs"
+            )
         self.root = root.resolve()
         self.is_single = is_run(self.root)
         self._sources: OrderedDict[str, RunSource] = OrderedDict()

@@ -56,7 +56,9 @@ class Operation:
                 at = datetime.now(UTC).isoformat(timespec="seconds")
                 append_lines(source.path / LOG_FILE, [json_line({"at": at, "by": user, "operation": self.name, **body, "result": result})])
             except OSError as error:  # a full disk, a read-only folder, or a name that is too long
-                raise UserError(f"{self.name} failed: {error.strerror}", fix="check the disk, and who may write to the folder") from error
+                raise UserError(
+                    f"{self.name} failed: {error.strerror}", fix="check the disk and the write permission of the folder"
+                ) from error
         log.info("%s of run %s by %s", self.name, source.name, user)
         return result
 
@@ -64,7 +66,7 @@ class Operation:
 def _tag(source: RunSource, body: Body, user: str) -> dict[str, Any]:
     turn = body.get("turn")
     if turn is not None and (isinstance(turn, bool) or not isinstance(turn, int) or turn < 1):
-        raise UserError("turn must be a number from 1", fix="leave it empty if the failure has no single turn")
+        raise UserError("turn must be a number of at least 1", fix="leave it empty if the failure has no single turn")
     tag = manual_tag(_text(body, "tag"), by=user, turn=turn, note=_text(body, "note", optional=True))
     with Collection(source.path) as collection:
         trace = _trace(collection, body)
@@ -76,11 +78,11 @@ def _tag(source: RunSource, body: Body, user: str) -> dict[str, Any]:
 def _label(source: RunSource, body: Body, user: str) -> dict[str, Any]:
     label = _text(body, "label")
     if label not in (RIGHT, WRONG, SKIP):
-        raise UserError(f"a label is {RIGHT}, {WRONG} or {SKIP}", fix="press one of the buttons")
+        raise UserError(f"label must be {RIGHT}, {WRONG} or {SKIP}", fix="press one of the buttons")
     with Collection(source.path) as collection:
         trace = _trace(collection, body)
     if trace.task is None or trace.episode is None or trace.score is None:
-        raise UserError(f"trace {trace.id} comes from another agent and has no task", fix="label an episode of a run")
+        raise UserError(f"trace {trace.id} comes from a different agent and has no task", fix="label an episode of a run")
     line = transcript(trace.task, ScoredEpisode(episode=trace.episode, score=trace.score), phase=trace.phase, step=trace.step)
     try:
         item = parse_item({key: line[key] for key in ("task_id", "question", "answer", "truth", "messages")})
@@ -125,7 +127,7 @@ OPERATIONS: Mapping[str, Operation] = {
 def _text(body: Body, name: str, *, optional: bool = False) -> str:
     value = body.get(name, "" if optional else None)
     if not isinstance(value, str) or len(value) > MAX_NOTE or not (value or optional):
-        raise UserError(f"{name} must be a text of at most {MAX_NOTE} characters", fix="fill in the field")
+        raise UserError(f"{name} must be a string of at most {MAX_NOTE} characters", fix="fill in the field")
     if "\0" in value:
         raise UserError(f"{name} contains a null character", fix="type it again")
     return value
@@ -136,7 +138,7 @@ def _check_text(body: Body) -> None:
     try:
         json_line(dict(body))
     except UnicodeEncodeError:
-        raise UserError("a field contains half a surrogate pair, which is no character", fix="type it again") from None
+        raise UserError("a field contains half a surrogate pair, which is not a character", fix="type it again") from None
 
 
 def _check_output(source: RunSource, path: Path) -> None:
@@ -161,6 +163,6 @@ def _suite(text: str) -> Path:
     path = Path(text)
     if path.is_absolute() or ".." in path.parts or not (Path.cwd() / path).resolve().is_relative_to(Path.cwd()):
         raise UserError(
-            "the suite must be a folder below the one where agentrl view was started", fix="give a path such as evals/regressions"
+            "the suite must be a folder inside the one in which agentrl view was started", fix="give a path such as evals/regressions"
         )
     return path

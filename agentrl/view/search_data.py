@@ -41,7 +41,7 @@ def facets_data(source: RunSource) -> dict[str, Any]:
     """Returns the values of each filter with their numbers of episodes; empty with a note if the run has no index."""
     try:
         index = source.index()
-        deleted = "The episodes of older steps were deleted, because of store.options.keep_steps; they cannot be listed or searched."
+        deleted = "The episodes of older steps were deleted because of store.options.keep_steps. They cannot be listed or searched."
         return {**asdict(index.facets()), "notes": [deleted] if index.has_deleted() else []}
     except (UserError, StoreError) as error:
         return {"episodes": 0, "notes": [str(error).replace("\n  fix:", ";")[:600]]}

@@ -130,7 +130,7 @@ class ViewServer:
             try:
                 check_source(request.headers)
                 if not is_key(key_of(request.headers), self.token):
-                    raise RequestError("wrong_key", "The token is missing or wrong: open the address that agentrl view printed.")
+                    raise RequestError("wrong_key", "The token is missing or wrong. Open the address that agentrl view printed.")
                 async with self._slots.use(most=WAITING, within_s=ANSWER_S):
                     return _protected(await answer(request))
             except RequestError as refused:
@@ -143,7 +143,7 @@ class ViewServer:
                 return _refusal("The answer took too long.", 503, "wait, then load the page again")
             except Exception as error:
                 log_unexpected("a request to the view", error)
-                return _refusal("The server failed to answer; its terminal shows the reason.", 500, "load the page again")
+                return _refusal("The server failed to answer. Its terminal shows the reason.", 500, "load the page again")
 
         return guarded
 
@@ -161,7 +161,7 @@ class ViewServer:
 
         assert self._live is not None, "the server is started"
         if self._live.streams >= MAX_STREAMS:
-            raise RequestError("too_many", f"At most {MAX_STREAMS} pages are updated live: close some of them.")
+            raise RequestError("too_many", f"At most {MAX_STREAMS} pages are updated live. Close some of them.")
         if self.library.open(request.path_params["run"]) is None:
             raise Missing("there is no such run", fix="return to the list of runs")
         events = self._live.events(request.path_params["run"], is_closed=lambda: bool(request.scope.get(HALF_CLOSED)))

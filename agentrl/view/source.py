@@ -159,7 +159,7 @@ class RunSource:
                 try:
                     recipe = build(data)
                 except (UserError, ValueError, RecursionError) as error:
-                    why = f"recipe.json belongs to another version of agentrl: {str(error).splitlines()[0][:200]}"
+                    why = f"recipe.json belongs to a different version of agentrl: {str(error).splitlines()[0][:200]}"
             self._recipe = (mark, data, recipe, why)
         return self._recipe
 

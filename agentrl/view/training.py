@@ -32,7 +32,7 @@ REASONS = {
     "no_sampled_token": "No token was sampled.",
     "broken_task": "The task is broken: a task failure excludes the group.",
     "update_skipped": "The update was skipped: a value was not finite, or beyond a limit.",
-    "critic_warmup": "The step trained the critic alone.",
+    "critic_warmup": "The step trained only the critic.",
     "rolled_back": "The weights were reset to an earlier version, so the step's update does not count.",
 }
 """Start of a ledger's or an objective's reason -> one sentence."""
@@ -61,10 +61,12 @@ def train_group(source: RunSource, entry: LedgerEntry, group: Group) -> GroupTra
     objective = recipe.objective
     if objective.advantage.ref not in parts.ADVANTAGE.shipped:
         name = objective.advantage.ref[:100]
-        return _unknown(group, f"The advantages come from {name!r}, which is not agentrl's: the view runs no code that a run names.")
+        return _unknown(
+            group, f"The advantages come from {name!r}, which is not part of agentrl. The view does not run user-supplied code."
+        )
     notes = []
     if objective.advantage.ref == "gae":
-        notes.append("A critic computed the advantages; they are not recorded. The rewards that it read are shown instead.")
+        notes.append("A critic computed the advantages, which are not recorded. The rewards that it read are shown instead.")
     if objective.kl == "k1_reward":
         notes.append("These advantages do not include the KL penalty, which was subtracted from the scores and is not recorded.")
     others, more = _others(source, entry, recipe)
@@ -94,11 +96,11 @@ def _others(source: RunSource, entry: LedgerEntry, recipe: Recipe) -> tuple[list
     if recipe.objective.advantage.ref not in OF_THE_BATCH:
         return [], []
     if entry.step is None:
-        return [], ["The estimator compares with all groups of a step, and this group belongs to none yet."]
+        return [], ["The estimator compares all groups of a step, but this group does not belong to a step yet."]
     store = source.store()
     indices = [other.index for other in store.entries(step=entry.step) if other.index != entry.index]
     if len(indices) > _MAX_GROUPS:
-        return [], [f"The estimator compares with all groups of the step, of which there are more than {_MAX_GROUPS}."]
+        return [], [f"The estimator compares all groups of the step, but the step has more than {_MAX_GROUPS} groups."]
     return [_scores_alone(group) for index in indices for group in store.groups((index,))], []
 
 
@@ -147,7 +149,7 @@ def recorded_tokens(source: RunSource, step: int | None, training: GroupTraining
         return None, f"The record of the trained tokens of step {step} cannot be read: {str(error)[:200]}."
     record = next((one for one in records if one.episode_id == sample.episode_id and one.part == part), None)
     if record is None:
-        return None, f"Ratios and entropies of step {step} were not recorded, or were removed: only the newest records are kept."
+        return None, f"Ratios and entropies of step {step} were not recorded, or were removed. Only the newest records are stored."
     if len(record.logprobs) != sum(sample.loss_mask):
-        return None, f"The record of the trained tokens of step {step} does not fit the stored episode."
+        return None, f"The record of the trained tokens of step {step} does not match the stored episode."
     return record, ""

@@ -343,7 +343,7 @@ def _wrapped(parts: Sequence[Part], width: int) -> Iterator[Text]:
             for piece in _pieces(line, width):
                 count += 1
                 if count > MAX_LINES:
-                    yield Text(f"the rest of more than {MAX_LINES:,} lines is not shown", style="yellow")
+                    yield Text(f"only the first {MAX_LINES:,} lines are shown", style="yellow")
                     return
                 yield Text(piece, style=part.style)
         if len(part.text) > MAX_CHARS:

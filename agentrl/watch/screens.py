@@ -72,7 +72,9 @@ T = TypeVar("T")
 def open_screen(path: Path) -> Screen:
     """Returns the screen of a run, or of the runs in a folder. Raises `UserError` if there is no such folder."""
     if not path.is_dir():
-        raise UserError(f"there is no folder {path}", fix="give a run, such as runs/quickstart, or the folder of your runs")
+        raise UserError(
+            f"there is no folder {path}", fix="give a run folder, such as runs/quickstart, or the folder that contains your runs"
+        )
     return RunScreen(path) if is_run(path) else RunsScreen(path)
 
 

@@ -69,15 +69,15 @@ class Comparison:
         """Returns the reasons against publishing; empty if it may be published."""
         reasons = []
         if len(self.rounds) < LEAST_ROUNDS:
-            reasons.append(f"{len(self.rounds)} of at least {LEAST_ROUNDS} pairs")
+            reasons.append(f"it has {len(self.rounds)} of at least {LEAST_ROUNDS} pairs")
         if any(tuple(run.side for run in outcomes) != self.sides or len({run.seed for run in outcomes}) != 1 for outcomes in self.rounds):
-            reasons.append("a round is not one run of each side with one seed")
+            reasons.append("a round does not consist of one run of each side with the same seed")
         runs = [run for outcomes in self.rounds for run in outcomes]
         kinds = {(run.machine.get("processor"), run.machine.get("cores")) for run in runs}
         if len(kinds) > 1 or not self.boot:
-            reasons.append("runs of several machines")
+            reasons.append("its runs are from several machines")
         if not all({"processor", "gflops", "load", "busy_cores"} <= run.machine.keys() for run in runs):
-            reasons.append("a run without CPU model, GFLOPS and load")
+            reasons.append("a run has no CPU model, GFLOPS or load")
         if any(not 0.0 <= after.began - before.finished <= MOST_GAP_S for before, after in pairwise(runs)):
             reasons.append(f"more than {MOST_GAP_S / 60:.0f} min between two runs")
         return reasons
@@ -104,7 +104,7 @@ def load(path: Path) -> Comparison:
         data |= {"sides": tuple(data["sides"]), "tried": tuple(data["tried"])}
         return Comparison(**data, rounds=rounds)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UserError(f"{path} is no result of this benchmark: {error}", fix="delete it, and run the benchmark again") from error
+        raise UserError(f"{path} is not a result of this benchmark: {error}", fix="delete it, and run the benchmark again") from error
 
 
 def published(folder: Path) -> dict[str, Comparison]:

@@ -237,7 +237,8 @@ def _method(tool: Tool) -> Any:
         set(argument) != {"type", "description"} or argument["type"] not in _TYPES for argument in properties.values()
     ):
         raise UserError(
-            f"the tool {tool.name!r} has a schema that no Python method of TRL's gives", fix="use tools with plain required arguments"
+            f"TRL cannot derive the schema of the tool {tool.name!r} from a Python method",
+            fix="use tools whose arguments are all required and of simple types",
         )
 
     def method(self: _Environment, **arguments: Any) -> str:

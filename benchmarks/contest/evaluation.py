@@ -30,7 +30,8 @@ def evaluated(setting: Setting, seed: int, model: Path, work: Path, *, step: int
             code = None
     rates_path = folder / "evaluations.json"
     if code != 0 or not rates_path.exists():
-        raise InfrastructureError(f"the evaluation of step {step} ended with {code}: {tail(log)}")
+        problem = f"did not end within {LIMIT_S:.0f} s" if code is None else f"ended with exit code {code}"
+        raise InfrastructureError(f"the evaluation of step {step} {problem}: {tail(log)}")
     return read(json.loads(rates_path.read_text())["eval"], step=step, clock_s=clock_s)
 
 

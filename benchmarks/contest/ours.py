@@ -88,7 +88,7 @@ def run(setting: Setting, seed: int, work: Path, progress: Progress) -> Outcome:
         ended_s, ended_by_itself = watched.elapsed_s, watched.ended()
     lines = _steps(folder)
     if ended_by_itself and len(lines) < steps:
-        raise InfrastructureError(f"our run of seed {seed} ended with {watched.process.returncode}: {tail(log)}")
+        raise InfrastructureError(f"our run of seed {seed} ended with exit code {watched.process.returncode}: {tail(log)}")
     arrived = follower.arrived()
     outcome = Outcome(
         side="ours",
@@ -122,7 +122,7 @@ def parts(folder: Path, lines: list[dict[str, Any]], arrived: int | None) -> dic
     learner = (folder / "logs" / "learner.log").read_text(errors="replace")
     saved = {int(step): float(checkpoint_s) + float(publish_s) for step, checkpoint_s, publish_s in _LEARNER_LINE.findall(learner)}
     if silent := [line["step"] for line in lines if int(line["step"]) - 1 not in saved]:
-        raise InfrastructureError(f"{folder / 'logs' / 'learner.log'} does not say what publishing took in steps {silent}")
+        raise InfrastructureError(f"{folder / 'logs' / 'learner.log'} does not contain the publishing time of steps {silent}")
     steps_s = sum(float(line["step_s"]) for line in lines)
     seconds = {
         "start": sum(stages.get(name, 0.0) for name in ("prepare", "start")),

@@ -36,13 +36,13 @@ class Setting:
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
-            raise UserError(f"no mode {self.mode!r}", fix=f"use {' or '.join(MODES)}")
+            raise UserError(f"mode {self.mode!r} is unknown", fix=f"use {' or '.join(MODES)}")
         if not 0.0 < self.target <= 1.0:
-            raise UserError(f"target {self.target:g} is no success rate", fix="give a number above 0, at most 1")
+            raise UserError(f"target {self.target:g} is not a success rate", fix="use a number above 0 and at most 1")
         if self.minutes <= 0 or self.every < 1 or self.heldout < 1:
             raise UserError("minutes, every and heldout must be above 0", fix="see --help")
         if self.mode == "single" and self.wait[1]:
-            raise UserError("a single turn calls nothing that could be waited for", fix="leave --wait out, or choose --mode multi")
+            raise UserError("a single turn makes no tool calls, so --wait has no effect", fix="omit --wait, or choose --mode multi")
 
     @property
     def name(self) -> str:
@@ -102,7 +102,7 @@ class Setting:
         if PROGRAMS in task.tools or not task.tools:
             return bool(task.tools)
         raise UserError(
-            f"the tasks of {recipe.tasks.family} have tools ({', '.join(task.tools)}) and no {PROGRAMS!r}, which a single turn needs",
+            f"the tasks of {recipe.tasks.family} have tools ({', '.join(task.tools)}) but not {PROGRAMS!r}, which a single turn needs",
             fix="choose --mode multi, or a family whose tasks have python or no tools",
         )
 

@@ -45,7 +45,7 @@ class Printed:
 
     async def __call__(self, task: Task, episode: Episode, sandboxes: SandboxBackend) -> Score:
         if episode.answer is None:
-            return Score(value=0.0, evidence="no program was handed in")
+            return Score(value=0.0, evidence="no program was submitted")
         sandbox = await sandboxes.open(task.sandbox, files=task.contents())
         try:
             ran = await sandbox.python(episode.answer, timeout_s=task.limits.tool_timeout_s)

@@ -30,7 +30,7 @@ class SlowBackend:
 
     def __init__(self, *, root: Path, run_label: str, low: float, high: float, backend: str = "auto") -> None:
         if not 0.0 <= low <= high or high == 0.0:
-            raise UserError(f"no wait from {low:g} to {high:g} seconds", fix="give 0 <= low <= high, and high above 0")
+            raise UserError(f"a wait of {low:g} to {high:g} seconds is invalid", fix="use 0 <= low <= high, and high above 0")
         self._inner: SandboxBackend = select_backend(backend, run_label=run_label, root=root)
         self._range = (low, high)
         self.name = self._inner.name

@@ -24,7 +24,7 @@ def page(path: Path, results: Path) -> None:
     before, begun, rest = text.partition(BEGIN)
     _, ended, after = rest.partition(END)
     if not (begun and ended):
-        raise UserError(f"{path} has no marks for the tables", fix=f"put the lines {BEGIN} and {END} where the tables belong")
+        raise UserError(f"{path} contains no marks for the tables", fix=f"add the lines {BEGIN} and {END} where the tables belong")
     write_atomically(path, f"{before}{BEGIN}\n\n{tables(results)}\n\n{END}{after}")
 
 

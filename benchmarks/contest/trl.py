@@ -59,14 +59,15 @@ def options_of(items: list[str]) -> dict[str, Any]:
     for item in items:
         key, sep, value = item.partition("=")
         if not sep or key not in OPTIONS:
-            raise UserError(f"--peer {item}: no such setting", fix=f"give one of {', '.join(OPTIONS)} as KEY=VALUE")
+            raise UserError(f"--peer {item}: unknown setting", fix=f"use one of {', '.join(OPTIONS)} as KEY=VALUE")
         try:
             parsed = json.loads(value) if not isinstance(OPTIONS[key], str) else value
         except ValueError:
             parsed = None
         if type(parsed) is not type(OPTIONS[key]):
             raise UserError(
-                f"--peer {item}: {value!r} is no {type(OPTIONS[key]).__name__}", fix=f"such as {key}={json.dumps(OPTIONS[key])}"
+                f"--peer {item}: {value!r} is not of type {type(OPTIONS[key]).__name__}",
+                fix=f"use a value such as {key}={json.dumps(OPTIONS[key])}",
             )
         options[key] = parsed
     if options["rollouts"] not in ROLLOUTS:
@@ -132,7 +133,9 @@ def run(side: str, setting: Setting, seed: int, work: Path, progress: Progress, 
         clock_s, ended_by_itself = followed.clock(watched), watched.ended()
         watched.finish(grace_s=5.0)
     if ended_by_itself and (watched.process.returncode != 0 or not followed.last):
-        raise InfrastructureError(f"the peer's run of seed {seed} ended with {watched.process.returncode}: {tail(work / 'worker.log', 20)}")
+        raise InfrastructureError(
+            f"the peer's run of seed {seed} ended with exit code {watched.process.returncode}: {tail(work / 'worker.log', 20)}"
+        )
     return _outcome(side, followed, seed, clock_s, ended_by_itself=ended_by_itself, peak_gib=watched.peak_bytes / 2**30)
 
 

@@ -284,7 +284,7 @@ def _turns(host: Host, tokenizer: Any, task: Task, room: int) -> dict[str, Any]:
     """Returns agentrl's tools as an environment, and a reward function that scores its final state."""
     ending = "end " * (2 * room)
     if len(tokenizer.encode(ending)) <= room:
-        raise UserError("the tokenizer makes too few tokens of what ends an episode", fix="choose other words in benchmarks/contest")
+        raise UserError("the text that ends an episode has too few tokens", fix="use a longer `ending` in benchmarks/contest/trl_worker.py")
     kind = environment(host, list(load_tools(task.tools).values()), ending)
 
     def reward(completions: list[Any], completion_ids: list[list[int]], environments: list[Any], **_: Any) -> list[float | None]:

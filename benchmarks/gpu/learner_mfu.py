@@ -2,13 +2,13 @@
 
     python benchmarks/gpu/learner_mfu.py [--size 0.6b 1.7b 4b] [--length 8192 32768] [--kernels torch liger] [--repeat 5]
 
-Random weights in the shape of the published Qwen3 models, bfloat16, layers recomputed in the backward pass, no optimizer step
-(it is timed on its own). Two batches of `--tokens` tokens: `packed` holds samples of `--length` tokens that share nothing; `forest`
-holds groups of 8 that share half of it. MFU counts the operations that the mathematics needs: 6 per weight and token and 12 per
-query-key pair, head width and layer (causal pairs only), recomputation not included, over the card's peak for dense bfloat16.
-The first pass compiles FlexAttention and is not timed. With `--kernels torch liger` (`learner.kernels`) the last column says how far
-Liger's gradients are from torch's, relative, over some thousand numbers of each weight. `--device cpu --size tiny` runs the same code
-without a GPU.
+The weights are random, in bfloat16 and in the shape of the published Qwen3 models. Layers are recomputed in the backward pass; the
+optimizer step is excluded. There are two batches of `--tokens` tokens: `packed` contains samples of `--length` tokens that share nothing;
+`forest` contains groups of 8 samples that share half of their tokens. MFU is the rate of necessary operations divided by the card's peak
+for dense bfloat16: 6 operations per weight and token, and 12 per query-key pair, head width and layer (causal pairs only). Recomputation
+is not counted. The first pass compiles FlexAttention and is not timed. With `--kernels torch liger` (`learner.kernels`), the
+last column is the relative difference between Liger's gradients and torch's, over some thousand numbers of each weight. `--device cpu
+--size tiny` runs the same code without a GPU.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("torch finds no GPU here; --device cpu --size tiny tries the code without one")
+        parser.error("torch finds no GPU on this machine; to run the code without a GPU, use --device cpu --size tiny")
     name = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
     peak = next((value for key, value in PEAK.items() if key in name), None)
     print(f"{name}, torch {torch.__version__}\n")

@@ -1,9 +1,9 @@
-"""Hot swap on NVIDIA GPUs: a Qwen3-shaped model, 64 requests in flight, weights by NCCL broadcast or by file.
+"""Measures the hot swap on NVIDIA GPUs: a Qwen3-shaped model, 64 requests in flight, weights by NCCL broadcast or by file.
 
     python benchmarks/gpu/swap_nccl.py [--channel nccl|file] [--size 0.6b|1.7b|4b] [--swaps 10]
 
-`nccl` needs two GPUs, one for the trainer (this process) and one for the server: NCCL refuses two ranks on one device. With one
-GPU the file channel is measured. Weights are random; what is timed does not depend on their values.
+`nccl` needs two GPUs, one for the trainer (this process) and one for the server, because NCCL does not allow two ranks on one device. With
+one GPU, the file channel is measured. The weights are random, because no timing depends on their values.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ async def main() -> None:
     parser.add_argument("--swaps", type=int, default=10)
     options = parser.parse_args()
     if options.channel == "nccl" and gpus < 2:
-        parser.error("--channel nccl needs two GPUs; use --channel file on one")
+        parser.error("--channel nccl needs two GPUs; with one, use --channel file")
 
     recipe = Recipe(
         name="gpu-swap-benchmark",

@@ -94,7 +94,7 @@ def check_episode(scored: ScoredEpisode, script: Script) -> None:
     """Raises `RuntimeError` if an episode did not follow the script."""
     episode = scored.episode
     if episode.failures or len(episode.trajectories[0].turns) != script.turns or scored.score.value != 1.0:
-        raise RuntimeError(f"an episode went wrong: {episode.failures} after {len(episode.trajectories[0].turns)} turns")
+        raise RuntimeError(f"an episode failed: {episode.failures} after {len(episode.trajectories[0].turns)} turns")
 
 
 async def turns(url: str, script: Script, args: argparse.Namespace) -> dict[str, Any]:

@@ -89,7 +89,7 @@ async def measure(args: argparse.Namespace, script: dict[str, Any]) -> dict[str,
                 async with slots:
                     trace = await agent.run(task, runtime=runtime)
                 if not trace.ok or trace.num_turns != args.turns:
-                    raise RuntimeError(f"an episode went wrong after {trace.num_turns} turns: {trace.errors}")
+                    raise RuntimeError(f"an episode failed after {trace.num_turns} turns: {trace.errors}")
 
             await asyncio.gather(*(run_episode() for _ in range(WARM)))
             gc.collect()

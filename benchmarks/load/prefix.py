@@ -4,8 +4,8 @@ The agent ignores the text of the model. It samples, appends a tool's output, an
 instruction, each in a separate trajectory. So its trees have the same shape as those of a run, with any model. The server has the flags,
 block size and salts of a run.
 
-Only whole blocks are shared, so that each prompt loses half a block on the average. How much that is depends on how long prompts are: there
-are two workloads, one of the quickstart's size and one of a small coding agent's.
+Only complete blocks are shared, so each prompt loses half a block on average. The share of this loss depends on the length of the prompts,
+so there are two workloads: one of the quickstart's size and one of a small coding agent's.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ async def _play(policy: PrefixCounter, sizes: Sizes) -> None:
     groups = GroupRunner(runner=runner, scorer=judged, slots=asyncio.Semaphore(GROUPS * SIZE), group_size=SIZE, max_retries=0)
     for group in await asyncio.gather(*(groups.run_group(index, _task(index, sizes)) for index in range(GROUPS))):
         if any(scored.score.value is None for scored in group.episodes):
-            raise RuntimeError(f"an episode went wrong: {[scored.episode.failures for scored in group.episodes]}")
+            raise RuntimeError(f"an episode failed: {[scored.episode.failures for scored in group.episodes]}")
 
 
 def _task(index: int, sizes: Sizes) -> Task:

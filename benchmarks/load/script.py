@@ -1,7 +1,7 @@
 """The text of the measured episodes, and the script file of the server.
 
-An episode has `TURNS` turns: a tool call in each but the last, which is the answer. Texts are random words of one syllable or two, about
-one token each. Both sides get the same prompt, the same tool with the same results, and completions of the same tokens.
+An episode has `TURNS` turns: a tool call in each but the last, which is the answer. The text consists of random words of one or two
+syllables, about one token each. Both sides get the same prompt, the same tool with the same results, and completions of the same tokens.
 """
 
 from __future__ import annotations

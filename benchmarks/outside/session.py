@@ -102,7 +102,7 @@ class Watched(ExternalProgram):
 
 
 class Competent(ReadingPolicy):
-    """A scripted policy that records its prompts and completions. Raises `ValueError` if it says what a constraint does not allow."""
+    """A scripted policy that records its prompts and completions. Raises `ValueError` if a constraint does not allow a completion."""
 
     def __init__(self, tokenizer: Any, says: Says) -> None:
         super().__init__(tokenizer, lambda prompt: says(prompt, len(_RESULT.findall(prompt))))
@@ -116,7 +116,7 @@ class Competent(ReadingPolicy):
             self.constrained += 1
             text = self.tokenizer.decode(completion.token_ids[:-1])
             if not _is_allowed(text, params.constraint):
-                raise ValueError(f"the script says {text[:200]!r}, which the request does not allow: {params.constraint[:1000]}")
+                raise ValueError(f"the script returned {text[:200]!r}, which the request does not allow: {params.constraint[:1000]}")
         return completion
 
 
@@ -227,7 +227,7 @@ def reason(cell: dict[str, Any], program: Program, way: Way, stdout: str) -> str
         last = cell["output"].strip().rpartition("\n")[2] or next(iter(cell["failures"]), "")
         return next(iter(cell["errors"]), f"ended with status {cell['exit']}: {last[-300:]}")
     if program.prints not in stdout:
-        return f"its output has no {program.prints!r}"
+        return f"its output does not contain {program.prints!r}"
     if cell["exact_share"] != 1.0:
         return f"share of exact tokens {cell['exact_share']:.3f}"
     if not cell["requests"].get(f"{PROTOCOLS[way.protocol]} {'streamed' if way.stream else 'whole'}"):

@@ -38,7 +38,7 @@ class Archive:
         if not 1 <= projects <= 1000 or not 1 <= entries <= 100 or not 2 <= turns <= len(KINDS):
             raise UserError(
                 f"archive cannot have {projects} projects, {entries} entries and {turns} turns",
-                fix=f"set tasks.family.options: 1 to 1000 projects, 1 to 100 entries, 2 to {len(KINDS)} turns",
+                fix=f"in tasks.family.options, set 1 to 1000 projects, 1 to 100 entries and 2 to {len(KINDS)} turns",
             )
         self.seed, self.projects, self.entries = seed, projects, entries
         self.limits = Limits(turns=turns, turn_tokens=400, episode_tokens=3000, tool_output_chars=64 * (entries + 1))

@@ -55,7 +55,10 @@ class Desk:
         episode_tokens: int = 4096,
     ) -> None:
         if not kinds or not set(kinds) <= set(KINDS) or min(turns, turn_tokens, episode_tokens) < 1:
-            raise UserError(f"desk cannot have kinds={list(kinds)}, {turns} turns", fix=f"use kinds of {', '.join(KINDS)}")
+            raise UserError(
+                f"desk cannot have kinds={list(kinds)}, {turns} turns",
+                fix=f"use kinds from {', '.join(KINDS)}, and at least 1 turn and 1 token",
+            )
         if user != POLICY:
             resolve(user)  # raises if the reference is wrong
             if train_user:

@@ -66,7 +66,7 @@ def buttons(context: str) -> str:
 def _wish(context: str) -> tuple[str, str, str]:
     """Returns request, order and new address from the customer's first message."""
     match = re.search(r"user\nPlease (refund|cancel|send) order (\d+)(?: to ([^.]+))?\.", context)
-    assert match is not None, "the customer's first text is a request"
+    assert match is not None, "the customer's first message is a request"
     return {"send": "change_address"}.get(match[1], match[1]), match[2], match[3] or ""
 
 

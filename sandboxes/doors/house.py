@@ -70,7 +70,7 @@ class DoorTasks:
 
     def __init__(self, seed: int = 0, *, houses: int = 16, visits: int = 6, days: int = 3, shuffled: bool = False, **options: Any) -> None:
         if min(houses, visits, days) < 1:
-            raise UserError("houses, visits and days of the doors must be at least 1", fix="correct tasks.family.options")
+            raise UserError("doors needs at least 1 house, visit and day", fix="correct tasks.family.options")
         self._family = EnvironmentFamily("sandboxes.doors:Doors", seed=seed, **options)
         self.name = self._family.name
         self._seed, self._houses, self._visits, self._days, self._shuffled = seed, houses, visits, days, shuffled

@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> int:
         print('usage: python sandboxes/networks/checker.py "1-2 3-4 1-3 2-4 2-3"', file=sys.stderr)
         return 2
     if channels > _MOST_CHANNELS:
-        print(f"{channels} channels: at most {_MOST_CHANNELS} can be checked by trying every order", file=sys.stderr)
+        print(f"{channels} channels are too many: all orders of at most {_MOST_CHANNELS} channels can be tried", file=sys.stderr)
         return 2
     wrong = counterexample(pairs, channels)
     if wrong is not None:

@@ -13,32 +13,32 @@ from agentrl.errors import UserError
 from sandboxes.reasoning.mixture import Source
 from sandboxes.reasoning.notation import says_the_same
 
-EVALUATES = "its scorer evaluates the answer as a program (sympy's parse_expr), which no alphabet makes safe and fast"
+EVALUATES = "its scorer evaluates the answer as a program (sympy's parse_expr); restricting its characters cannot make this safe and fast"
 OTHERWISE = "its problems differ between processes for the same seed, because they depend on the order of a set"
-UNPROVEN = "its problems have no answer, so it is not proven that they can be solved"
+UNPROVEN = "its problems have no answer, so there is no proof that they can be solved"
 
 LEFT_OUT: Mapping[str, str] = {
     "boxnet": UNPROVEN,
-    "circuit_logic": "one answer, 0 or 1, is right in more than half of the problems",
+    "circuit_logic": "one answer, 0 or 1, is correct in more than half of the problems",
     "codeio": OTHERWISE,
-    "coin_flip": "its scorer has a tolerance of 0.0001, and most of its probabilities are that small: 0 is nearly always right",
+    "coin_flip": "its scorer has a tolerance of 0.0001, and most of its probabilities are that small, so 0 is nearly always correct",
     "composite": "it is a mixture of other datasets, which tasks.family.options.datasets provides",
-    "course_schedule": "one answer, True or False, is right in more than half of its problems",
+    "course_schedule": "one answer, True or False, is correct in more than half of its problems",
     "game_of_life_halting": "its scorer gives full marks for any answer, or only for the empty one",
     "graph_color": UNPROVEN,
     "intermediate_integration": EVALUATES,
     "isomorphic_strings": OTHERWISE,
-    "knight_swap": "generating a problem takes more than a second, and every episode waits for it",
+    "knight_swap": "generating a problem takes more than a second, which delays every episode",
     "list_functions": OTHERWISE,
     "polynomial_multiplication": EVALUATES,
     "propositional_logic": UNPROVEN,
-    "puzzle24": "its scorer accepts any four numbers that make 24: one answer is right in all of its problems",
+    "puzzle24": "its scorer accepts any four numbers that make 24, so one answer is correct in all of its problems",
     "ransom_note": OTHERWISE,
     "rubiks_cube": UNPROVEN,
     "rush_hour": UNPROVEN,
-    "self_reference": "one answer, 2, is right in about half of the problems",
+    "self_reference": "one answer, 2, is correct in about half of the problems",
     "simple_integration": EVALUATES,
-    "syllogism": "one answer, Yes, is right in three quarters of the problems",
+    "syllogism": "one answer, Yes, is correct in three quarters of the problems",
     "word_ladder": OTHERWISE,
 }
 
@@ -79,7 +79,7 @@ SEVERAL = frozenset(
 """Datasets with several correct answers, or several ways to write an answer. For others the answer must be the truth (`notation`)."""
 
 WRONG_KEYS: Mapping[tuple[str, str], tuple[object, str]] = {
-    ("basic_arithmetic", "allow_parentheses"): (False, "its answers are then computed from left to right: 10 - 7 * 0 is 0"),
+    ("basic_arithmetic", "allow_parentheses"): (False, "it then computes its answers from left to right, so that 10 - 7 * 0 is 0"),
 }
 """Values of keys that make a dataset's answers wrong, and why."""
 
@@ -87,7 +87,7 @@ WRONG_KEYS: Mapping[tuple[str, str], tuple[object, str]] = {
 def admit(source: Source) -> None:
     """Raises `UserError` if a dataset is excluded or has a value of `WRONG_KEYS`."""
     if reason := LEFT_OUT.get(source.name):
-        raise UserError(f"reasoning-gym's {source.name} is excluded: {reason}", fix="use another dataset; agentrl check validates it")
+        raise UserError(f"reasoning-gym's {source.name} is excluded: {reason}", fix="use a different dataset; agentrl check validates it")
     for key, value in source.keys.items():
         wrong, how = WRONG_KEYS.get((source.name, key), (None, ""))
         if how and value == wrong:

@@ -67,7 +67,9 @@ class Reasoning:
         self.examples = examples
         trained, unseen = parse(datasets, "datasets"), parse(heldout_kinds, "heldout_kinds")
         if not trained:
-            raise UserError("tasks.family.options.datasets is empty", fix="set it, such as tasks.family.options.datasets=chain_sum")
+            raise UserError(
+                "tasks.family.options.datasets is empty", fix="set it to datasets, as in tasks.family.options.datasets=chain_sum"
+            )
         if both := sorted({source.name for source in trained} & {source.name for source in unseen}):
             raise UserError(f"tasks.family.options.heldout_kinds and datasets both contain {both[0]}", fix="remove it from one of them")
         for source in (*trained, *unseen):

@@ -41,7 +41,7 @@ def parse(text: str, option: str) -> tuple[Source, ...]:
     while at < len(text):
         match = _ENTRY.match(text, at)
         if match is None:
-            raise UserError(f"tasks.family.options.{option} cannot be parsed from {text[at : at + 40]!r} on", fix=_FORM)
+            raise UserError(f"tasks.family.options.{option} cannot be parsed, starting at {text[at : at + 40]!r}", fix=_FORM)
         at = match.end()
         name, level, keys, weight = match.groups()
         sources.append(
@@ -54,7 +54,7 @@ def parse(text: str, option: str) -> tuple[Source, ...]:
         )
     names = [source.name for source in sources]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UserError(f"tasks.family.options.{option} contains {twice} twice", fix="list it once, with a weight such as gcd:2")
+        raise UserError(f"tasks.family.options.{option} contains {twice} twice", fix="list it once, with a weight, such as gcd:2")
     return tuple(sources)
 
 
@@ -62,7 +62,7 @@ def _keys(text: str, name: str) -> Iterator[tuple[str, Any]]:
     for word in text.split():
         key, equals, value = word.partition("=")
         if not equals or not key.isidentifier():
-            raise UserError(f"{name}({text}): {word!r} is not key=value", fix="separate keys by blanks, as in chain_sum(max_terms=3)")
+            raise UserError(f"{name}({text}): {word!r} is not key=value", fix="separate keys with spaces, as in chain_sum(max_terms=3)")
         try:
             yield key, json.loads(value)
         except ValueError:
@@ -72,7 +72,7 @@ def _keys(text: str, name: str) -> Iterator[tuple[str, Any]]:
 def _weight(text: str | None, name: str) -> int:
     weight = 1 if text is None else int(text)
     if not 1 <= weight <= MOST_WEIGHT:
-        raise UserError(f"{name} has weight {weight}", fix=f"use a whole number from 1 to {MOST_WEIGHT}")
+        raise UserError(f"{name} has weight {weight}", fix=f"use an integer from 1 to {MOST_WEIGHT}")
     return weight
 
 

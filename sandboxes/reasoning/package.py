@@ -52,6 +52,6 @@ def _of_level(source: Source) -> Any:
     curriculum = CURRICULA[source.name]()
     top = max((len(attribute.levels) - 1 for attribute in curriculum.attributes.values()), default=0)
     if source.level is None or source.level > top:
-        raise UserError(f"{source.name}@{source.level}: its levels end at {top}", fix=f"use {source.name}@0 to {source.name}@{top}")
+        raise UserError(f"{source.name}@{source.level}: its highest level is {top}", fix=f"use {source.name}@0 to {source.name}@{top}")
     curriculum.set_global_level(source.level)
     return curriculum.generate_configuration()

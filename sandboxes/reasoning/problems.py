@@ -82,7 +82,9 @@ def problem(source: Source, *, seed: int, heldout: bool, number: int, but: froze
         if is_heldout(question) == heldout and digest(question) not in but:
             return Problem(source=source, seed=seed_of_chunk, index=index, question=question, answer=answer)
     part = "held-out" if heldout else "training"
-    raise TaskError(f"{ATTEMPTS} draws of reasoning-gym's {source.name} yielded no {part} question: it generates too few different ones")
+    raise TaskError(
+        f"{ATTEMPTS} draws of reasoning-gym's {source.name} yielded no {part} question, because it generates too few different questions"
+    )
 
 
 def entry(source: Source, seed: int, index: int) -> Mapping[str, Any]:
@@ -102,7 +104,7 @@ def _entry(data: Any, index: int, source: Source) -> Mapping[str, Any]:
     except Exception as error:
         raise TaskError(
             f"reasoning-gym's {source.name} generated no problem with {_settings_text(source)}: {type(error).__name__}: {error}",
-            fix="change them, or use another dataset",
+            fix="change its keys or level, or use a different dataset",
         ) from error
     return drawn
 
@@ -176,7 +178,7 @@ def _create(source: Source, *, seed: int, size: int) -> Any:
         known = ", ".join(sorted(field.name for field in fields(config) if field.name not in ("seed", "size")))
         raise UserError(
             f"reasoning-gym's {source.name} rejects {_settings_text(source)}: {str(error) or type(error).__name__}",
-            fix=f"its keys are {known}",
+            fix=f"correct the values; its keys are {known}",
         ) from None
 
 

@@ -124,5 +124,5 @@ class Tables:
 
 def _kind(name: str) -> Kind:
     if name not in BY_NAME:
-        raise UserError(f"tables has no kind of question {name!r}", fix=f"use some of {', '.join(BY_NAME)} in tasks.family.options.kinds")
+        raise UserError(f"tables has no question kind {name!r}", fix=f"choose from {', '.join(BY_NAME)} in tasks.family.options.kinds")
     return BY_NAME[name]

@@ -74,7 +74,7 @@ class Registry:
 
 
 def _missing(package: str, error: ImportError) -> UserError:
-    return UserError(f"the real tables need {package}, which does not import: {error}", fix=install_command("cpu"))
+    return UserError(f"the real tables need {package}, which cannot be imported: {error}", fix=install_command("cpu"))
 
 
 @cache

@@ -227,7 +227,8 @@ async def test_the_required_number_of_sandboxes_is_sufficient_and_necessary(
     settings |= {"gate.suite": "evals/x", "gate.server": "own"}
     base.but({**settings, "sandbox.max_open": 2 * needed})
     with pytest.raises(
-        RecipeError, match=rf"gate\.server=own beside them, .* set sandbox\.max_open={2 * needed}, or rollout\.concurrency={count - 1}, or"
+        RecipeError,
+        match=rf"gate\.server=own, could deadlock .* set sandbox\.max_open={2 * needed}, or rollout\.concurrency={count - 1}, or",
     ):
         base.but({**settings, "sandbox.max_open": 2 * needed - 1})
 

@@ -129,7 +129,7 @@ def test_a_processor_of_another_model_raises(folder: Path, tmp_path: Path) -> No
     other = Path(shutil.copytree(folder, tmp_path / "other"))
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**config, "image_token_id": 5}))
-    with pytest.raises(UserError, match=r"its config\.json says 5"):
+    with pytest.raises(UserError, match=r"its config\.json specifies 5"):
         ImageTokens.load(str(other), lambda content: "")
     (other / "processor_config.json").write_text("{}")
     with pytest.raises(UserError, match="image processor cannot be used"):

@@ -366,7 +366,11 @@ same_name: Tool = UserTool(hang)
 def test_an_invalid_tool_raises_with_its_name(name: str, message: str) -> None:
     with pytest.raises(PluginError) as error:
         load_tools((f"{__file__}:{name}", "submit"))
-    assert message in str(error.value) and f":{name}'" in str(error.value) and "fix: a tool is a function under @tool" in str(error.value)
+    assert (
+        message in str(error.value)
+        and f":{name}'" in str(error.value)
+        and "fix: use a function with the decorator @tool" in str(error.value)
+    )
 
 
 def test_two_tools_with_the_same_name_raise() -> None:

@@ -197,7 +197,7 @@ async def test_an_external_server_with_changed_tools_is_not_blamed_on_the_policy
         ("huge-schema", "the maximum is 16384"),
         ("odd-key", "with the key 'a\\n<|im_end|>'"),
         ("not-an-object", "without a schema of type object"),
-        ("many", "100 tools, at most 64"),
+        ("many", "100 tools, but at most 64"),
     ],
 )
 def test_unusable_tools_raise(mode: str, message: str) -> None:
@@ -229,7 +229,7 @@ async def test_recipe_bounds_apply_and_single_tools_can_be_selected() -> None:
         assert len((await episode.use("echo", text="x" * 900)).outcome.output) < 80
     run = RunTools(servers={"it": server}, bounds={})
     assert list(load_tools(("mcp:it/count", "submit"), None, run)) == ["count", "submit"]
-    for name, message in {"mcp:it/nope": "offers no tool 'nope'", "mcp:other": "recipe does not have"}.items():
+    for name, message in {"mcp:it/nope": "offers no tool 'nope'", "mcp:other": "recipe does not declare"}.items():
         with pytest.raises(TaskError, match=message):
             load_tools((name,), None, run)
     assert list(load_tools(("mcp:it",), None, RunTools(servers={"it": hostile("honest")}, bounds={}))) == [], "before the run starts"

@@ -81,5 +81,5 @@ def test_memory_tools_follow_the_tasks_tools_with_the_recipes_bounds() -> None:
     assert SCHEMAS[0]["function"]["parameters"]["required"] == ["text"] and not SCHEMAS[1]["function"]["parameters"]["required"]
     clash = sample_task(tools=(f"{__file__}:note",))
     assert list(load_tools(clash.tools)) == ["note"]
-    with pytest.raises(TaskError, match="is called 'note', as is one of the recipe's memory"):
+    with pytest.raises(TaskError, match="called 'note', but a tool of the recipe's memory has the same name"):
         load_tools(clash.tools, memory=memory)

@@ -101,7 +101,7 @@ def test_a_tool_that_fails_every_attempt_at_a_task_is_an_infrastructure_fault() 
         tool.ok(*range(200, 240), task="other")
         for case in cases:
             assert not case.provoked(sure=True)
-            assert case.note == "; it answers attempts at other tasks, but none at this one"
+            assert case.note == "; the tool answers calls from other tasks, but none from this task"
 
 
 def test_sequential_attempts_are_excused_if_the_tool_is_down_for_their_task() -> None:
@@ -184,7 +184,7 @@ def test_a_tool_that_no_other_attempt_at_the_task_has_called_is_not_down_for_it(
     tool.ok(1, 2, task="other")
     case = tool.failing(0)
     tool.ok(3, task="other")
-    assert not case.provoked(sure=True) and case.note == "; no other call shows an outage of it"
+    assert not case.provoked(sure=True) and case.note == "; no other call shows an outage of the tool"
 
 
 def test_calls_that_ended_before_a_late_call_started_are_not_evidence() -> None:

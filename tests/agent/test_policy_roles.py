@@ -164,11 +164,11 @@ async def test_a_context_of_the_user_that_restarts_stays_untrained(trained: bool
 async def test_invalid_options_and_agents_without_a_user_raise() -> None:
     spec = task_of().environment
     assert spec is not None
-    with pytest.raises(PluginError, match="train_user needs user=policy"):
+    with pytest.raises(PluginError, match="train_user requires user=policy"):
         await open_environment(EnvironmentSpec(ref=spec.ref, options={**spec.options, "train_user": True}))
     environment = await open_environment(EnvironmentSpec(ref=spec.ref, options={**spec.options, "user": POLICY}))
     await environment.reset()
-    with pytest.raises(PluginError, match="only for an agent that provides it"):
+    with pytest.raises(PluginError, match="only if the agent supports it"):
         await environment.step("hi")
 
 

@@ -53,7 +53,7 @@ async def test_a_run_pins_the_offered_tools_and_resumes_with_them(tmp_path: Path
     before = (tmp_path / MCP_FILE).read_text()
     assert [offer["name"] for offer in json.loads(before)["it"]] == ["echo", "count"]
     assert (await pin(config, "mcp:it", folder=tmp_path)).servers["it"].offers == tools.servers["it"].offers
-    with pytest.raises(UserError, match="differs from the one at the start of this run: the tool echo takes other arguments"):
+    with pytest.raises(UserError, match="its tools have changed since the run started: the tool echo takes other arguments"):
         await pin(recipe("changed"), "mcp:it/echo", folder=tmp_path)
 
     completions = [call("echo", text="a") + call("echo", text="b"), call("submit", answer="1")]
@@ -67,9 +67,9 @@ async def test_a_run_pins_the_offered_tools_and_resumes_with_them(tmp_path: Path
 @pytest.mark.parametrize(
     ("config", "tools", "message"),
     [
-        (recipe(), ("submit",), "mcp.it does nothing: none of the first 1 tasks"),
-        (recipe(nosuch={"calls": 1}), ("mcp:it", "submit"), "tools.nosuch does nothing"),
-        (RECIPE.but(tools={"submitt": {"description": "x"}}), ("submit",), "tools.submitt does nothing"),
+        (recipe(), ("submit",), "mcp.it is unused: none of the first 1 tasks"),
+        (recipe(nosuch={"calls": 1}), ("mcp:it", "submit"), "tools.nosuch is unused"),
+        (RECIPE.but(tools={"submitt": {"description": "x"}}), ("submit",), "tools.submitt is unused"),
         (
             RECIPE.but(tools={"submit": {"arguments": {"text": "x"}}}),
             ("submit",),
@@ -90,7 +90,7 @@ async def test_descriptions_for_an_unknown_tool_raise() -> None:
     descriptions = {"submit": {"description": "Hand in."}, "python": {"description": "Compute."}}
     tools = await pin(RECIPE.but(tools=descriptions), "submit", every=False)
     assert load_tools(("submit",), None, tools)["submit"].schema["function"]["description"] == "Hand in."
-    with pytest.raises(UserError, match=r"tools\.submit does nothing"):
+    with pytest.raises(UserError, match=r"tools\.submit is unused"):
         await pin(RECIPE.but(tools=descriptions), every=False)
 
 
@@ -102,7 +102,7 @@ async def test_servers_that_only_sub_agents_use_are_started() -> None:
 
 async def test_servers_that_nothing_uses_are_not_started() -> None:
     assert (await pin(RECIPE, "submit")).servers == {}
-    with pytest.raises(TaskError, match=r"declare it in the recipe, as mcp\.it"):
+    with pytest.raises(TaskError, match=r"declare the server in the recipe as mcp\.it"):
         load_tools(("mcp:it",), None, declared_tools(RECIPE.mcp, RECIPE.tools, HOSTILE.parent))
     assert (await pin(recipe("never-starts"), "submit", every=False)).servers == {}, "an evaluation starts the servers that its cases use"
 
@@ -116,7 +116,7 @@ def test_invalid_server_settings_raise() -> None:
         "mcp.it.key_env=KEY": "key_env does nothing without a url",
         'mcp={"a b": {"command": ["x"]}}': "is not a server name",
         "mcp.it.url=file:///etc/passwd": "pattern",
-        "tools.echo={}": "it changes nothing",
+        "tools.echo={}": "this section changes nothing",
         "mcp.it.nosuch=1": "unknown key",
         'mcp.it={"command": ["x"], "env": {"A": "env:A"}}': "env works only with host_command",
         'mcp.it={"url": "http://a", "key_env": "a b"}': "pattern",
@@ -155,14 +155,14 @@ async def test_an_external_server_that_hangs_in_every_episode_is_overdue() -> No
             else:
                 assert (await result).outcome.ok
             await episode_tools.close(timeout_s=5.0)
-        assert live.overdue().startswith("MCP server it has answered nothing for 1 s") == overdue
+        assert live.overdue().startswith("MCP server it has not answered for 1 s") == overdue
 
 
 async def test_unusable_tools_are_reported_and_the_others_offered(caplog: pytest.LogCaptureFixture) -> None:
     tools = await pin(recipe("some-odd"), "mcp:it")
     assert [tool.name for tool in tools.servers["it"].offers or ()] == ["echo"]
     assert "mcp.it: 3 of its tools are not offered" in caplog.text and "the tool count without a schema of type object" in caplog.text
-    with pytest.raises(TaskError, match=r"offers no tool 'keys', which is excluded: the tool keys with the key"):
+    with pytest.raises(TaskError, match=r"offers no tool 'keys': it is excluded \(the tool keys with the key"):
         load_tools(("mcp:it/keys",), None, tools)
     server = recipe("some-odd").mcp["it"].model_dump() | {"only": ("echo", "keys")}
     with pytest.raises(UserError, match="it offers the tool keys with the key"):

@@ -79,7 +79,7 @@ def test_a_template_beyond_the_bounds_is_stopped(text: str) -> None:
 
 
 def _is_stopped(text: str) -> None:
-    with pytest.raises(UserError, match=r"does not end within bounds \(0\.2 s of CPU time, 4 GiB and 1,048,576 characters"):
+    with pytest.raises(UserError, match=r"exceeds its limits \(0\.2 s of CPU time, 4 GiB and 1,048,576 characters"):
         probe_template(text, cpu_s=0.2)
 
 
@@ -140,7 +140,7 @@ def test_loading_a_large_vocabulary_does_not_count_as_the_templates_time(tmp_pat
     probe_tokenizer(folder, cpu_s=3.0)
     child = "from agentrl.agent import template; template._LOAD_S = 0.1; template._child()"
     monkeypatch.setattr(template_module, "_CHILD", child)
-    with pytest.raises(UserError, match=r"does not end within bounds \(60 s of CPU time to load it, then 2 s of CPU time"):
+    with pytest.raises(UserError, match=r"exceeds its limits \(60 s of CPU time to load it, then 2 s of CPU time"):
         probe_tokenizer(folder, cpu_s=2.0)
 
 

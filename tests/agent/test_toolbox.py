@@ -357,12 +357,12 @@ recall = memory.recall
     ("name", "message"),
     [
         ("Opaque", "have a state that JSON cannot represent"),
-        ("Stateless", "it has no state() and restore()"),
-        ("Half", "it has no restore()"),
-        ("Needy", "cannot be opened: it takes arguments"),
+        ("Stateless", "the class has no state() and restore()"),
+        ("Half", "the class has no restore()"),
+        ("Needy", "cannot be opened: the class requires arguments"),
         ("Static", "the tool use of Static is not a plain method"),
-        ("memory", "is one object of Memory, which all episodes would share: refer to the class"),
-        ("recall", "is one object of Memory, which all episodes would share: refer to the class"),
+        ("memory", "is an object of Memory, which all episodes would share: refer to the class"),
+        ("recall", "is an object of Memory, which all episodes would share: refer to the class"),
     ],
 )
 def test_a_class_whose_state_could_be_lost_or_shared_raises(name: str, message: str) -> None:

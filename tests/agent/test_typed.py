@@ -322,8 +322,8 @@ async def unmarked(query: str) -> str:
         ("unknown", "annotations that do not resolve (NameError: name 'Nowhere' is not defined)"),
         ("opaque", "has parameters that JSON cannot represent"),
         ("misdocumented", "has no parameter 'qery'"),
-        ("blocked", "takes the sandbox and is not async"),
-        ("unmarked", "is a function without @tool"),
+        ("blocked", "takes the sandbox but is not async"),
+        ("unmarked", "is a function without the decorator @tool"),
     ],
 )
 def test_a_function_that_cannot_be_a_tool_raises_with_the_reason(name: str, message: str) -> None:

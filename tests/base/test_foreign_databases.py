@@ -135,7 +135,7 @@ def test_notes_and_ledgers_with_a_foreign_schema_raise(change: str, name: str, t
         for statement in FOREIGN[change]:
             db.execute(statement.format(table, column))
         db.commit()
-    with pytest.raises(AgentRLError, match="that agentrl does not write"):
+    with pytest.raises(AgentRLError, match="that agentrl does not create"):
         use()
 
 
@@ -153,7 +153,7 @@ def test_values_of_other_types_and_long_queries_raise(tmp_path: Path, monkeypatc
         db.execute("INSERT INTO notes (step, writer, scope, text) VALUES (0, 1, 's', 'x'), (0, 77, 's', 'y')")
         db.commit()
     for store in (NoteStore(tmp_path / "notes.sqlite", MemoryConfig()),):
-        with closing(store), pytest.raises(AgentRLError, match="not a text, or has no writer"):
+        with closing(store), pytest.raises(AgentRLError, match="not a string, or has no writer"):
             store.search("", scope="s", version=9, task_key="k")
     with closing(sqlite3.connect(tmp_path / "notes.sqlite")) as db:
         numbers = "WITH RECURSIVE c(x) AS (SELECT 2 UNION ALL SELECT x + 1 FROM c WHERE x < 300000)"

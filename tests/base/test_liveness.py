@@ -284,7 +284,7 @@ def test_a_part_without_answers_is_overdue_however_its_calls_end() -> None:
             passes(clock, live, 10)
         passes(clock, live, 600)
         assert bool(live.overdue()) == (10 * (number + 1) > 120), "only time with an open call counts"
-    assert live.overdue() == "MCP server search has answered nothing for 400 s (no answer so far; deadline: 120 s)"
+    assert live.overdue() == "MCP server search has not answered for 400 s (no answer so far; deadline: 120 s)"
     live.answered(3.0)
     assert live.overdue() == ""
 
@@ -311,7 +311,7 @@ def test_only_time_with_an_open_question_counts() -> None:
             clock.now += 5.0
         clock.now += 15.0
         assert bool(live.overdue()) == (number == 6)
-    assert "has answered nothing for 30 s" in live.overdue()
+    assert "has not answered for 30 s" in live.overdue()
 
 
 def test_the_deadline_of_an_answer_is_based_on_the_longest_and_starts_at_the_last_answer() -> None:
@@ -326,7 +326,7 @@ def test_the_deadline_of_an_answer_is_based_on_the_longest_and_starts_at_the_las
         clock.now += 5.0
         assert live.overdue() == "", "the deadline itself is not late"
         clock.now += 0.5
-        assert live.overdue() == "the judge has answered nothing for 6 s (longest so far: 0.5 s; deadline: 5 s)"
+        assert live.overdue() == "the judge has not answered for 6 s (longest so far: 0.5 s; deadline: 5 s)"
 
 
 def test_a_part_is_watched_from_its_first_question() -> None:

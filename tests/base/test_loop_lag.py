@@ -145,7 +145,7 @@ async def test_the_alert_names_the_code_that_blocked_the_loop(alerts: list[str])
     episode = StallCount()
     await user_code.call_user_code(hold, what="tool search", timeout_s=30.0)
     await asyncio.sleep(3 * TICK_S)
-    assert len(alerts) == 1 and "tool search held it" in alerts[0] and "asyncio.to_thread" in alerts[0]
+    assert len(alerts) == 1 and "tool search blocked it" in alerts[0] and "asyncio.to_thread" in alerts[0]
     assert episode.seconds > STALL_S, "another episode waited"
 
 
@@ -229,7 +229,7 @@ async def call(tool: Waits, *, limit_s: float, record: CallRecord | None) -> str
 @virtually
 async def test_a_deadline_missed_while_the_loop_was_blocked_is_a_machine_fault(late: bool, recorded: bool, alerts: list[str]) -> None:
     holding = asyncio.create_task(hold())
-    with pytest.raises(InfrastructureError, match=r"the driver's event loop was blocked for \d\.\d s of it"):
+    with pytest.raises(InfrastructureError, match=r"the driver's event loop was blocked for \d\.\d s of that time"):
         await call(Waits(late=late), limit_s=1.5, record=trusted() if recorded else None)
     await holding
 

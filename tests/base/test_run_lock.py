@@ -80,7 +80,7 @@ def test_no_child_inherits_the_lock(tmp_path: Path) -> None:
 def test_one_of_four_simultaneous_drivers_gets_the_folder(tmp_path: Path) -> None:
     answers = race_for_folder(tmp_path, tmp_path / "run")
     assert sorted(answer.startswith("refused") for answer in answers) == [False, True, True, True], answers
-    assert all("is driven by another agentrl: process" in answer for answer in answers if answer.startswith("refused"))
+    assert all("is in use by another agentrl: process" in answer for answer in answers if answer.startswith("refused"))
 
 
 @pytest.mark.slow
@@ -121,7 +121,7 @@ def test_the_next_driver_waits_for_parts_of_the_previous_one(tmp_path: Path, cap
     os.close(part)
     with drive_folder(tmp_path, command="mine"):
         assert dying.poll() is not None or not Path(f"/proc/{dying.pid}").exists()
-    assert "waiting until the servers and the learner of the previous run have ended" in capsys.readouterr().err
+    assert "waiting until the servers and the learner of the previous run exit" in capsys.readouterr().err
     dying.wait()
 
 
@@ -131,7 +131,7 @@ def test_the_error_names_a_part_that_does_not_end(tmp_path: Path) -> None:
     os.close(part)
     try:
         with (
-            pytest.raises(UserError, match=rf"still run after 0\.1 s \(processes {stuck.pid}\)"),
+            pytest.raises(UserError, match=rf"are still running after 0\.1 s \(processes {stuck.pid}\)"),
             drive_folder(tmp_path, command="", wait_s=0.1),
         ):
             pytest.fail("a part is still there")

@@ -218,7 +218,7 @@ def test_queries_have_a_time_limit_and_connections_no_foreign_functions() -> Non
         db.execute("CREATE TABLE groups (x INTEGER)")
         restrict_connection(db, ["CREATE TABLE groups (x INTEGER)"])
         assert db.execute("PRAGMA trusted_schema").fetchone() == (0,)
-        with pytest.raises(sqlite3.DatabaseError, match="a table 'groups' that agentrl does not write"):
+        with pytest.raises(sqlite3.DatabaseError, match="a table 'groups' that agentrl does not create"):
             restrict_connection(db, ["CREATE TABLE other (x INTEGER)"])
 
 

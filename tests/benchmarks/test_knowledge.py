@@ -71,7 +71,7 @@ def test_transfer_evaluates_every_policy_in_every_environment(commands: list[Seq
 
 def test_runs_with_other_settings_or_without_scores_are_an_error(commands: list[Sequence[str]]) -> None:
     folder = knowledge.run("train", "a run", "doors", ["seed=0"])
-    with pytest.raises(SystemExit, match="is a run with other settings\nfix: delete it"):
+    with pytest.raises(SystemExit, match="is a run with different settings\nfix: delete it"):
         knowledge.run("train", "a run", "doors", ["seed=1"])
     write(folder, "after", lambda visit, house: None if house else 1.0)
     with pytest.raises(SystemExit, match="have no score"):

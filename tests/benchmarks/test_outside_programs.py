@@ -62,7 +62,7 @@ def test_a_cell_is_ok_or_has_its_reason(change: dict[str, Any], reason: str) -> 
 
 
 def test_a_program_that_does_not_print_its_answer_is_not_ok() -> None:
-    assert session.reason(OK, PROGRAM, WAY, "") == "its output has no 'DONE'"
+    assert session.reason(OK, PROGRAM, WAY, "") == "its output does not contain 'DONE'"
 
 
 def test_the_table_shows_each_cell_with_its_reason() -> None:

@@ -117,10 +117,10 @@ def test_an_invalid_wait_is_an_error(text: str, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        ({"mode": "single"}, "a single turn calls nothing"),
-        ({"target": 1.5}, "no success rate"),
+        ({"mode": "single"}, "a single turn makes no tool calls"),
+        ({"target": 1.5}, "not a success rate"),
         ({"minutes": 0}, "above 0"),
-        ({"mode": "both"}, "no mode"),
+        ({"mode": "both"}, "mode 'both' is unknown"),
     ],
 )
 def test_an_invalid_setting_raises_an_error(change: dict[str, Any], error: str) -> None:
@@ -164,12 +164,15 @@ def _with_another_machine(pairs: Comparison) -> Comparison:
     ("unpublishable", "error"),
     [
         (replace(THREE, rounds=THREE.rounds[:2]), "2 of at least 3 pairs"),
-        (replace(THREE, rounds=(*THREE.rounds[:2], THREE.rounds[2][:1])), "not one run of each side"),
-        (replace(THREE, rounds=(*THREE.rounds[:2], (THREE.rounds[2][0], THREE.rounds[1][1]))), "not one run of each side with one seed"),
-        (replace(THREE, rounds=(*THREE.rounds[:2], tuple(reversed(THREE.rounds[2])))), "not one run of each side"),
-        (_with_another_machine(THREE), "runs of several machines"),
+        (replace(THREE, rounds=(*THREE.rounds[:2], THREE.rounds[2][:1])), "not consist of one run of each side"),
+        (
+            replace(THREE, rounds=(*THREE.rounds[:2], (THREE.rounds[2][0], THREE.rounds[1][1]))),
+            "not consist of one run of each side with the same seed",
+        ),
+        (replace(THREE, rounds=(*THREE.rounds[:2], tuple(reversed(THREE.rounds[2])))), "not consist of one run of each side"),
+        (_with_another_machine(THREE), "its runs are from several machines"),
         (replace(THREE, rounds=(THREE.rounds[1], THREE.rounds[0], THREE.rounds[2])), "15 min between two runs"),
-        (replace(THREE, rounds=(*THREE.rounds[:2], tuple(replace(one, machine={}) for one in THREE.rounds[2]))), "without CPU model"),
+        (replace(THREE, rounds=(*THREE.rounds[:2], tuple(replace(one, machine={}) for one in THREE.rounds[2]))), "a run has no CPU model"),
     ],
 )
 def test_incomplete_or_interrupted_pairs_are_not_published(unpublishable: Comparison, error: str, tmp_path: Path) -> None:
@@ -245,7 +248,7 @@ def test_the_peers_settings_are_timed_on_recipes_that_load(recipe: str) -> None:
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"rounds": 3}', '{"rounds": [], "sides": [], "tried": [], "odd": 1}'])
 def test_a_file_that_is_no_result_raises_an_error(tmp_path: Path, text: str) -> None:
     (tmp_path / "x.json").write_text(text)
-    with pytest.raises(UserError, match="no result of this benchmark"):
+    with pytest.raises(UserError, match="is not a result of this benchmark"):
         comparison.published(tmp_path)
 
 
@@ -271,7 +274,7 @@ def test_a_page_without_marks_raises_an_error_and_is_not_changed(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("option", "error"), [("threads", "no such setting"), ("threads=two", "is no int"), ("rollouts=mine", "unknown value")]
+    ("option", "error"), [("threads", "unknown setting"), ("threads=two", "is not of type int"), ("rollouts=mine", "unknown value")]
 )
 def test_an_unknown_peer_setting_raises_an_error(option: str, error: str) -> None:
     with pytest.raises(UserError, match=error):
@@ -384,5 +387,5 @@ def test_our_seconds_per_activity_are_read_from_the_run(tmp_path: Path) -> None:
     assert ours.parts(tmp_path, lines, None) == seconds
     assert ours.parts(tmp_path, lines, 8) == {**seconds, "evaluation": 8.0}, "the evaluation that reached the target is not counted"
     log.write_text("")
-    with pytest.raises(InfrastructureError, match=r"does not say what publishing took in steps \[1, 2\]"):
+    with pytest.raises(InfrastructureError, match=r"does not contain the publishing time of steps \[1, 2\]"):
         ours.parts(tmp_path, lines, None)

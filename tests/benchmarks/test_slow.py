@@ -52,7 +52,7 @@ def test_the_wait_of_a_program_depends_on_its_text_and_is_within_the_interval() 
 
 @pytest.mark.parametrize(("low", "high"), [(2.0, 0.2), (-1.0, 1.0), (0.0, 0.0)])
 def test_an_invalid_interval_raises_an_error(programs_run: list[str], low: float, high: float) -> None:
-    with pytest.raises(UserError, match="no wait"):
+    with pytest.raises(UserError, match="a wait of"):
         slow.SlowBackend(root=Path(), run_label="t", low=low, high=high)
 
 

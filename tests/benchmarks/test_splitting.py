@@ -104,7 +104,7 @@ async def test_results_with_different_overrides_are_an_error(tmp_path: Path, mon
         splitting.result_path(tmp_path, "roles", seed).write_text(json.dumps(asdict(outcome)))
         if seed == 0:
             splitting.check_alike(tmp_path, [])
-            with pytest.raises(SystemExit, match=r"measured with no overrides, not with `learner.lr=1e-4`\nfix: give the same overrides"):
+            with pytest.raises(SystemExit, match=r"measured with no overrides, not with `learner.lr=1e-4`\nfix: use the same overrides"):
                 splitting.check_alike(tmp_path, ["learner.lr=1e-4"])
     with pytest.raises(SystemExit, match=r"different settings: roles-seed0.json with bubblewrap; roles-seed1.json with bubblewrap learner"):
         splitting.stored_outcomes(tmp_path)

@@ -84,5 +84,5 @@ def test_a_run_without_a_step_in_its_time_is_a_result(peer: Callable[..., Outcom
 
 
 def test_a_failed_run_raises_an_error_with_the_end_of_its_log(peer: Callable[..., Outcome]) -> None:
-    with pytest.raises(InfrastructureError, match="ended with 3: out of memory"):
+    with pytest.raises(InfrastructureError, match="ended with exit code 3: out of memory"):
         peer(SETTING, steps=1, success={}, code="import sys; print('out of memory'); sys.exit(3)")

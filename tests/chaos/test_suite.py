@@ -36,7 +36,7 @@ def outcome(injected: Injected | Exception, *, slack: float = 1.0, bound_s: floa
 def test_a_case_fails_without_its_fault_and_beyond_its_bound() -> None:
     assert outcome(Injected(witness="gone", recovered_s=9.0)).ok
     late = outcome(Injected(witness="gone", recovered_s=11.0))
-    assert not late.ok and late.problem == "it took 11.0 s, more than 10 s" and late.witness == "gone"
+    assert not late.ok and late.problem == "took 11.0 s, more than the bound of 10 s" and late.witness == "gone"
     assert outcome(Injected(witness="gone", recovered_s=11.0), slack=2.0).ok
     assert outcome(Injected(witness="gone", recovered_s=99.0), bound_s=None).ok
     missed = outcome(ChaosError("the moment was missed"))

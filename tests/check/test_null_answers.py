@@ -61,7 +61,7 @@ def test_constant_truth_is_not_a_finding(truth: str) -> None:
 
 def test_a_constant_answer_that_may_equal_the_truth_is_a_note() -> None:
     proof = prove(numeric, tasks_with("1.0", "20"))
-    assert proof.ok and severities_and_texts(proof) == [("note", "v scores '1' to t0 above 0; the answer may be right there")]
+    assert proof.ok and severities_and_texts(proof) == [("note", "v scores '1' to t0 above 0; the answer may be correct there")]
 
 
 @pytest.mark.parametrize(

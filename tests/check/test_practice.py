@@ -66,7 +66,7 @@ async def test_mutants_are_proven_or_rejected() -> None:
     assert [(practice.case, practice.how) for practice in report.tasks] == [("c0", "mutated")] * 2
     assert all(practice.task.data["answer"] != total.data["answer"] and practice.task.split is Split.TRAIN for practice in report.tasks)
     assert [case for case, _ in report.rejected] == ["c1", "c2"]
-    assert "belongs to family 'other'" in report.rejected[0][1] and "not right on the case" in report.rejected[1][1]
+    assert "belongs to family 'other'" in report.rejected[0][1] and "does not solve the case" in report.rejected[1][1]
     assert leaky_report.tasks == () and "depends on the answer" in leaky_report.rejected[0][1]
 
 

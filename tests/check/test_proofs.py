@@ -67,16 +67,16 @@ def test_sound_family_is_pure_with_disjoint_splits(monkeypatch: pytest.MonkeyPat
 def test_stateful_family_differs_in_both_processes() -> None:
     other_process, second_draw = failures(purity_proof("Impure"))
     assert (
-        "16 tasks of 16 differ in another process, with another hash seed, in prompt; train 0: prompt was ...numbers.txt? Say it"
+        "16 tasks of 16 differ in another process with a different hash seed, in prompt; train 0: prompt was ...numbers.txt? Say it"
         in other_process
     )
-    assert "16 tasks of 16 differ drawn again in another order, in prompt" in second_draw
+    assert "16 tasks of 16 differ when drawn again in a different order, in prompt" in second_draw
 
 
 @pytest.mark.slow
 def test_family_that_depends_on_the_hash_seed_differs_only_in_another_process() -> None:
     (failure,) = failures(purity_proof("Hashed"))
-    assert failure.startswith("16 tasks of 16 differ in another process, with another hash seed, in prompt; ")
+    assert failure.startswith("16 tasks of 16 differ in another process with a different hash seed, in prompt; ")
 
 
 @pytest.mark.slow
@@ -85,7 +85,7 @@ def test_tasks_that_cannot_be_created_or_stored_are_reported() -> None:
     assert "4 tasks cannot be created: KeyError: 'region'" in failures(proof)[0]
     assert proof.findings[0].tasks == ("train 2", "train 3", "heldout 2", "heldout 3")
     notes = [(finding.severity, finding.what) for finding in proof.findings[1:]]
-    assert notes == [("note", "another seed gives the same training tasks: the family does not use its seed")]
+    assert notes == [("note", "a different seed gives the same training tasks: the family does not use its seed")]
     with pytest.raises(ValueError, match=r"Task\.data: 'answer': a set is not JSON"):
         replace(Good().task(Split.TRAIN, 0), data={"answer": {1, 2}})
 
@@ -103,7 +103,9 @@ def test_family_that_does_not_open_in_another_process_is_reported(tmp_path: Path
 
 def test_heldout_tasks_equal_to_training_tasks_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     (failure,) = failures(splits_proof("Overlapping", monkeypatch))
-    assert failure.startswith("6 of 6 tasks in heldout show the agent the same as a training task: sums-heldout-0 is sums-train-0, ")
+    assert failure.startswith(
+        "6 of 6 tasks in heldout show the agent the same content as a training task: sums-heldout-0 is sums-train-0, "
+    )
 
 
 class Few(Good):
@@ -121,9 +123,9 @@ def test_repeats_equal_ids_and_misplaced_tasks_are_reported(monkeypatch: pytest.
     proof = splits_proof("Few", monkeypatch)
     assert failures(proof) == ["6 tasks drawn from heldout have split train"]
     findings = {finding.what for finding in proof.findings}
-    assert "38 of 40 tasks in train repeat another one: they are trained on more often" in findings
-    assert "different tasks have the same id, by which transcripts name them: sums" in findings
-    assert any(what.startswith("answering '") and what.endswith("is right in 50% of the tasks in train") for what in findings)
+    assert "38 of 40 tasks in train repeat another task: the policy is trained on them more often" in findings
+    assert "different tasks have the same id, which identifies them in transcripts: sums" in findings
+    assert any(what.startswith("the answer '") and what.endswith("is correct in 50% of the tasks in train") for what in findings)
 
 
 FILE_CASES = [
@@ -223,7 +225,7 @@ async def test_verifiers_that_fail_or_are_inconsistent_are_reported() -> None:
     assert good.findings == () and good.looked_at == "1 verifier: 30 malformed answers, 6 gold episodes twice"
     brittle = failures(await verifiers_proof("Brittle"))
     assert [what.partition(";")[0] for what in brittle] == [
-        "a score of 1 for work that is wrong",
+        "a score of 1 for incorrect work",
         "no score: tests.check.bad_families:brittle: verifier returned str, not a Score",
     ]
     assert "two megabytes for sums-train-0" in brittle[0]
@@ -273,7 +275,7 @@ async def test_tool_state_must_be_restorable_and_per_episode() -> None:
 
     assert await faults_of("Notes") == []
     assert await faults_of("Gossip") == ["its state leaks into the next episode"]
-    assert await faults_of("Forgetful") == ["its restored state differs from the saved one, so a resumed episode has other tools"]
+    assert await faults_of("Forgetful") == ["its restored state differs from the saved one, so a resumed episode has different tools"]
     assert await faults_of("Stubborn") == ["its state cannot be restored (KeyError"]
     assert await faults_of("Opaque") == ["the state of Opaque cannot be captured"]
 
@@ -331,7 +333,7 @@ async def test_tool_that_breaks_its_sandbox_is_reported_and_gets_a_fresh_one() -
     finally:
         await sandboxes.close()
     prefix = "tool tests.check.bad_families:breaker makes its sandbox fail, which excludes the episode: the exec server is gone"
-    assert any(what.startswith(f"{prefix}, given an empty text for everything") for what in failures(proof))
+    assert any(what.startswith(f"{prefix}, given an empty string for every argument") for what in failures(proof))
 
 
 @pytest.mark.slow
@@ -348,4 +350,4 @@ async def test_sandboxed_mcp_servers_are_checked_and_host_servers_are_never_call
     proof = await prove_tools([mcp_task], backend, tools)
     assert (proof.findings, proof.looked_at) == ((), "1 tool: mcp:it"), "a call would have ended it"
     (missing,) = (await prove_tools([mcp_task], backend)).findings
-    assert "mcp:it does not load" in missing.what and "declare it in the recipe" in missing.what
+    assert "mcp:it does not load" in missing.what and "declare the server in the recipe" in missing.what

@@ -36,13 +36,13 @@ def test_check_applies_overrides_to_a_recipe_and_rejects_them_for_a_folder() -> 
 
 def test_check_passes_the_address_of_a_server_on() -> None:
     result = CliRunner().invoke(app, ["check", "ors:http://127.0.0.1:1/x"])
-    assert isinstance(result.exception, UserError) and "127.0.0.1:1 gave no answer" in str(result.exception)
+    assert isinstance(result.exception, UserError) and "127.0.0.1:1: request /list_environments failed" in str(result.exception)
 
 
 def test_a_report_is_written_only_into_run_folders(tmp_path: Path) -> None:
     from agentrl.cli.runs import report
 
     (tmp_path / "notes.md").write_text("mine")
-    with pytest.raises(UserError, match="has no run, evaluation"):
+    with pytest.raises(UserError, match="contains no run, evaluation"):
         report(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.md"]

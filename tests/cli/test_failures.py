@@ -112,13 +112,13 @@ def test_a_user_and_rules_tag_failures(run: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("tag", "{run}", "--as", "looped"), "needs ids of traces"),
-        (("tag", "{run}", "g000000-0-a0", "--as", "Not A Tag"), "is not a tag"),
+        (("tag", "{run}", "--as", "looped"), "needs trace ids"),
+        (("tag", "{run}", "g000000-0-a0", "--as", "Not A Tag"), "is not a valid tag"),
         (("tag", "{run}", "g000000-0-a0", "--turn", "1"), "--as NAME"),
         (("tag", "{run}", "absent"), "has no trace absent"),
         (("promote", "{run}", "--into", "{run}/s"), "no traces are selected"),
         (("promote", "{run}", "absent", "--into", "{run}/s"), "has no trace absent"),
-        (("promote", "{run}", "g000002-0-a0", "--into", "{run}/s"), "is a fault"),
+        (("promote", "{run}", "g000002-0-a0", "--into", "{run}/s"), "records a fault"),
         (("promote", "{run}", "--tag", "infrastructure", "--into", "{run}/s"), "can become a case: 1 ended in a fault"),
         (("promote", "{run}", "--tag", "looped", "--into", "{run}/s"), "no trace that matches these filters"),
         (("promote", "{run}", "g000000-0-a0", "--into", "{run}/s", "--threshold", "nan"), "--threshold nan"),

@@ -29,8 +29,8 @@ def test_a_model_is_imported_and_reported(source: Path, tmp_path: Path) -> None:
     first = agentrl("model", "import", str(source), str(target))
     assert first.returncode == 0, first.stderr
     lines = first.stdout.splitlines()
-    assert lines[0] == str(target) and lines[1].startswith("qwen3, ") and "licence: not stated by the source" in lines[1]
-    assert lines[2] == "the chat template cannot show tools; for tasks with tools add --chat-template hermes"
+    assert lines[0] == str(target) and lines[1].startswith("qwen3, ") and "licence: not specified by the source" in lines[1]
+    assert lines[2] == "the chat template does not render tools; for tasks with tools, add --chat-template hermes"
     assert [line.split("s  ")[1].split()[0] for line in first.stderr.splitlines() if " s  " in line] == [
         "loading",
         "reading",
@@ -40,7 +40,7 @@ def test_a_model_is_imported_and_reported(source: Path, tmp_path: Path) -> None:
     repeated = agentrl("model", "import", str(source), str(target))
     assert repeated.stdout.splitlines()[0] == f"{target} already contains this model"
     conflicting = agentrl("model", "import", str(source), str(target), "--chat-template", "hermes", "--json")
-    assert conflicting.returncode == 2 and "give --force" in conflicting.stderr
+    assert conflicting.returncode == 2 and "use --force" in conflicting.stderr
     forced = agentrl("model", "import", str(source), str(target), "--chat-template", "hermes", "--json", "--force")
     report = json.loads(forced.stdout)
     assert report["fresh"] and report["folder"] == str(target) and report["chat_template"]["shows_tools"]

@@ -99,7 +99,7 @@ def test_a_folder_that_is_not_empty_raises_and_stays_unchanged(tmp_path: Path) -
 
 
 def test_a_name_without_letters_raises_before_anything_is_written(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="not a project name"):
+    with pytest.raises(UserError, match="not a valid project name"):
         init_project(tmp_path / "new", "--")
     assert not (tmp_path / "new").exists()
 

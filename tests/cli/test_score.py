@@ -49,7 +49,7 @@ def test_listing_records_expiries_without_a_driver(tmp_path: Path) -> None:
 def test_a_score_by_command_is_stored_once(run: Path) -> None:
     first, second = (score(run, "g0-0", "review", "0.5", "--by", "anna", "--key", "k") for _ in range(2))
     assert (first.returncode, second.returncode) == (0, 0)
-    assert "is stored: attempt 0 of group 0, which waits for 1 more" in first.stdout and "was stored before" in second.stdout
+    assert "is stored: attempt 0 of group 0, which waits for 1 more" in first.stdout and "was already stored" in second.stdout
     assert json.loads(score(run, "g0-1", "review", "1", "--json").stdout) == {
         "group": 0,
         "attempt": 1,
@@ -96,7 +96,7 @@ REJECTED = {
     ("g0-0", "review", "1.5"): "from 0 to 1",
     ("g0-0", "review", "--", "-0.5"): "from 0 to 1",
     ("g0-0", "review", "0.5", "--by", "b" * 201): "200 characters",
-    ("g0-0", "review"): "belong together",
+    ("g0-0", "review"): "must be given together",
     (): "exactly one",
     ("--list", "--serve"): "exactly one",
 }

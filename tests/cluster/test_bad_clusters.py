@@ -65,7 +65,7 @@ def test_a_cluster_of_another_ray_or_python_version(
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    with pytest.raises(UserError, match=r"the Ray cluster at .* has other versions: .*(2\.1\.0|3\.9\.1)"):
+    with pytest.raises(UserError, match=r"the Ray cluster at .* has different versions: .*(2\.1\.0|3\.9\.1)"):
         list_nodes(ray_nodes.address)
 
 

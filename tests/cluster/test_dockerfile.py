@@ -47,7 +47,7 @@ def test_the_versions_are_those_of_the_project() -> None:
 
 def test_a_project_installs_agentrl_from_the_same_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert project_requirement(ROOT, "cpu") == ".[cpu,cluster,redis,rewards,gateway]"
-    with pytest.raises(UserError, match="from a folder of this machine"):
+    with pytest.raises(UserError, match="from a folder on this machine"):
         project_requirement(tmp_path, "cpu")
     monkeypatch.setattr(module, "requirement", lambda: "agentrl-posttraining==0.1.0")
     assert project_requirement(tmp_path, "gpu") == "agentrl-posttraining[gpu,cluster,redis,rewards,gateway]==0.1.0"

@@ -35,7 +35,7 @@ def test_judge_servers_get_the_remaining_gpus_or_share_those_of_the_servers(monk
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert judges(judged) == gpus
     shared = make_recipe("file").but({"judge_servers": {"a": {"model": "m", "gpu_memory_utilization": 0.6}}, "device": "cuda"})
-    with pytest.raises(UserError, match=r"need 1\.1 of its memory"):
+    with pytest.raises(UserError, match=r"need 1\.1 times its memory"):
         devices(shared)
 
 
@@ -56,7 +56,7 @@ def test_several_servers_get_a_gpu_each_after_the_learners(monkeypatch: pytest.M
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,6,5,4,3,2,1")
     assert judges(several) == {"a": "2", "b": "1", "c": "2", "d": "1"}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    with pytest.raises(UserError, match=r"serving\.replicas=3 with learner\.ranks=2 needs 5 GPUs, 4 are visible"):
+    with pytest.raises(UserError, match=r"serving\.replicas=3 with learner\.ranks=2 needs 5 GPUs, but only 4 are visible"):
         devices(several)
 
 
@@ -76,7 +76,7 @@ def test_the_gates_own_server_gets_the_gpu_after_all_others(monkeypatch: pytest.
     judged = gated("file", judge_servers={"a": {"model": "m"}})
     assert judges(judged) == {"a": "6"}
     with pytest.raises(
-        UserError, match=r"serving\.replicas=2 and gate\.server=own with learner\.ranks=1 needs 4 GPUs, 3 are visible"
+        UserError, match=r"serving\.replicas=2 and gate\.server=own with learner\.ranks=1 needs 4 GPUs, but only 3 are visible"
     ) as caught:
         devices(gated("file", **{"serving.replicas": 2}))
     assert "gate.server=shared" in str(caught.value)
@@ -95,14 +95,14 @@ def test_without_training_no_gpu_is_kept_for_learner_or_gate(monkeypatch: pytest
     assert devices(several.but("serving.replicas=1"), training=False) == {}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
     assert devices(make_recipe("nccl", ranks=2), training=False) == {"server": "5"}
-    with pytest.raises(UserError, match=r"serving\.replicas=2 needs 2 GPUs, 1 are visible here") as caught:
+    with pytest.raises(UserError, match=r"serving\.replicas=2 needs 2 GPUs, but only 1 are visible here") as caught:
         devices(several, training=False)
     assert "learner" not in str(caught.value)
 
 
 def test_too_few_gpus_are_an_error_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    with pytest.raises(UserError, match="needs 2 GPUs, 1 are visible"):
+    with pytest.raises(UserError, match="needs 2 GPUs, but only 1 are visible"):
         devices(make_recipe("nccl"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     assert visible_gpus() == []

@@ -136,7 +136,7 @@ def test_the_command_of_a_cell_exists() -> None:
     (deployment,) = by_kind(build_and_parse(build(RECIPE), cells=1), "Deployment")
     command = deployment["spec"]["template"]["spec"]["containers"][0]["command"]
     result = CliRunner().invoke(sandbox_app, command[2:], env={"AGENTRL_CELL_KEY": "short"})
-    assert isinstance(result.exception, UserError) and "has 5 characters" in str(result.exception)
+    assert isinstance(result.exception, UserError) and "has only 5 characters" in str(result.exception)
 
 
 def test_the_schemas_reject_a_misspelt_field() -> None:
@@ -348,7 +348,7 @@ def test_values_that_kubernetes_rejects_are_errors(options: dict[str, Any], mess
 
 
 def test_a_custom_resource_that_kuberay_treats_as_gpus_is_an_error() -> None:
-    with pytest.raises(UserError, match="KubeRay takes my-gpu for GPUs"):
+    with pytest.raises(UserError, match="KubeRay treats my-gpu as GPUs"):
         build_and_parse(build({**RECIPE, "cluster": {"address": "auto", "resources": {"server": {"my-gpu": 1}}}}))
 
 

@@ -196,7 +196,7 @@ def test_only_versions_are_deleted(tmp_path: Path) -> None:
 def test_an_invalid_id_of_a_run_is_an_error(tmp_path: Path, text: str) -> None:
     """`remove` deletes the folder of this name in the store: with an empty id, those of all runs."""
     (tmp_path / ID_FILE).write_text(text)
-    with pytest.raises(UserError, match="no id of a run"):
+    with pytest.raises(UserError, match="does not contain a valid run id"):
         run_id(tmp_path)
     (tmp_path / ID_FILE).unlink()
     assert run_id(tmp_path) == run_id(tmp_path)

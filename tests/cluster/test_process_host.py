@@ -70,7 +70,7 @@ async def test_a_process_that_does_not_end_after_sigkill_is_an_error(tmp_path: P
 async def test_the_next_driver_waits_for_the_processes_of_the_last_one(tmp_path: Path) -> None:
     host = ProcessHost(tmp_path)
     host.start(command("import time; time.sleep(600)"))
-    with pytest.raises(UserError, match="still run after 0 s"), drive_folder(tmp_path, command="next", wait_s=0.0):
+    with pytest.raises(UserError, match="are still running after 0 s"), drive_folder(tmp_path, command="next", wait_s=0.0):
         pass
     await host.close()
     with drive_folder(tmp_path, command="next", wait_s=0.0):

@@ -181,7 +181,7 @@ async def test_a_run_has_one_driver_and_the_next_ends_the_parts_of_a_killed_one(
     try:
         assert driver.stdout is not None
         pid = int(await asyncio.to_thread(driver.stdout.readline))
-        with pytest.raises(RunFolderBusy, match=rf"driven by another agentrl on this cluster: process {driver.pid} on "):
+        with pytest.raises(RunFolderBusy, match=rf"is in use by another agentrl on this cluster: process {driver.pid} on "):
             await RayLauncher.open(plan, tmp_path, root=tmp_path)
         assert not read_stat(pid).has_ended
     finally:
@@ -220,7 +220,7 @@ async def test_another_version_of_agentrl_on_a_node_is_an_error(
     ray_nodes: RayNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agentrl.__version__", "9.9.9")
-    with pytest.raises(UserError, match=r"has agentrl \S+, the driver 9\.9\.9\n  fix: install the same version on every node"):
+    with pytest.raises(UserError, match=r"has agentrl \S+, but the driver has 9\.9\.9\n  fix: install the same version on every node"):
         async with ray_nodes.launcher(plan_of(ray_nodes.address, "part"), tmp_path):
             pass
     assert not [*tmp_path.iterdir()], "the folder is still empty"

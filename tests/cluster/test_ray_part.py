@@ -55,8 +55,8 @@ def part_of(end: Callable[[], Any] = lambda: RUNS, log: Path | None = None, stat
         (SILENT_S - 1, None, False, ""),
         (SILENT_S + 1, None, False, "node n has not answered for"),
         (1, REFUSED_S - 1, False, ""),
-        (REFUSED_S + 1, REFUSED_S + 1, False, "its host on node n is gone"),
-        (1, None, True, "node n is gone"),
+        (REFUSED_S + 1, REFUSED_S + 1, False, "its host on node n died"),
+        (1, None, True, "node n died"),
     ],
 )
 async def test_a_silent_part_is_lost_after_a_time_limit_or_with_its_node(
@@ -123,7 +123,7 @@ async def test_parts_are_lost_when_the_connection_to_the_cluster_ends(monkeypatc
         poller = PartPoller(SimpleNamespace(exceptions=RAY.exceptions, wait=broken, get=broken, nodes=broken))
         poller.add(part)
         async with asyncio.timeout(5):
-            assert await part.wait() == -signal.SIGKILL and part.lost == "its host on node n is gone"
+            assert await part.wait() == -signal.SIGKILL and part.lost == "its host on node n died"
         await asyncio.to_thread(poller.close)
 
     lost = RayPart(RAY, SimpleNamespace(end=dead, signal_children=dead, fetch=dead), "start", "learner", RUNS, driver=("http://a:1", "key"))

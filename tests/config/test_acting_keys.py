@@ -245,7 +245,7 @@ def test_a_key_without_effect_in_a_recipe_is_an_error_that_names_it(key: str) ->
                     changed = recipe.but({concrete(key): value})
                 except RecipeError as error:
                     errors += any(
-                        line.partition(f"{concrete(key)}=")[2] and f" does nothing without {need.what}; or leave it at" in line
+                        line.partition(f"{concrete(key)}=")[2] and f" does nothing without {need.what}; otherwise leave it at" in line
                         for line in str(error).splitlines()
                     )
                     continue
@@ -349,4 +349,4 @@ def test_a_key_with_an_effect_has_it_in_every_recipe_that_accepts_it() -> None:
 def test_the_error_for_a_key_without_effect_says_what_it_needs(changes: list[str], message: str) -> None:
     with pytest.raises(RecipeError) as error:
         BASE.but(*changes)
-    assert message in str(error.value) and "or leave it at" in str(error.value)
+    assert message in str(error.value) and "otherwise leave it at" in str(error.value)

@@ -74,7 +74,7 @@ def test_rewritten_contexts_and_compaction_exclude_each_other() -> None:
 def test_incompatible_learner_settings_raise() -> None:
     for overrides, message in (
         (["learner.lora={}", "serving.weight_transfer=nccl"], "learner.lora publishes adapters"),
-        (["learner.kernels=liger", "device=cpu"], "GPU kernels"),
+        (["learner.kernels=liger", "device=cpu"], "kernels=liger needs a GPU"),
         (["learner.offload=optimizer", "learner.zero_stage=0"], "learner.zero_stage 1, 2 or 3"),
         (["learner.ranks=3", "learner.sequence_parallel=2"], "must divide learner.ranks"),
         (["learner.ranks=2", "learner.sequence_parallel=2", "objective.advantage=gae", "critic={}"], "does not support a critic"),

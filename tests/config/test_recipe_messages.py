@@ -38,7 +38,7 @@ LIST_ERRORS = {
     '=[{"metric": "entropy", "at": Infinity}]': "learner.limits[0].at: Input should be a finite number",
     '=[{"metric": "clip_fraction", "at": 2}]': "learner.limits[0]: at must be between 0 and 1 for metric=clip_fraction",
     '={"metric": "ess", "at": 1}': "learner.limits: Input should be a valid tuple",
-    ".entropy.at=1": "learner.limits.entropy.at: learner.limits is a list, which is set as a whole\n  fix: write learner.limits=",
+    ".entropy.at=1": "learner.limits.entropy.at: learner.limits is a list, whose items cannot be set alone\n  fix: write learner.limits=",
     "[0].at=1": 'fix: write learner.limits=[{"metric": ..., "at": ..., "action": ...}]',
 }
 
@@ -79,8 +79,8 @@ def test_text_with_half_a_surrogate_pair_raises_an_error_that_names_the_key(over
     [
         (["rollout.sampling.top_p=0.9"], r"rollout\.sampling: top_p and min_p need top_k: .* set top_k as well, for instance to 64"),
         (["rollout.sampling.min_p=0.05"], r"rollout\.sampling: top_p and min_p need top_k"),
-        (["rollout.sampling.top_k=1"], r"rollout\.sampling: temperature=0 and top_k=1 leave every token without an alternative"),
-        (["rollout.sampling.temperature=0"], r"rollout\.sampling: temperature=0 and top_k=1 leave every token without an alternative"),
+        (["rollout.sampling.top_k=1"], r"rollout\.sampling: temperature=0 and top_k=1 leave only one candidate for every token"),
+        (["rollout.sampling.temperature=0"], r"rollout\.sampling: temperature=0 and top_k=1 leave only one candidate for every token"),
         (["rollout.sampling.top_k=1000"], r"rollout\.sampling: top_k=1000 exceeds the 128 tokens that can be recorded"),
         (["rollout.sampling.top_k=20", "rollout.sampling.top_p=0"], r"rollout\.sampling\.top_p: Input should be greater than 0"),
         (["rollout.sampling.temperature=0.001"], r"rollout\.sampling: temperature must be 0 \(greedy\) or at least 0\.01"),

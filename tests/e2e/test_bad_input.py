@@ -39,7 +39,7 @@ def _check_error(code: int, output: str, message: str) -> None:
     [
         ("learner.lrr=1", "learner.lrr: unknown key"),
         ("learner.lr=fast", "learner.lr"),
-        ("policy.model=./nowhere", "policy.model: no folder"),
+        ("policy.model=./nowhere", "policy.model: there is no folder"),
         ("tasks.family=sandboxes.tables:Tabels", "it has:"),
         ("tasks.family=sandboxes.nothing:X", "no module named"),
         ('tasks.family.options={"sede": 1}', "tasks.family"),

@@ -25,7 +25,7 @@ def test_a_run_fails_at_its_limit_of_rollbacks_and_continues_with_another_limit(
     limit = 'learner.limits=[{"metric": "entropy", "at": 50, "action": "rollback"}]'
     code, output = agentrl(*arguments, limit, by=forked)
     assert code == 1, output
-    assert "failed: step 2: entropy" in output and "2 rollbacks were made" in output
+    assert "failed: step 2: entropy" in output and "2 rollbacks occurred" in output
     assert re.search(r"alert: step 1: rolled back, and excluded groups \d+, \d+, \d+, \d+ ", output), output
     assert output.count("alert: halted") == 1
     assert steps_logged(run) == [1, 2]
@@ -38,7 +38,7 @@ def test_a_run_fails_at_its_limit_of_rollbacks_and_continues_with_another_limit(
     resumed = start(*arguments, "steps=6", limit.replace("50", "1e-9"), "--resume", by=forked)
     wait_for(lambda: (run / "versions" / "000003" / "version.json").exists(), resumed, timeout=300)
     code, output = agentrl("versions", "rollback", str(run), "2")
-    assert code == 0 and "the learner performs it with its next step" in output, output
+    assert code == 0 and "the learner performs it at its next step" in output, output
     output, _ = resumed.communicate(timeout=600)
     assert resumed.returncode == 0, output
     result = summary(run)

@@ -56,7 +56,7 @@ async def played(policy: ScriptedPolicy, tokenizer: Any, world: str, *, groups: 
 CALL = '<tool_call>\n{"name": "open", "arguments": {"door": 1}}\n</tool_call>'
 
 
-@pytest.mark.parametrize(("response", "message"), [("I stay here.", "no call"), ("z" * 9000, "tokens ran out")])
+@pytest.mark.parametrize(("response", "message"), [("I stay here.", "no call"), ("z" * 9000, "ran out of tokens")])
 async def test_an_episode_that_ends_without_an_action_scores_at_most_like_the_worst_of_its_group(
     tokenizer: Any, response: str, message: str
 ) -> None:

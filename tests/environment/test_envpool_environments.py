@@ -60,8 +60,8 @@ def test_a_game_of_two_players_is_rejected() -> None:
     [
         ({"id": "CartPol-v1"}, "no environment CartPol-v1(.|\n)*use one of its .*CartPole-v1"),
         ({"id": "CartPole-v1", "nope": 1}, "unexpected keyword argument 'nope'"),
-        ({"id": "CartPole-v1", "num_envs": 8}, "belong to agentrl"),
-        ({"id": "CartPole-v1", "seed": 8}, "belong to agentrl"),
+        ({"id": "CartPole-v1", "num_envs": 8}, "agentrl sets num_envs, batch_size and seed"),
+        ({"id": "CartPole-v1", "seed": 8}, "agentrl sets num_envs, batch_size and seed"),
     ],
 )
 def test_a_wrong_option_is_an_error_that_names_it(options: dict[str, object], message: str) -> None:

@@ -72,8 +72,8 @@ def test_options_reach_the_environment_and_errors_name_the_fix() -> None:
         ({"id": "Nope-v0"}, "fix: correct the id, or write gymnasium:MODULE:ID"),
         ({"id": "Nope/Nope-v0"}, "fix: correct the id, or write gymnasium:MODULE:ID"),
         ({"id": "gymnasium:Nope-v0"}, "fix: use an id that gymnasium registers"),
-        ({"id": "Taxi-v3"}, "Please use `Taxi-v4` instead.*\n  fix: correct the id or the options as it says"),
-        ({"id": "nowhere_at_all:Nope-v0"}, "cannot be imported.*\n  fix: install the package that has nowhere_at_all"),
+        ({"id": "Taxi-v3"}, "Please use `Taxi-v4` instead.*\n  fix: correct the id or the options as the error describes"),
+        ({"id": "nowhere_at_all:Nope-v0"}, "cannot be imported.*\n  fix: install the package that contains nowhere_at_all"),
         ({"id": "FrozenLake-v1", "action_names": ["a"]}, "1 names for 4 actions"),
     ):
         with pytest.raises(PluginError, match=message):

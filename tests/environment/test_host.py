@@ -128,7 +128,7 @@ async def test_requests_of_the_host_are_answered_only_while_their_call_runs(star
 async def test_a_call_that_is_late_or_cancelled_is_cancelled_in_the_host(start: Start, tmp_path: Path) -> None:
     host = start()
     await host.call("echo", {}, timeout_s=20)
-    with pytest.raises(InfrastructureError, match="no result of sleep within"):
+    with pytest.raises(InfrastructureError, match="sleep returned no result within"):
         await host.call("sleep", {"s": 60, "file": "late"}, timeout_s=0.2)
     cancelled = asyncio.create_task(host.call("sleep", {"s": 60, "file": "cancelled"}, timeout_s=60))
     await asyncio.sleep(0.2)
@@ -274,7 +274,7 @@ def test_a_description_is_read_whatever_the_script_prints(start: Start) -> None:
         ("raise Fault('task', 'no such task')", "fake: no such task"),
         ("raise ValueError('bad')", "ValueError: bad"),
         ("sys.exit(4)", "SystemExit"),
-        ("print('out', flush=True); os._exit(4)", "(?s)status 4 and no description.*out"),
+        ("print('out', flush=True); os._exit(4)", "(?s)status 4 and did not describe the tasks.*out"),
         ("time.sleep(60)", "took more than 0.5 s"),
     ],
 )

@@ -58,7 +58,7 @@ async def test_a_masked_sample_has_no_score(opener: RemoteOpener, kind: str | No
         if blame is Blame.POLICY:
             assert (await environment.step("done")).reward == 0.0
         else:
-            with pytest.raises(TaskError if blame is Blame.TASK else EnvironmentFault, match="gave no valid score"):
+            with pytest.raises(TaskError if blame is Blame.TASK else EnvironmentFault, match="returned no valid score"):
                 await environment.step("done")
         await environment.close()
 

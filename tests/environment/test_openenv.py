@@ -162,16 +162,16 @@ FAULTS: Mapping[str, tuple[Answer, str]] = {
     "ends the session": (leave, "ended the session"),
     "a large answer": (sending("x" * (10 << 20)), "ended the session"),
     "endless pieces": (endless_pieces, "pieces|did not answer"),
-    "no JSON": (sending("{"), "no valid JSON"),
-    "bytes": (sending(b"\xff\xfe"), "no valid JSON"),
+    "no JSON": (sending("{"), "invalid JSON"),
+    "bytes": (sending(b"\xff\xfe"), "invalid JSON"),
     "a list": (sending("[]"), "not dict"),
-    "deep JSON": (sending(DEEP), "no valid JSON"),
-    "very deep JSON": (sending("[" * 100_000), "no valid JSON"),
+    "deep JSON": (sending(DEEP), "invalid JSON"),
+    "very deep JSON": (sending("[" * 100_000), "invalid JSON"),
     "another type": (sending('{"type": "state", "data": {}}'), "not an observation"),
     "no data": (sending('{"type": "observation"}'), "not dict"),
     "no observation": (sending('{"type": "observation", "data": {"done": false}}'), "not dict"),
-    "NaN": (sending(json.dumps(observation(reward=float("nan")))), "no valid JSON"),
-    "infinity": (sending(json.dumps(observation()).replace("1.0", "1e999")), "no valid JSON"),
+    "NaN": (sending(json.dumps(observation(reward=float("nan")))), "invalid JSON"),
+    "infinity": (sending(json.dumps(observation()).replace("1.0", "1e999")), "invalid JSON"),
     "a large number": (sending(json.dumps(observation(reward=10**400))), "not a finite number"),
     "text as reward": (sending(json.dumps(observation(reward="1"))), "not a finite number"),
     "done of no flag": (sending(json.dumps(observation(done="no"))), "not bool"),
@@ -192,7 +192,7 @@ async def test_a_fault_in_a_step_is_never_a_score(opener: RemoteOpener, name: st
         other = await begin(opener, fake)
         with pytest.raises(EnvironmentFault, match=message):
             await environment.step("left")
-        with pytest.raises(EnvironmentFault, match="follows a fault"):
+        with pytest.raises(EnvironmentFault, match="is not possible after a fault"):
             await environment.step("left")
         assert (await other.reset()).text == "you are here"
         await environment.close()
@@ -226,7 +226,7 @@ async def test_a_cancelled_step_ends_the_session(opener: RemoteOpener) -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        with pytest.raises(EnvironmentFault, match="follows a fault"):
+        with pytest.raises(EnvironmentFault, match="is not possible after a fault"):
             await environment.step("left")
         await environment.close()
         assert counts(opener) == (1, 0, 1)
@@ -270,7 +270,7 @@ def moved() -> Any:
         (moved, "redirects are not followed"),
         (lambda: reply({"detail": "oh"}, 500), "status 500: oh"),
         (lambda: reply(b"x" * (10 << 20)), "more than"),
-        (lambda: reply(b"{"), "no valid JSON"),
+        (lambda: reply(b"{"), "invalid JSON"),
         (lambda: reply([]), "not dict"),
         (lambda: reply({"action": {"properties": []}}), "not dict"),
         (lambda: reply({}, 401), "set tasks.family.options.key"),

@@ -172,7 +172,7 @@ async def test_a_share_of_the_tasks_has_an_opponent(tokenizer: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"players": {"second": f"{GAMES}raises"}}, "the function of second failed.*ValueError: no idea"),
+        ({"players": {"second": f"{GAMES}raises"}}, "the player function of second failed.*ValueError: no idea"),
         ({"players": {"second": f"{GAMES}nonsense"}}, "returned 'sideways', which is not an allowed action"),
         ({"opponent": "league", "share": 1.0, "league": FixedLeague(None, ServingError("it died"))}, "it died"),  # type: ignore[arg-type]
     ],
@@ -226,6 +226,11 @@ async def test_a_cut_move_and_a_reached_limit_forfeit_the_game(tokenizer: Any) -
     [
         (KUHN, {"players": {"third": "current"}}, "no role 'third'"),
         (KUHN, {"players": {"first": f"{GAMES}heads", "second": f"{GAMES}heads"}}, "the trained policy plays no role"),
+        (
+            KUHN,
+            {"players": {"first": f"{GAMES}heads", "second": f"{GAMES}heads"}, "opponent": f"{GAMES}heads", "share": 1.0},
+            "the trained policy plays no role",
+        ),
         ("tests.environment.examples:Guess", {}, "cannot play an environment without roles"),
     ],
 )

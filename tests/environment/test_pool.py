@@ -35,7 +35,7 @@ async def test_only_the_environment_that_hangs_is_at_fault(pool: ProcessPool) ->
     more = await opened(pool, "Count")
     steps = [environment.step("1") for environment in (*good, bad, more)]
     *before, hung, after = await asyncio.gather(*steps, return_exceptions=True)
-    assert "gave no result within 0.5 s" in str(hung) and "another" not in str(hung)
+    assert "returned no result within 0.5 s" in str(hung) and "another" not in str(hung)
     assert isinstance(after, EnvironmentFault) and "the environment of another episode failed" in str(after)
     assert all(isinstance(step, EnvironmentFault) and "another" in str(step) for step in before)
     fresh = await opened(pool, "Count")  # in a new process

@@ -96,17 +96,17 @@ async def endless(request: HttpRequest, writer: asyncio.StreamWriter) -> None:
 OUTPUT = {"blocks": [], "reward": 1.0, "finished": True}
 FAULTS: Mapping[str, tuple[Any, str]] = {
     "hangs": (silent, "did not answer"),
-    "drops the connection": (lambda *_: None, "gave no answer"),
-    "drops it within the answer": (incomplete, "gave no answer"),
-    "an endless stream": (endless, "too much|did not answer"),
+    "drops the connection": (lambda *_: None, "request /world/call failed"),
+    "drops it within the answer": (incomplete, "request /world/call failed"),
+    "an endless stream": (endless, "exceeds the limits|did not answer"),
     "a stream that ends early": (events(("task_id", "t"), ("chunk", "{")), "ended the answer"),
     "an error event": (events(("error", "pump")), "pump"),
-    "a large result": (events(("end", "x" * (3 << 20))), "too much"),
-    "no JSON": (events(("end", "{")), "no valid JSON"),
+    "a large result": (events(("end", "x" * (3 << 20))), "exceeds the limits"),
+    "no JSON": (events(("end", "{")), "invalid JSON"),
     "a list": (events(("end", "[]")), "not dict"),
-    "deep JSON": (events(("end", "[" * 100_000)), "no valid JSON"),
+    "deep JSON": (events(("end", "[" * 100_000)), "invalid JSON"),
     "no output": (events(("end", '{"ok": true}')), "not dict"),
-    "NaN": (call_result({**OUTPUT, "reward": float("nan")}), "no valid JSON"),
+    "NaN": (call_result({**OUTPUT, "reward": float("nan")}), "invalid JSON"),
     "text as reward": (call_result({**OUTPUT, "reward": "1"}), "not a finite number"),
     "finished of no flag": (call_result({**OUTPUT, "finished": 1}), "not bool"),
     "no blocks": (call_result({"reward": 1.0, "finished": True}), "not list"),
@@ -128,7 +128,7 @@ async def test_a_fault_in_a_call_is_never_a_score(opener: RemoteOpener, name: st
         assert (await environment.reset()).text == "Go.\n(image/png, 3 bytes, which cannot be shown)"
         with pytest.raises(EnvironmentFault, match=message):
             await environment.step(call("go"))
-        with pytest.raises(EnvironmentFault, match="follows a fault"):
+        with pytest.raises(EnvironmentFault, match="is not possible after a fault"):
             await environment.step(call("go"))
         await environment.close()
     assert counts(opener) == (1, 1, 0) and not server.open

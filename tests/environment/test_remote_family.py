@@ -107,7 +107,9 @@ def test_invalid_families(ref: str, options: Any, error: type[Exception]) -> Non
 
 
 def test_a_server_that_does_not_answer_is_in_the_error() -> None:
-    with pytest.raises(PluginError, match=r"tasks.family 'ors:http://127.0.0.1:9': ors server 127.0.0.1:9 gave no answer"):
+    with pytest.raises(
+        PluginError, match=r"tasks.family 'ors:http://127.0.0.1:9': ors server 127.0.0.1:9: request /list_environments failed"
+    ):
         sizes("ors:http://127.0.0.1:9")
 
 

@@ -93,7 +93,7 @@ def test_an_observation_of_any_space_has_a_text() -> None:
         unknown.seed(0)
         observed = unknown.sample()
         assert is_inside(unknown, observed) and not is_inside(unknown, "x")  # a formatter can show it
-        with pytest.raises(TaskError, match=r"has no text\n  fix: set tasks\.family\.options\.formatter"):
+        with pytest.raises(TaskError, match=r"cannot be shown as text\n  fix: set tasks\.family\.options\.formatter"):
             text_of(unknown, observed)
 
 

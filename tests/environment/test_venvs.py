@@ -50,7 +50,7 @@ def test_a_lock_is_read_back_from_its_file_unchanged(tmp_path: Path) -> None:
 )
 def test_a_file_with_an_unpinned_requirement_is_not_a_lock(tmp_path: Path, text: str) -> None:
     (project(tmp_path) / venvs.LOCKS / "worlds.lock").write_text(text)
-    with pytest.raises(UserError, match="is not a lock"):
+    with pytest.raises(UserError, match="is not a valid environment lock"):
         venvs.read_locks(tmp_path)
 
 
@@ -79,10 +79,10 @@ def test_an_environment_is_chosen_by_its_name_or_by_a_package_that_only_it_conta
         (
             "ERROR: Ignored the following versions that require a different python version: 0.7.0 Requires-Python >=3.13\n"
             "ERROR: No matching distribution found for nemo-gym==0.7.0\n",
-            "another Python: >=3.13",
+            "a different Python version: >=3.13",
         ),
-        ("ERROR: Package 'worlds' requires a different Python: 3.11.7 not in '>=3.12'\n", "another Python: >=3.12"),
-        ("ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE.", "other files than the lock"),
+        ("ERROR: Package 'worlds' requires a different Python: 3.11.7 not in '>=3.12'\n", "a different Python version: >=3.12"),
+        ("ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE.", "files that differ from the lock"),
         ("ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device\n", "the disk is full"),
         ("The conflict is caused by:\n    a 1 depends on b<2\n    c 1 depends on b>2\n", "a 1 depends on b<2"),
         ("ERROR: Failed to build 'worlds' when getting requirements to build wheel\n", "worlds cannot be built"),
@@ -116,7 +116,7 @@ def test_an_invalid_requirement_is_an_error(tmp_path: Path, requirement: str) ->
 
 @pytest.mark.parametrize("name", ["../up", "a/b", ".hidden", "x" * 200])
 def test_names_cannot_leave_the_folder(tmp_path: Path, name: str) -> None:
-    with pytest.raises(UserError, match="is not a name"):
+    with pytest.raises(UserError, match="is not a valid environment name"):
         building.add_environment(tmp_path, ["worlds"], name=name)
     assert not building.remove_environment(tmp_path, name)
 
@@ -124,7 +124,7 @@ def test_names_cannot_leave_the_folder(tmp_path: Path, name: str) -> None:
 def test_a_python_that_does_not_run(tmp_path: Path) -> None:
     (broken := tmp_path / "python").write_text("#!/bin/sh\nexit 1\n")
     broken.chmod(0o700)
-    with pytest.raises(UserError, match="runs on this machine"):
+    with pytest.raises(UserError, match="is not available on this machine"):
         building.add_environment(tmp_path, ["worlds"], python=str(broken))
 
 
@@ -176,7 +176,7 @@ def test_an_environment_is_built_rebuilt_and_repaired(tmp_path: Path, index: Pat
 
     wheel(index, "deep", "1.0", "worlds")  # another file with the same version
     (root / venvs.BUILT / "worlds" / venvs.COMPLETE).unlink()
-    with pytest.raises(UserError, match="other files than the lock"):
+    with pytest.raises(UserError, match="files that differ from the lock"):
         building.sync_environment(root, "worlds")
 
     newer = building.add_environment(root, ["worlds"], upgrade=True)

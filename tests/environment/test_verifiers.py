@@ -147,7 +147,7 @@ async def test_a_fault_of_a_taskset_is_never_a_score(play: Play) -> None:
     blamed = {name: [(fault.blame, fault.message) for fault in episode.failures] for name, (episode, _) in results.items()}
     assert results["good"][1].value == 1.0 and blamed["good"] == []
     assert results["large"][1].value == 1.0 and results["large"][1].parts == {"exact": 1.0}, "the state stays in the host"
-    assert results["nan"][1].value is None and "the reward is [nan]" in results["nan"][1].reason
+    assert results["nan"][1].value is None and "the reward is not finite: [nan]" in results["nan"][1].reason
     assert results["nan"][1].blame is Blame.TASK
     assert results["hangs"][1].value is None and "not computed in time" in results["hangs"][1].reason
     for name, text in (("raises", "the answer key is missing"), ("setup", "no seat free"), ("text", "could not convert")):
@@ -249,14 +249,14 @@ def test_packages_that_cannot_be_used_are_an_error_before_a_run(project: Path) -
         ("two", "exports 2 Taskset"),
         ("empty", 0),
         ("raises", "loading its tasks failed: KeyError"),
-        ("hub", "if it loads from a hub, that cannot be reached"),
+        ("hub", "if it loads data from a hub, the hub cannot be reached"),
         ("large", "the maximum is 1048576"),
         ("container", "needs a container: set the option image"),
-        ("hosted", "wants the hosted runtime 'modal'"),
+        ("hosted", "requires the hosted runtime 'modal'"),
         ("judged", "no key for openai/gpt-6-luna at https://api.pinference.ai"),
         ("far", "its tool servers need a hosted runtime"),
         ("bash", "the harness of agent needs a container"),
-        ("prime", "wants the hosted runtime 'prime'"),
+        ("prime", "requires the hosted runtime 'prime'"),
         ("field", "Extra inputs are not permitted"),
     ):
         message = results.pop(kind)
@@ -272,7 +272,7 @@ def test_packages_that_cannot_be_used_are_an_error_before_a_run(project: Path) -
         ("import absent_package", "verifiers", "agentrl env add verifiers==0.4.0 absent_package --name verifiers"),
         ("import absent_package.part", OLD, "agentrl env add verifiers==0.3.1 absent_package --name verifiers-0.3"),
         ("import verifiers.absent", "verifiers", "no verifiers.absent: .* run agentrl env add verifiers==VERSION --name"),
-        ("import os; os._exit(7)", "verifiers", "status 7 and no description"),
+        ("import os; os._exit(7)", "verifiers", "status 7 and did not describe the tasks"),
         ("import time; time.sleep(600)", "verifiers", "loading the tasks took more than 3 s"),
         ("def load_environment(): pass", "verifiers", "needs verifiers 0.3, because .*, but .environments/verifiers has 0.4.0"),
         (

@@ -137,7 +137,7 @@ def test_the_decision_is_carried_out(run: Path, capsys: pytest.CaptureFixture[st
     registry = FolderRegistry(run / "versions")
     check_canary(run, 2, 4)
     apply = partial(cli._apply_canary, run, 2, 4, quiet=False)
-    assert not apply(result_of(UNDECIDED)) and "nothing changes" in capsys.readouterr().out
+    assert not apply(result_of(UNDECIDED)) and "nothing was changed" in capsys.readouterr().out
     assert registry.latest(VersionState.SERVING) is not None and rollback.pending_request(run / "versions", registry) is None
     assert not apply(result_of(ROLL_BACK)) and (requested := rollback.pending_request(run / "versions", registry)) is not None
     assert (requested.to, (run / "model" / "model.safetensors").read_bytes()) == (2, weights(run, 2))
@@ -161,7 +161,7 @@ def test_a_decision_that_could_not_be_carried_out_is_an_error_before_the_first_a
     FolderRegistry(run / "versions").set_state(3, VersionState.ROLLED_BACK)
     for before, after, why in (
         (4, 2, "must be newer"),
-        (3, 4, "neither rolled back"),
+        (3, 4, "neither may be rolled back"),
         (1, 4, "no intact checkpoint"),
         (2, 9, "no version 9"),
     ):

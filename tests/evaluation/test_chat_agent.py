@@ -120,7 +120,7 @@ async def test_request_options_change_the_requests(suite: Suite, monkeypatch: py
         (["temperature=0.5"], [], r"set evaluation\.sampling\.temperature, or --request temperature=null"),
         (["max_tokens=5"], [], r"limits\.turn_tokens"),
         (["max_completion_tokens=5"], [], "--tokens-name max_completion_tokens"),
-        (["messages=[]"], [], "the case gives"),
+        (["messages=[]"], [], "the case contains"),
         (["effort"], [], "contains no ="),
         (["api_key=sk-12345678901234567890"], [], "contains a secret"),
         ([], ["api-key"], "contains no ="),
@@ -129,13 +129,13 @@ async def test_request_options_change_the_requests(suite: Suite, monkeypatch: py
 def test_invalid_request_options_raise(requested: list[str], headers: list[str], reason: str) -> None:
     with pytest.raises(UserError, match=reason):
         RequestOptions.parse(requested, headers, "")
-    with pytest.raises(UserError, match="need an endpoint"):
+    with pytest.raises(UserError, match="require an endpoint"):
         find_policy("runs/x@1", requests=RequestOptions.parse(["a=1"], [], ""))
 
 
 @pytest.mark.parametrize("headers", [{"api-key": "sk-by-value"}, {"host": "env:A"}, {"a b": "env:A"}, {"authorization": "env:A"}])
 def test_header_values_must_be_references(headers: dict[str, str]) -> None:
-    with pytest.raises(UserError, match="is not an additional header with a reference as its value"):
+    with pytest.raises(UserError, match="must be an additional header with a reference as its value"):
         Endpoint(url="http://127.0.0.1:1/v1", model="m", headers=headers)
 
 

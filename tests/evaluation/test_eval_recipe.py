@@ -121,7 +121,7 @@ PLUGIN = ("--policy", "./own_policy.py:policy")
         ("inspect:mine.py@task", URL, r"inspect:mine.*gets only.*\n  fix: .*--model FOLDER, or set tasks.family.options.solver=agentrl"),
         ("verifiers:mine", URL, r"verifiers:mine.*gets only.*\n  fix: .*--model FOLDER$"),
         ("gymnasium:CartPole-v1", URL, "gymnasium:CartPole-v1.*gets only"),
-        ("verifiers:mine", PLUGIN, "the program of 'verifiers:mine' drives the model, so turns cannot play it"),
+        ("verifiers:mine", PLUGIN, "the program of 'verifiers:mine' drives the model, so turns cannot run it"),
     ],
 )
 def test_an_environment_that_the_policy_cannot_play_is_an_error(ref: str, policy: tuple[str, ...], message: str, project: Path) -> None:

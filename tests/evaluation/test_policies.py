@@ -84,6 +84,12 @@ def test_different_sampling_gives_no_verdict_unless_forced(tmp_path: Path) -> No
 
     sampled, greedy, again = save_evaluation("sampled", 0.0), save_evaluation("greedy", 1.0, temperature=0.0), save_evaluation("again", 1.0)
     line, verdict = verdict_of(sampled, greedy)
-    assert verdict is None and "none: sampled with temperature 1.0" in line and "temperature 0.0" in line and "better" not in line
+    assert (
+        verdict is None
+        and "none because the sampling settings differ" in line
+        and "temperature 1.0" in line
+        and "temperature 0.0" in line
+        and "better" not in line
+    )
     assert verdict_of(sampled, greedy, "--across-sampling")[1] == "better" and verdict_of(sampled, again)[1] == "better"
     assert verdict_of(save_evaluation("cut", 1.0, top_k=20), again)[1] is None

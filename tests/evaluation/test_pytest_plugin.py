@@ -75,9 +75,9 @@ def test_cases_are_items_with_readable_failures(project: Path) -> None:
 
 
 WRONG = [
-    (["--agentrl-suite", "s"], "names no policy"),
+    (["--agentrl-suite", "s"], "sets no policy"),
     (["s"], "use --agentrl-policy FOLDER"),
-    (["s", "--agentrl-key-env", "KEY"], "need --agentrl-policy"),
+    (["s", "--agentrl-key-env", "KEY"], "require --agentrl-policy"),
     (["--agentrl-policy", "a:b"], "needs a suite"),
     (["--agentrl-suite", "s", "--agentrl-policy", "a:b", "--agentrl-set", "rollout.size=3"], "rollout.size: unknown key"),
     (["--agentrl-suite", "s", "--agentrl-policy", f"{HERE}:no_policy"], "generate"),

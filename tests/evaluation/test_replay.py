@@ -107,7 +107,7 @@ def test_a_case_starts_at_the_failing_turn_and_samples_only_from_there(run: Path
     (attempt,) = results.load_results(tmp_path / "again" / "suite").attempts
     assert (attempt.score, attempt.turns, attempt.task_key) == (1.0, 1, case.key) and attempt.tokens < 100
 
-    assert "its task is that of case" in promote(3)[1]
+    assert "its task is already in the suite, as case" in promote(3)[1]
     assert promote(2)[0] == "" and len(load_suite(tmp_path / "late").cases) == 2, "another turn is another case"
     assert promote(1)[0] == "" and [late_case.start is None for late_case in load_suite(tmp_path / "late").cases].count(True) == 1
 
@@ -127,10 +127,10 @@ def test_tokens_of_another_tokenizer_raise_before_anything_runs(run: Path, tmp_p
     for other in (unknown, replace(first, prompt_ids=(1, 2))):
         changed = replace(case.start, trajectories=(replace(trajectory, turns=(other, *trajectory.turns[1:])),))
         save_case(tmp_path / "late", replace(case, start=changed))
-        with pytest.raises(UserError, match="another tokenizer, template or wording"):
+        with pytest.raises(UserError, match="a different tokenizer, template or wording"):
             replay.check_start_tokens([load_suite(tmp_path / "late")], chat, None, RolloutConfig())
     save_case(tmp_path / "late", case)
-    with pytest.raises(UserError, match="another tokenizer, template or wording"):
+    with pytest.raises(UserError, match="a different tokenizer, template or wording"):
         replay.check_start_tokens([load_suite(tmp_path / "late")], chat, None, RolloutConfig(instructions="Look first."))
     endpoint = ("--policy", "http://127.0.0.1:9/v1", "--model", "m")
     assert "accepts only messages" in agentrl("eval", "late", *endpoint, "--run-dir", "e")[0]
@@ -140,12 +140,12 @@ def test_an_episode_that_cannot_be_replayed_raises_with_the_reason(run: Path, tm
     for turn, message in (("9", "has no turn 9"), ("0", "has no turn 0"), ("x", "'x' is not a turn")):
         assert message in promote(turn)[0]
     (tmp_path / "prints.json").write_text('"98"')
-    assert "up to turn 3: turn 2 starts with other tokens" in promote("3")[0]
+    assert "up to turn 3: turn 2 starts with different tokens" in promote("3")[0]
     assert not (tmp_path / "late").exists(), "nothing is written"
     trace = trace_of(run)
     with pytest.raises(UserError, match="no exact tokens"):
         replay.start_turn(replace(trace, task=None, episode=None), "1")
-    with pytest.raises(UserError, match="names no turn"):
+    with pytest.raises(UserError, match="has no turn"):
         replay.start_turn(replace(trace, tags=()), "failing")
 
 
@@ -173,7 +173,7 @@ def test_a_case_of_a_recipe_with_servers_and_bounds_can_start_mid_episode(tmp_pa
     (attempt,) = results.load_results(tmp_path / "again" / "suite").attempts
     assert error == "" and (attempt.score, attempt.turns) == (0.0, 1), out
     without = agentrl("eval", "late", "--policy", f"{HERE}:talker", BACKEND, "--run-dir", "without")[0]
-    assert "declare it in the recipe, as mcp.it" in without
+    assert "declare the server in the recipe as mcp.it" in without
 
 
 def test_wording_of_a_tool_that_the_task_lacks_does_not_prevent_promotion(run: Path, tmp_path: Path) -> None:

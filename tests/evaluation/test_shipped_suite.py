@@ -72,7 +72,7 @@ def test_suites_that_disagree_or_record_none_need_the_option(project: Path) -> N
     make_suite(project / "none", make_case("a"))
     for arguments, why in (
         (["one", "two"], "different policies"),
-        (["none"], "names no policy"),
+        (["none"], "sets no policy"),
         (["one", "--key-env", "K"], "need --policy"),
     ):
         result = CliRunner().invoke(app, ["eval", *arguments])
@@ -86,9 +86,9 @@ def test_suites_that_disagree_or_record_none_need_the_option(project: Path) -> N
         ("link@3", "outside the project"),
         ("runs/../../outside@3", "outside the project"),
         ("/etc", "outside the project"),
-        ("s/theirs@3", "came with the suite"),
-        ("s/theirs", "came with the suite"),
-        ("s/borrowed@3", "came with the suite"),
+        ("s/theirs@3", "is in the folder of a suite"),
+        ("s/theirs", "is in the folder of a suite"),
+        ("s/borrowed@3", "is in the folder of a suite"),
         ("borrowed@3", "outside the project"),
     ],
 )

@@ -211,7 +211,7 @@ def test_noise_is_the_variance_of_attempts_at_the_same_case() -> None:
     single = attempt_noise([scores[:1] for scores in by_case])
     assert single == pytest.approx(2 * (1.7 / 3) * (1.3 / 3), abs=0.01), "single attempts give the largest possible variance"
     assert attempt_noise([[1.0], [], [1.0, 1.0]]) == 0.0
-    with pytest.raises(ValueError, match="nothing was scored"):
+    with pytest.raises(ValueError, match="no attempt was scored"):
         attempt_noise([[], []])
     assert smallest_detectable(5, 0.0) is None, "no number of flips is significant in 5 cases"
 

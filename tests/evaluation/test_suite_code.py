@@ -47,9 +47,9 @@ def a_case(*, image: str = "none", **changes: tuple[str, ...]) -> Case:
         ("../evil.py:v", "outside the project"),
         ("evals/theirs/../../../evil.py:v", "outside the project"),
         ("link.py:v", "outside the project"),
-        ("evals/theirs/evil.py:v", "came with the suite"),
-        ("evals.theirs.evil:v", "came with the suite"),
-        ("evals.theirs:v", "came with the suite"),
+        ("evals/theirs/evil.py:v", "code in the suite's folder"),
+        ("evals.theirs.evil:v", "code in the suite's folder"),
+        ("evals.theirs:v", "code in the suite's folder"),
         ("evil\0.py:v", "not a path"),
         ("evil\n.py:v", "not a path"),
         (f"{'x' * 300}.py:v", "not a path"),
@@ -83,7 +83,7 @@ def test_code_found_in_the_current_directory_raises(reference: str, entry: str, 
     (suite / "package" / "__init__.py").write_text(EVIL)
     monkeypatch.chdir(suite)
     monkeypatch.syspath_prepend(entry.format(suite=suite))
-    with pytest.raises(UserError, match="came with the suite"):
+    with pytest.raises(UserError, match="code in the suite's folder"):
         check_suite_code(suite_of(project, a_case(verifiers=(reference,))), project)
 
 
@@ -118,10 +118,10 @@ def test_a_suite_of_another_project_is_evaluated_in_it(project: Path, tmp_path: 
     other.mkdir()
     (other / "pyproject.toml").write_text("")
     suite = make_suite(other / "evals", make_case("a"))
-    with pytest.raises(UserError, match="belongs to another project") as error:
+    with pytest.raises(UserError, match="belongs to a different project") as error:
         check_project([suite], other)
     assert f"cd {other}" in error.value.fix
     result = CliRunner().invoke(app, ["eval", str(other / "evals"), *OVERRIDES, "--policy", f"{HERE}:policy", "--run-dir", "r"])
-    assert isinstance(result.exception, UserError) and "another project" in str(result.exception)
+    assert isinstance(result.exception, UserError) and "a different project" in str(result.exception)
     monkeypatch.chdir(other / "evals")
     check_project([suite], other)

@@ -79,7 +79,7 @@ def test_deleted_episodes_are_not_compared_and_the_rest_adds_up(run: tuple[Path,
     store._connection.execute("UPDATE taken SET tokens_trained = 9 WHERE idx = 0")
     store._connection.execute("UPDATE groups SET body = CAST('sha256:' || hex(randomblob(16)) AS BLOB) WHERE idx = 3")
     problems = "\n".join(verify(folder, store))
-    assert "group 0: 9 tokens were trained, but only 2" in problems and "group 3: its episodes were deleted, and no step" in problems
+    assert "group 0: 9 tokens were trained, but only 2" in problems and "group 3: its episodes were deleted, but no step" in problems
 
 
 @pytest.mark.parametrize(
@@ -89,9 +89,12 @@ def test_deleted_episodes_are_not_compared_and_the_rest_adds_up(run: tuple[Path,
         ("UPDATE groups SET has_spread = 1 WHERE idx = 3", "group 3: the ledger has has_spread=True, but its episodes have False"),
         ("UPDATE groups SET body = x'00' WHERE idx = 3", "group 3 in"),
         ("UPDATE taken SET tokens_trained = 9 WHERE idx = 0", "group 0: 9 tokens were trained, but only 2 were sampled"),
-        ("UPDATE taken SET step = 0 WHERE idx = 1", "group 1: ledger and checkpoint 000002 differ in how step 1 used it"),
-        ("DELETE FROM taken WHERE idx = 1", "group 1: checkpoint 000002 has it as consumed by step 2, but the ledger has it as ready"),
-        ("DELETE FROM groups WHERE idx = 1", "group 1: consumed by step 2, but not in the store"),
+        ("UPDATE taken SET step = 0 WHERE idx = 1", "group 1: the ledger and checkpoint 000002 differ in how step 1 used it"),
+        (
+            "DELETE FROM taken WHERE idx = 1",
+            "group 1: checkpoint 000002 records that step 2 consumed it, but the ledger records it as ready",
+        ),
+        ("DELETE FROM groups WHERE idx = 1", "group 1: step 2 consumed it, but it is not in the store"),
         ("UPDATE taken SET tokens_trained = 1 WHERE idx = 0", "step 1: the ledger has 1 trained tokens, but metrics.jsonl has 2"),
     ],
 )
@@ -217,7 +220,7 @@ def test_the_command_prints_counts_and_verifies_the_ledger(run: tuple[Path, Sqli
     assert listed["groups"][0] == json.loads(codec.to_json(store.entries()[0])) | {"state": "trained", "step": 1}
     store._connection.execute("DELETE FROM taken WHERE idx = 1")
     broken = CliRunner().invoke(app, ["store", str(folder), "--verify"])
-    assert broken.exit_code == 1 and "FAIL  group 1: checkpoint 000002 has it as consumed by step 2" in broken.stdout
+    assert broken.exit_code == 1 and "FAIL  group 1: checkpoint 000002 records that step 2 consumed it" in broken.stdout
     assert new_entry(make_group(3)) == store.entries(first=3)[0]
 
 

@@ -153,7 +153,7 @@ async def test_the_bound_on_a_file_holds_for_writing_and_reading(
     await keeper.save_state(0, 0, STATE)
     assert await keeper.load(0, 0) == STATE and not caplog.records, "exactly at the limit"
     await keeper.save_state(0, 1, replace(STATE, episode_id="e2"))
-    assert await keeper.load(0, 1) is None and "exceed the limit of" in caplog.text, "a byte beyond the limit"
+    assert await keeper.load(0, 1) is None and "MiB; the limit is" in caplog.text, "a byte beyond the limit"
     monkeypatch.setattr(checkpoints, "MAX_BYTES", size - 1)
     assert await keeper.load(0, 0) is None and "decompresses to more than" in caplog.text
 

@@ -65,7 +65,7 @@ def test_the_counts_of_the_reader_are_those_of_the_audit(
 
 def test_the_reader_changes_no_file_and_sees_the_writes_of_another_process(tmp_path: Path) -> None:
     path = tmp_path / "experience.sqlite"
-    with pytest.raises(StoreError, match="no group was stored yet"):
+    with pytest.raises(StoreError, match="no group has been stored yet"):
         StoreReader(path)
     assert list(tmp_path.iterdir()) == []
     store = SqliteStore(path)

@@ -157,7 +157,7 @@ def test_a_file_without_primary_keys_is_rejected_before_its_rows_are_joined(tmp_
     other = sqlite3.connect(path)
     other.executescript(f"DROP TABLE groups; {store_module.SCHEMA[0].replace('INTEGER PRIMARY KEY', 'INTEGER')}")
     other.close()
-    with pytest.raises(StoreError, match="its tables are not those that agentrl creates"):
+    with pytest.raises(StoreError, match="its tables differ from those that agentrl creates"):
         SqliteStore(path)
 
 
@@ -277,7 +277,7 @@ def test_a_file_with_foreign_content_is_not_opened(store: SqliteStore, statement
     with sqlite3.connect(store.path) as raw:
         raw.execute(statement)
     raw.close()
-    with pytest.raises(StoreError, match=r"it has a (trigger 't'|view 'v'|table 't') that agentrl does not write"):
+    with pytest.raises(StoreError, match=r"it contains a (trigger 't'|view 'v'|table 't') that agentrl does not create"):
         SqliteStore(store.path)
 
 

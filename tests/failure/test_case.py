@@ -77,14 +77,14 @@ def test_a_folder_of_suites_loads_all_of_them(tmp_path: Path) -> None:
         save_case(tmp_path / name, Case(id="x", task=make_task()))
     assert [suite.name for suite in load_suites(tmp_path)] == ["a", "b"]
     assert [suite.name for suite in load_suites(tmp_path / "b")] == ["b"]
-    with pytest.raises(UserError, match="contains none"):
+    with pytest.raises(UserError, match="contains no suites"):
         load_suites(tmp_path / "a" / "cases")
 
 
 def test_a_folder_without_cases_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"suite\.toml"):
         load_suite(tmp_path)
-    with pytest.raises(ValueError, match="is not a name"):
+    with pytest.raises(ValueError, match="is not a valid name"):
         Case(id="../x", task=make_task())
 
 
@@ -92,5 +92,5 @@ def test_a_trace_is_validated_and_read_back() -> None:
     trace = Trace(id="t", why=CaptureReason.IMPORTED, source="openai", missing=("no tool schemas",))
     assert codec.from_json(Trace, codec.to_json(trace)) == trace
     assert trace.task is None
-    with pytest.raises(ValueError, match="come together"):
+    with pytest.raises(ValueError, match="both a task and an episode, or neither"):
         Trace(id="t", why=CaptureReason.FAILED, task=make_task())

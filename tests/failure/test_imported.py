@@ -69,13 +69,13 @@ def test_a_folder_of_traces_becomes_a_suite_that_distinguishes_policies(project:
     assert "can become a case: 1 have no task" in output and "--verifier" in output
     promote = ("failures", "promote", "support", "--phase", "imported", "--into", "evals/support", "--verifier", "./judge.py:exact")
     output = agentrl(*promote, code=1)
-    assert "the right answer: give --truths FILE" in output and row["id"] in output and "keys of its origin: " in output
+    assert "the correct answer: give --truths FILE" in output and row["id"] in output and "keys of its origin: " in output
     output = agentrl(*promote, "--truths", "truths.jsonl")
-    assert "1 new cases in evals/support" in output and "1 later messages of the user are excluded" in output
+    assert "1 new cases in evals/support" in output and "later messages of the user are excluded (1)" in output
     (case,) = load_suite(project / "evals" / "support").cases
     assert [message.content for message in case.task.prompt] == ["You help customers.", "Where is order 4711?"]
     assert case.task.tools == (RECORDED_TOOLS,) and case.task.data["answer"] == "It is on its way."
-    assert "exist already" in agentrl(*promote, "--truths", "truths.jsonl"), "once"
+    assert "already exist" in agentrl(*promote, "--truths", "truths.jsonl"), "once"
     for policy, code in (("right", 0), ("wrong", 1)):
         evaluation = agentrl(
             "eval", "evals/support", *OVERRIDES, "--policy", f"./policies.py:{policy}", "--run-dir", policy, "--json", code=code
@@ -152,7 +152,7 @@ async def test_results_belong_to_calls_by_id_or_else_in_order() -> None:
 @pytest.mark.parametrize("text", ["{", "[]", '{"trace": "a"}', "7", '"a"', "[" * 100_000])
 def test_an_invalid_truths_file_is_an_error_with_its_line(text: str, tmp_path: Path) -> None:
     (tmp_path / "truths").write_text('{"trace": "a", "truth": 4}\n\n' + text + "\n")
-    with pytest.raises(UserError, match="truths:3 is not a truth"):
+    with pytest.raises(UserError, match="truths:3 does not contain a truth"):
         read_truths(tmp_path / "truths")
     (tmp_path / "truths").write_text('{"trace": "a", "truth": 4}\n')
     assert read_truths(tmp_path / "truths") == {"a": 4}

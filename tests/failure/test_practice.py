@@ -95,7 +95,7 @@ def test_practice_is_read_back_and_overlapping_tasks_are_an_error(suite: Path) -
     assert list(load_practice(suite, withheld=cases)) == practice
     leaked = practice_task(CASES[1], "alike", replace(CASES[1].task, id="other", split=Split.TRAIN))
     save_practice(suite, [*practice, leaked], {})
-    with pytest.raises(UserError, match=r"line 20: task 'other' is the same of case c1"):
+    with pytest.raises(UserError, match=r"line 20: task 'other' overlaps \(same\) with case c1"):
         load_practice(suite, withheld=cases)
 
 
@@ -119,7 +119,7 @@ def test_a_task_changed_after_its_proof_is_an_error(suite: Path) -> None:
     save_practice(suite, tasks_of(CASES[0]), {})
     path = suite / FILE
     path.write_text(path.read_text().replace('"tolerance":0.0051', '"tolerance":9.0'))
-    with pytest.raises(UserError, match="not the one that was proven"):
+    with pytest.raises(UserError, match="differs from the task that was proven"):
         load_practice(suite)
     path.write_text('{"format": 2}\n')
     with pytest.raises(UserError, match="format 2"):
@@ -129,7 +129,7 @@ def test_a_task_changed_after_its_proof_is_an_error(suite: Path) -> None:
         load_practice(suite)
     heldout = replace(tasks_of(CASES[0])[0].task, split=Split.HELDOUT)
     save_practice(suite, [practice_task(CASES[0], "alike", heldout)], {})
-    with pytest.raises(UserError, match="never trained on"):
+    with pytest.raises(UserError, match="never used for training"):
         load_practice(suite)
 
 
@@ -189,5 +189,5 @@ def test_practice_never_overlaps_with_evaluations_and_stays_the_same_on_resume(s
     run_practice.copy_practice_files(run, recipe, root=tmp_path)
     assert len((run / "practice" / "0-suite.jsonl").read_bytes().splitlines()) == 7
     (run / "practice" / "0-suite.jsonl").unlink()
-    with pytest.raises(UserError, match="is the same of case heldout-4, which the run is evaluated on"):
+    with pytest.raises(UserError, match=r"overlaps \(same\) with case heldout-4, on which the run is evaluated"):
         open_schedule()

@@ -77,7 +77,9 @@ def test_a_task_is_added_once_and_near_duplicates_are_reported(tmp_path: Path) -
     assert len(load_suite(tmp_path).cases) == 3
 
 
-@pytest.mark.parametrize(("unusable", "message"), [(heard(), "contains no task"), (replace(TRACE, why=CaptureReason.FAULT), "is a fault")])
+@pytest.mark.parametrize(
+    ("unusable", "message"), [(heard(), "contains no task"), (replace(TRACE, why=CaptureReason.FAULT), "records a fault")]
+)
 def test_an_unusable_trace_is_an_error_before_anything_is_written(tmp_path: Path, unusable: object, message: str) -> None:
     with pytest.raises(UserError, match=message):
         promote([TRACE, unusable], tmp_path / "suite")  # type: ignore[list-item]

@@ -134,7 +134,7 @@ def test_an_alert_names_the_fault_after_the_first_turn() -> None:
         rate.record_attempt(failure)
     alert = rate.suspect_alert()
     assert alert.startswith("14 of the newest 64 attempts failed after the policy's first turn")
-    assert "most often with tool ToolUnavailable (14): tool search: refused\n  fix: repair the part that fails. If it works" in alert
+    assert "most often with tool ToolUnavailable (14): tool search: refused\n  fix: repair the component that fails. If it works" in alert
 
 
 def late(kind: str = "SandboxTimeout", *, turn: int | None = 2, stage: str = "sandbox") -> Failure:
@@ -208,7 +208,7 @@ async def test_32_kinds_are_counted_separately_and_8_are_shown() -> None:
         for _ in range(10 - number):
             rate.record_attempt(sandbox_failure(kind=f"Kind{number}", message="gone"))
     text = await pause_message(rate)
-    assert "3 x sandbox Kind7: gone\n  3 x of 2 other kinds\n  fix" in text and "Kind8" not in text
+    assert "3 x sandbox Kind7: gone\n  3 faults of 2 other kinds\n  fix" in text and "Kind8" not in text
     few = FaultRate(0.1, concurrency=25)
     for number in range(80):
         few.record_attempt(sandbox_failure(kind=f"Kind{number % 8}"))

@@ -370,7 +370,7 @@ async def test_a_run_whose_gate_promoted_nothing_reports_a_problem(tmp_path: Pat
     await serve_through(run, 2)
     assert promoted_result(run.registry, run.folder) is None
     (problem,) = measure.gate_problems(tmp_path, finished=True)
-    assert "promoted no version after the first" in problem and "the suite fell by 100.0 points" in problem
+    assert "promoted no version after the first" in problem and "the suite's score fell by 100.0 points" in problem
 
     run.registry.set_state(2, VersionState.PROMOTED)
     assert promoted_result(run.registry, run.folder).number == 2

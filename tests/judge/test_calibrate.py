@@ -161,7 +161,7 @@ def test_reward_model_is_measured_like_any_judge(project: Path) -> None:
     assert len(pairs) == N // 4 and all({pair.chosen, pair.rejected} <= inputs for pair in pairs)
     assert all("## answer\nLyon" in pair.rejected for pair in pairs)
     save_record(project, shows=("answer",), offset=0.0, scale=1.0, max_tokens=99)
-    with ChatServer(score) as server, pytest.raises(UserError, match="belongs to another model"):
+    with ChatServer(score) as server, pytest.raises(UserError, match="belongs to a different model"):
         TaskScorer(root=project).load([f"{write_judges(project, server)}:trusted"])
 
 
@@ -174,14 +174,14 @@ def test_required_calibration_must_exist_and_be_good_enough(project: Path) -> No
             TaskScorer(root=project).load([f"{file}:{name}"])
 
         for name in ("strict", "both"):
-            with pytest.raises(UserError, match="no calibration"):
+            with pytest.raises(UserError, match="there is no calibration"):
                 load(name)
         calibrate(project, server, "strict", "--out", "c.json")  # a judge that requires a calibration can be measured without one
         for name in ("strict", "both", "judge"):
             load(name)
-        with pytest.raises(UserError, match=r"agrees with human labels in 0\.\d+ .* 0.95 is required"):
+        with pytest.raises(UserError, match=r"its agreement is 0\.\d+ .* the lower end must be at least 0.95"):
             load("stricter")
-        with pytest.raises(UserError, match="belongs to another model, prompt or setting"):
+        with pytest.raises(UserError, match="belongs to a different model, prompt or setting"):
             load("changed")
         for broken in ("{", "[]", '{"format": 9}', "\x00"):
             (project / "c.json").write_text(broken)
@@ -208,7 +208,7 @@ def test_abstentions_count_in_coverage_but_not_in_agreement(project: Path) -> No
         code, report, _ = calibrate(project, server, "talkative", "--out", "c.json")
         assert report["coverage"]["value"] == pytest.approx(1 - report["abstained"] / N)  # type: ignore[index,operator]
         TaskScorer(root=project).load([f"{write_judges(project, server)}:judge"])
-        with pytest.raises(UserError, match=r"gives a verdict on 0\.\d+ .* 0.8 is required"):
+        with pytest.raises(UserError, match=r"its coverage is 0\.\d+ .* the lower end must be at least 0.8"):
             TaskScorer(root=project).load([f"{write_judges(project, server)}:talkative"])
         older = {key: value for key, value in json.loads((project / "c.json").read_text()).items() if key != "coverage"}
         (project / "c.json").write_text(json.dumps(older))

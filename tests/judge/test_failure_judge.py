@@ -108,7 +108,7 @@ def test_tags_of_judges_and_people_survive_unsure_rules() -> None:
 
 
 def test_invalid_settings_raise() -> None:
-    with pytest.raises(UserError, match="not a tag"):
+    with pytest.raises(UserError, match="is not a valid tag"):
         FailureJudge(endpoint=endpoint("http://127.0.0.1:1/v1"), classes={"No Tag": "x"})
     with pytest.raises(UserError, match="from 0 to 1"):
         FailureJudge(endpoint=endpoint("http://127.0.0.1:1/v1"), least=7)

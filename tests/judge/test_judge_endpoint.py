@@ -146,7 +146,7 @@ async def test_error_in_a_200_is_handled_by_its_status(error: object, retried: b
         if retried:
             assert (await judge_endpoint.ask(HELLO)).text == RIGHT
         else:
-            with pytest.raises(JudgeError, match=r"rejects the request: status 40[14]: in a 200: no"):
+            with pytest.raises(JudgeError, match=r"rejects the request: status 40[14]: in a response with status 200: no"):
                 await judge_endpoint.ask(HELLO)
         await judge_endpoint.close()
     assert len(server.requests) == 1 + retried
@@ -224,8 +224,8 @@ async def test_hanging_truncated_or_missing_server_is_retried() -> None:
         (ScriptedAnswer(raw=b'{"choices": [{"mess'), "not a chat completion"),
         (ScriptedAnswer(raw=b"[" * 100_000), "not a chat completion"),
         (ScriptedAnswer(raw=b'{"choices": []}'), "not a chat completion"),
-        (ScriptedAnswer(raw=b'{"choices": [{"message": {"content": null}}]}'), "without text"),
-        (ScriptedAnswer(raw=b'{"choices": [{"message": {"content": 7}}]}'), "without text"),
+        (ScriptedAnswer(raw=b'{"choices": [{"message": {"content": null}}]}'), "has no text"),
+        (ScriptedAnswer(raw=b'{"choices": [{"message": {"content": 7}}]}'), "has no text"),
         (ScriptedAnswer(raw=b'{"choices": [{"message": {"content": null, "refusal": "I cannot"}}]}'), "refused"),
         (ScriptedAnswer(RIGHT[:20], finish_reason="length"), "cut off"),
         (ScriptedAnswer(raw=b"\xff\xfe\x00"), "not a chat completion"),
@@ -346,5 +346,5 @@ async def test_silent_endpoint_is_overdue_until_it_answers() -> None:
     ) as server:
         judge_endpoint = endpoint(server.url, clock=clock, timeout_s=120.0)
         assert (await ask_and_close(judge_endpoint)).text == RIGHT  # type: ignore[attr-defined]
-    assert reports[0] == "" and reports[-1].startswith("judge scripted at 127.0.0.1:") and "has answered nothing for 6" in reports[-1]
+    assert reports[0] == "" and reports[-1].startswith("judge scripted at 127.0.0.1:") and "has not answered for 6" in reports[-1]
     assert judge_endpoint._live.overdue() == "" and judge_endpoint._live in external_parts()

@@ -104,7 +104,7 @@ def test_record_must_match_the_weights(model: Path) -> None:
     with pytest.raises(UserError, match=r"has no reward_model\.json"):
         load_record(model / "nowhere")
     for invalid in ((), ("question",), ("answer", "answer"), ("answer", "soul")):
-        with pytest.raises(UserError, match="cannot be shown"):
+        with pytest.raises(UserError, match="is not a valid input of a reward model"):
             validate_shows(invalid)
 
 

@@ -116,7 +116,7 @@ async def test_judge_in_a_rubric_keeps_its_deadline_and_required_calibration(tmp
         assert (await scorer(TASK, episode("It is Lyon."))).evidence == "judge: sorry"
         await judge.close()
     strict = Rubric(parts={"judge": (Judge(endpoint=judge_endpoint, form=CORRECT, calibration="none.json"), 1.0)})
-    with pytest.raises(UserError, match="no calibration"):
+    with pytest.raises(UserError, match="there is no calibration"):
         strict.prepare(root=tmp_path, folder=None)
 
 

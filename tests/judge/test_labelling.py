@@ -124,6 +124,6 @@ def test_two_labellers_are_compared_and_the_majority_counts(tmp_path: Path) -> N
 
 def test_wrong_usage_is_reported(tmp_path: Path, run: Path) -> None:
     assert agentrl("label").returncode == 2 and "no episodes" in agentrl("label", str(tmp_path)).stderr
-    assert "valid name of a labeller" in agentrl("label", str(run), "--by", "../eve").stderr
+    assert "not a valid labeller name" in agentrl("label", str(run), "--by", "../eve").stderr
     assert "no answers of phase x" in agentrl("label", str(run), "--phase", "x").stderr
-    assert "no file of labels" in agentrl("judge", "calibrate", "rewards.tables:exact_answer", str(tmp_path / "none.jsonl")).stderr
+    assert "there is no label file" in agentrl("judge", "calibrate", "rewards.tables:exact_answer", str(tmp_path / "none.jsonl")).stderr

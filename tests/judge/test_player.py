@@ -31,7 +31,7 @@ async def test_the_player_chooses_an_allowed_action(text: str, action: str) -> N
 async def test_an_answer_that_names_no_action_or_several_is_a_fault(text: str) -> None:
     with ChatServer([ScriptedAnswer(text=text)]) as server:
         player = EndpointPlayer(endpoint=Endpoint(url=server.url, model="scripted"))
-        with pytest.raises(EnvironmentFault, match="of the allowed actions"):
+        with pytest.raises(EnvironmentFault, match="allowed actions instead of one"):
             await player("second", ["card J moves p"], ("p", "b"))
         await player.endpoint.close()
 

@@ -67,7 +67,7 @@ def test_a_torn_checkpoint_is_skipped(tmp_path: Path, damage: str) -> None:
     alerts: list[str] = []
     checkpoint = newest(tmp_path, alert=alerts.append)
     assert checkpoint is not None and checkpoint.meta.step == 4
-    assert [alert.partition("\n")[0] for alert in alerts] == [f"checkpoint {folder} is damaged: the one before is used"]
+    assert [alert.partition("\n")[0] for alert in alerts] == [f"checkpoint {folder} is damaged, so the previous checkpoint is used"]
     assert numbered(tmp_path, 5) is None and numbered(tmp_path, 6) is None
     TORN[damage](tmp_path / "000004")
     with pytest.raises(LearnerError, match=r"every checkpoint in .* is damaged; move that folder away"):

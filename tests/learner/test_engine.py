@@ -155,10 +155,10 @@ def test_another_zero_stage_resumes_a_value_head(results: dict[tuple[int, str], 
 
 def test_an_unsuitable_checkpoint_raises_with_a_fix(results: dict[tuple[int, str], dict[str, Any]]) -> None:
     errors = results[1, "refused-2"]
-    assert "made no step; resume with the ranks and the learner.zero_stage" in errors["fresh"]
+    assert "took no step; resume with the ranks and the learner.zero_stage" in errors["fresh"]
     assert "contains no critic; resume with the critic settings" in errors["no critic"]
     assert "it has no value.bias; resume with the model and the critic" in errors["no head"]
-    assert "other parameter groups; resume with the learner.weight_decay and the critic" in errors["other groups"]
+    assert "different parameter groups; resume with the learner.weight_decay and the critic" in errors["other groups"]
 
 
 @pytest.mark.parametrize(("ranks", "name"), POISONED)
@@ -295,5 +295,9 @@ def test_checkpoint_files_run_no_code(results: dict[tuple[int, str], dict[str, A
     assert not result["ran"] and result["files"] >= 2
     assert {file for target, file in result["errors"] if target == stage} >= {"rng_00.pt", "state/mp_rank_00_model_states.pt"}
     for message in result["errors"].values():
-        assert "contains more than tensors and plain values" in message and "none of its code was run" in message and "system" in message
-        assert "resume from a checkpoint that this run has written" in message and "weights_only" not in message
+        assert (
+            "contains objects other than tensors and plain values" in message
+            and "none of its code was run" in message
+            and "system" in message
+        )
+        assert "resume from a checkpoint that this run wrote" in message and "weights_only" not in message

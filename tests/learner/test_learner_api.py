@@ -144,7 +144,7 @@ def test_recorded_tokens_reach_the_driver_and_a_fault_does_not_stop_the_learner(
         access.tokens_recorded(8, 1)
         access.close()
     assert [entry.message.partition(":")[0] for entry in caplog.records if "no ratios" in entry.message] == [
-        "the driver did not get the tokens of step 8, so agentrl view shows no ratios"
+        "the driver did not receive the tokens of step 8, so agentrl view shows no ratios"
     ]
 
 

@@ -309,7 +309,7 @@ async def test_a_killed_rank_is_reported(tmp_path: Path, ranks: int) -> None:
         await until(lambda: _workers(tmp_path), 600.0)
         await asyncio.sleep(1.0)
         os.kill(_workers(tmp_path)[0], signal.SIGKILL)
-        with pytest.raises(LearnerError, match=r"rank \d was killed by signal 9, SIGKILL \(as the kernel does when memory runs out\)"):
+        with pytest.raises(LearnerError, match=r"rank \d was killed by signal 9, SIGKILL \(the kernel sends it if memory runs out\)"):
             await learner.wait(timeout_s=300)
     finally:
         await learner.kill()

@@ -152,7 +152,7 @@ def test_the_strictest_action_wins_and_rollbacks_are_limited() -> None:
     guard.begin_step()
     guard.record_policy_step(_part(4), FINE, applied=True)
     assert guard.start_weights_passed and not guard.rolling_back
-    with pytest.raises(LearnerHalted, match=f"{MAX_ROLLBACKS} rollbacks were made"):
+    with pytest.raises(LearnerHalted, match=f"{MAX_ROLLBACKS} rollbacks occurred"):
         guard.record_policy_step(_part(5), bad, applied=False)
     assert [failure.action for failure in guard.take_failures()] == [*["rollback"] * MAX_ROLLBACKS, "halt"]
 

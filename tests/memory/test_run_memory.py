@@ -187,8 +187,9 @@ async def test_the_memory_audit_reports_exactly_the_wrong_readings(tmp_path: Pat
     assert result.exit_code == 1 and audit["wrong"] == 4
     for reason in (
         "may know the answer",
-        "which no step has taken, which is later",
-        "not an earlier training episode that counts",
+        "read a later note of",
+        "which no step took",
+        "not an earlier, counted training episode",
         "x in before-heldout read",
     ):
         assert any(reason in example for example in audit["examples"]), (reason, audit["examples"])

@@ -96,7 +96,7 @@ def test_steps_are_committed_once_completely_and_in_order(tmp_path: Path) -> Non
     store = NoteStore(tmp_path / "notes.sqlite", MemoryConfig())
     assert store.commit(0, [note("e0", "one", "two"), note("e1", "one")]) and not store.commit(0, [note("e9", "three")])
     assert texts(store, "") == ["two", "one"] and store.counts() == {SCOPE: (2, 1)}, "a repeated text is stored once"
-    with pytest.raises(StoreError, match="step 2 cannot come before those of step 1"):
+    with pytest.raises(StoreError, match="step 2 cannot be added before those of step 1"):
         store.commit(2, [])
     with pytest.raises(StoreError, match="read notes of nobody"):
         store.commit(1, [note("e2", "kept?"), note("e3", "no", read=("nobody",))])

@@ -81,7 +81,7 @@ def test_the_same_import_again_does_nothing(source: Path, imported: Path, monkey
 def test_an_existing_folder_is_replaced_only_with_force(source: Path, imported: Path, tmp_path: Path) -> None:
     target = Path(shutil.copytree(imported, tmp_path / "there"))
     (target / "config.json").write_text("{}")
-    with pytest.raises(UserError, match="contains another model, or a changed one\n  fix: choose another folder, or give --force"):
+    with pytest.raises(UserError, match="contains a different model, or a modified one\n  fix: choose a different folder, or use --force"):
         import_model(str(source), target, chat_template="hermes")
     assert import_model(str(source), target, dtype="bfloat16", force=True).fresh
     assert {tensor.dtype for tensor in load_file(target / "model.safetensors").values()} == {torch.bfloat16}
@@ -139,7 +139,7 @@ def test_a_concurrent_import_into_the_same_folder_raises(source: Path, tmp_path:
 def test_an_unwritable_target_raises(source: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for target in (tmp_path / "file" / "model", Path("/proc/model")):
-        with pytest.raises(UserError, match="fix: correct it, or choose another"):
+        with pytest.raises(UserError, match="fix: correct the problem, or choose a different"):
             import_model(str(source), target)
 
 
@@ -149,7 +149,7 @@ def test_a_licence_is_recorded_as_one_plain_line() -> None:
 
 def test_a_failed_import_leaves_no_files(folder: Path, tmp_path: Path) -> None:
     edit(folder / "config.json", vocab_size=100)
-    with pytest.raises(UserError, match="vocabulary has 100"):
+    with pytest.raises(UserError, match="vocabulary has only 100"):
         import_model(str(folder), tmp_path / "made" / "model")
     assert list((tmp_path / "made").iterdir()) == []
 
@@ -157,19 +157,19 @@ def test_a_failed_import_leaves_no_files(folder: Path, tmp_path: Path) -> None:
 def test_a_full_disk_raises_before_the_weights_are_read(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")(100, 100, 5 << 20)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(UserError, match=r"needs \d+ MiB, and 5 are free"):
+    with pytest.raises(UserError, match=r"needs \d+ MiB, but only 5 MiB are free"):
         import_model(str(source), tmp_path / "model")
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"num_hidden_layers": 3}, "it could not be loaded exactly"),
-        ({"num_hidden_layers": 10**9}, "has 1000000000 layers, but the files hold 24 tensors"),
-        ({"hidden_size": 10**7}, "it could not be loaded exactly|no model can be built"),
-        ({"num_hidden_layers": 1}, "hold, unused, model.layers.1"),
+        ({"num_hidden_layers": 3}, "it cannot be loaded exactly"),
+        ({"num_hidden_layers": 10**9}, "has 1000000000 layers, but the files contain 24 tensors"),
+        ({"hidden_size": 10**7}, "it cannot be loaded exactly|no model can be built"),
+        ({"num_hidden_layers": 1}, "contain the unused tensors model.layers.1"),
         ({"model_type": "mamba2", "state_size": 16}, "does more than attention"),
-        ({"auto_map": {"AutoConfig": "evil.Config"}}, "brings its own code, which is never run here"),
+        ({"auto_map": {"AutoConfig": "evil.Config"}}, "requires custom code, which agentrl never runs"),
         ({"quantization_config": {"quant_method": "gptq"}}, r"are quantized \(gptq\) and cannot be trained"),
         ({"model_type": "nobody_knows", "architectures": []}, "transformers cannot read config.json"),
     ],
@@ -203,8 +203,8 @@ LOOPS = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endf
             "does not show tool outputs",
         ),
         ("{% for m in messages %}<|turn|>{{ m.content }}<|im_end|>{% endfor %}", r"writes '<\|turn\|>', which this tokenizer splits"),
-        pytest.param(LOOPS, "does not end within bounds", marks=pytest.mark.slow),
-        pytest.param("{% if messages|length > 4 %}" + LOOPS + "{% endif %}", "within bounds", marks=pytest.mark.slow),
+        pytest.param(LOOPS, "exceeds its limits", marks=pytest.mark.slow),
+        pytest.param("{% if messages|length > 4 %}" + LOOPS + "{% endif %}", "exceeds its limits", marks=pytest.mark.slow),
     ],
 )
 def test_a_template_that_cannot_be_extended_raises(
@@ -258,8 +258,8 @@ def test_an_expanding_tokenizer_raises(part: str, rule: dict[str, Any], folder: 
 def test_a_tokenizer_that_crashes_its_library_raises(folder: Path) -> None:
     """A panic of the library is no `Exception` and ends its process, so the tokenizer is tried in a child process."""
     edit(folder / "tokenizer.json", normalizer=replacing({"String": ""}, "a"))
-    with pytest.raises(UserError, match=r"cannot be used: |does not end within bounds"):
+    with pytest.raises(UserError, match=r"cannot be used: |exceeds its limits"):
         load_chat(str(folder))
     edit(folder / "tokenizer.json", normalizer={"type": "Sequence", "normalizers": [A_THOUSAND] * 3})
-    with pytest.raises(UserError, match="does not end within bounds"):
+    with pytest.raises(UserError, match="exceeds its limits"):
         probe_tokenizer(str(folder))

@@ -105,7 +105,7 @@ def test_pickled_weights_raise(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
     (tmp_path / "config.json").write_text("{}")
     for path in (tmp_path, tmp_path / "pytorch_model.bin"):
-        with pytest.raises(UserError, match="contains pickled weights, and loading them can run any code"):
+        with pytest.raises(UserError, match="contains pickled weights, and loading them can run arbitrary code"):
             find_source(str(path))
 
 

@@ -119,7 +119,7 @@ def test_counterfactual_credit_uses_scores_without_a_branch() -> None:
 
 @pytest.mark.parametrize("mode", ["verifier", "counterfactual"])
 def test_missing_branch_scores_raise(mode: str) -> None:
-    with pytest.raises(RecipeError, match=r"episode a, which has several trajectories, has no (branches|without)\n.*fix: "):
+    with pytest.raises(RecipeError, match=r"episode a has no (branches|without), but the episode has several trajectories\n.*fix: "):
         credit(build_recipe(credit=mode), *TREES)
 
 
@@ -168,7 +168,7 @@ def test_credit_counts_rollouts_not_trajectories(scores: list[float], advantage:
 
 def test_two_trajectories_without_scores_raise() -> None:
     group = (rollout("a", 1.0, "worker"), rollout("b", 0.0))
-    with pytest.raises(RecipeError, match="episode a, which has several trajectories, has no branches"):
+    with pytest.raises(RecipeError, match="episode a has no branches, but the episode has several trajectories"):
         credit(build_recipe(credit="verifier"), *group)
 
 

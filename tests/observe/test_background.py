@@ -132,7 +132,7 @@ def test_a_hanging_tracker_keeps_few_groups_in_memory() -> None:
 
 def test_a_tracker_that_does_not_open_is_an_error_with_a_fix() -> None:
     forever = threading.Event()
-    with pytest.raises(PluginError, match=r"tracker 'h' was not open after 0\.05 s"):
+    with pytest.raises(PluginError, match=r"tracker 'h' did not open within 0\.05 s"):
         BackgroundTracker(lambda: forever.wait() and hanging(forever), name="h", open_s=0.05)  # type: ignore[arg-type, return-value]
     forever.set()
 

@@ -54,7 +54,7 @@ def test_a_second_writer_waits_until_the_first_has_ended(tmp_path: Path, monkeyp
     while not faults:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert "another process records events of this run" in faults[0]
+    assert "another process is recording events of this run" in faults[0]
     first.record(StageStarted(stage="more", detail=""))
     first.close()
     second.close()

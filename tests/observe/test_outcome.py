@@ -97,16 +97,16 @@ STEP = {"step": 1, "episodes": 8, "episodes_left_out": 0, "tokens_trained": 0.0,
         (
             {"groups_all_equal": 2.0, "reward_mean": 0.0},
             {},
-            "nothing was learned: no token was trained in 1 step (2 groups: all attempts have equal scores, so there is no preference;"
+            "nothing was learned: no token was trained in 1 step (2 groups: all attempts have equal scores, so there is no learning signal;"
             " mean reward 0.000)",
         ),
         ({"episodes_left_out": 5, "groups_too_few": 2.0}, {TEXT: 5}, "(2 groups: fewer than two attempts were scored)"),
         (
             {"tokens_trained": 90.0, "updates_left_out": 1.0},
             {},
-            "all 1 updates of 1 step were skipped, for the reasons in failures/updates.jsonl",
+            "all 1 updates of 1 step were skipped; failures/updates.jsonl lists the reasons",
         ),
-        ({"tokens_trained": 90.0}, {}, "1 step made no update of the policy"),
+        ({"tokens_trained": 90.0}, {}, "1 step did not update the policy"),
         ({"tokens_trained": 90.0, "weights_changed": 1.0}, {}, ""),
     ],
 )
@@ -119,7 +119,7 @@ def test_why_a_step_changed_nothing(changes: dict[str, Any], left_out: dict[str,
 def test_lost_tokens_are_a_problem() -> None:
     lines = [{**STEP, "weights_changed": 1.0, "tokens_delivered": 900.0, "tokens_captured": captured} for captured in (900.0, 1000.0)]
     assert run_problems(lines[:1], {}, {}) == ()
-    assert run_problems(lines, {}, {}) == ("the learner received 1,800 of 1,900 sampled tokens; each must be trained once",)
+    assert run_problems(lines, {}, {}) == ("the learner received 1,800 of 1,900 sampled tokens; each must be trained exactly once",)
 
 
 def test_a_run_has_a_result_if_one_step_has() -> None:

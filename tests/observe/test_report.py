@@ -312,7 +312,7 @@ def test_failures_are_shown_by_tag_step_phase_and_version(run_dir: Path) -> None
     (run_dir / "failures" / "failures.json").write_text(json.dumps(failures_file()))
     path = write_report(run_dir)
     page = Page(path)
-    for text in ("Failures", "34 episodes of training and evaluations failed", "Share of training episodes", "misread output, turn 2"):
+    for text in ("Failures", "34 training and evaluation episodes failed", "Share of training episodes", "misread output, turn 2"):
         assert text in page.shown, text
     assert "training version 0 4 9" in page.shown, "ten of forty versions are shown, including the first and the last"
     assert [tag for tag, _ in page.tags if tag in ("script", "img")] == ["script"] and "\x1b" not in path.read_text()

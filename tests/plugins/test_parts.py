@@ -61,14 +61,14 @@ def test_built_in_parts_fulfil_their_protocols(kind: parts.PartKind) -> None:
     [
         (
             "sandbox.backend=bublewrap",
-            r"no sandbox backend of that name; did you mean bubblewrap\? known here: auto, docker",
+            r"unknown sandbox backend; did you mean bubblewrap\? known here: auto, docker",
         ),
-        ("rollout.agent=turn", r"rollout\.agent: no agent of that name; did you mean turns\?"),
-        ("serving.weight_transfer=ncll", r"no weight channel of that name; did you mean nccl\?"),
-        ("store=rediss", r"store: no experience store of that name; did you mean redis\? known here: sqlite, redis.*module:attr"),
-        ('trackers=["terminal", "tensorbord"]', r"trackers\[1\]: no tracker of that name; did you mean tensorboard\?"),
-        ("objective.advantage=rlo", r"objective\.advantage: no advantage estimator of that name; did you mean rloo\?"),
-        ("objective.loss=gsp", r"objective\.loss: no loss of that name; did you mean gspo"),
+        ("rollout.agent=turn", r"rollout\.agent: unknown agent; did you mean turns\?"),
+        ("serving.weight_transfer=ncll", r"unknown weight channel; did you mean nccl\?"),
+        ("store=rediss", r"store: unknown experience store; did you mean redis\? known here: sqlite, redis.*module:attr"),
+        ('trackers=["terminal", "tensorbord"]', r"trackers\[1\]: unknown tracker; did you mean tensorboard\?"),
+        ("objective.advantage=rlo", r"objective\.advantage: unknown advantage estimator; did you mean rloo\?"),
+        ("objective.loss=gsp", r"objective\.loss: unknown loss; did you mean gspo"),
     ],
 )
 def test_a_misspelt_name_raises_when_the_recipe_is_built(override: str, message: str) -> None:
@@ -80,11 +80,11 @@ def test_a_misspelt_name_raises_when_the_recipe_is_built(override: str, message:
 def test_options_of_a_built_in_part_raise_an_error(kind: parts.PartKind) -> None:
     name = next(iter(kind.shipped))
     value = Part(name, options={"a": 1})
-    expected = rf"options do nothing with {re.escape(kind.key)}={name}: they are for plug-ins; remove them"
+    expected = rf"{re.escape(kind.key)}={name} takes no options: remove them"
     if kind is parts.STORE:  # it has options
-        expected = r"store\.options of store=sqlite: unknown a; use keep_steps, or none"
+        expected = r"store\.options of store=sqlite: unknown a; the only option is keep_steps"
     if kind is parts.CHANNEL:
-        expected = r"serving\.weight_transfer\.options: unknown a; use store, or none"
+        expected = r"serving\.weight_transfer\.options: unknown a; the only option is store"
     with pytest.raises(RecipeError, match=expected):
         BASE.but({kind.key: [value] if kind is parts.TRACKER else value})
 
@@ -134,7 +134,7 @@ UNFIT: list[tuple[str, str, dict[str, Any], str, str]] = [
         "sandbox.backend",
         BACKEND.replace(", timeout_s=60.0", ""),
         {},
-        "open cannot be called as it will be: timeout_s",
+        "open cannot be called as required: timeout_s",
         "timeout_s: float = 60",
     ),
     (
@@ -163,11 +163,11 @@ UNFIT: list[tuple[str, str, dict[str, Any], str, str]] = [
     ("store", "Part = 3", {}, "is of type int, which is not callable", "takes (run_dir, recipe)"),
     ("store", "def Part(run_dir, recipe): ...", {}, "has no return annotation", "annotate it with the class that it returns"),
     ("store", "async def Part(run_dir, recipe): ...", {}, "is async, but is called without await", "takes (run_dir, recipe)"),
-    ("store", "def Part(run_dir, recipe) -> dict: ...", {}, "class dict does not fulfil", "def put(self, group: Group) -> bool"),
+    ("store", "def Part(run_dir, recipe) -> dict: ...", {}, "class dict does not implement", "def put(self, group: Group) -> bool"),
     ("trackers", INHERITED.format("Tracker"), {}, "run_dir", "takes (run_dir, recipe)"),
     ("store", INHERITED.format("ExperienceStore") + INIT, {}, "it has no method put; it has no method has;", "`def has(self, index: int)"),
     ("trackers", TRACKER, {}, "it has no method alert; ", "`def alert(self, text: str) -> None`"),
-    ("serving.weight_transfer", CHANNEL, {}, "swap cannot be called as it will be: max_abs_diff", "`async def close(self) -> None`"),
+    ("serving.weight_transfer", CHANNEL, {}, "swap cannot be called as required: max_abs_diff", "`async def close(self) -> None`"),
     ("objective.advantage", "def Part(): ...", {}, "too many positional arguments", "(self, groups: Sequence[Sequence[float]])"),
     ("objective.advantage", "async def Part(groups): ...", {}, "is async, but is called without await", "def __call__"),
     ("objective.advantage", "class Part:\n def __call__(self, groups): ...", {}, "it is a class", "refer to an instance"),
@@ -252,7 +252,7 @@ def test_a_factory_with_a_wrong_annotation_raises_when_it_is_called(write_module
     code = "from agentrl.protocols import ExperienceStore\ndef Part(run_dir, recipe) -> ExperienceStore:\n return 3"
     reference = write_module(code)
     check_parts(BASE.but(f"store={reference}"))
-    with pytest.raises(PluginError, match="its result, of class int, does not fulfil"):
+    with pytest.raises(PluginError, match="its result, of class int, does not implement"):
         parts.make_part(parts.STORE, Part(reference), tmp_path, BASE)
 
 
@@ -324,7 +324,7 @@ def test_an_entry_point_is_a_name_in_a_recipe(tmp_path: Path, monkeypatch: pytes
     (info / "METADATA").write_text("Name: somebody\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[agentrl.plugins]\nbest-of-group = somebody_elses:best\nbroken = somebody_elses:absent\n")
     (tmp_path / "somebody_elses.py").write_text("def best(groups):\n return [[s - max(g) for s in g] for g in groups]\n")
-    with pytest.raises(RecipeError, match="no advantage estimator of that name"):
+    with pytest.raises(RecipeError, match="unknown advantage estimator"):
         BASE.but("objective.advantage=best-of-group")
     monkeypatch.syspath_prepend(str(tmp_path))
     recipe = BASE.but("objective.advantage=best-of-group")

@@ -95,7 +95,7 @@ def test_step_metrics_contain_the_parts_within_limits() -> None:
 
 
 def test_recipe_rejects_a_verifier_that_audits_itself() -> None:
-    with pytest.raises(RecipeError, match="an audit that agrees with itself"):
+    with pytest.raises(RecipeError, match="an audit with the same verifier"):
         build({"name": "x", "policy": {"model": "m"}, "tasks": {"family": "f:F", "verifiers": ["a:b"], "audit": ["a:b"]}})
     assert TasksConfig(family="f:F", audit=("a:b",)).audit == ("a:b",)
 
@@ -130,7 +130,7 @@ async def test_late_parts_are_averaged_with_the_scores_that_are_known() -> None:
 @pytest.mark.parametrize(
     ("names", "reason"),
     [
-        (("late", "again"), "two verifiers wait for late parts of the same name"),
+        (("late", "again"), "two verifiers wait for late parts with the same name"),
         (("late", "broken"), "raised RuntimeError"),
         (("in_a_rubric",), "a rubric cannot wait for a late score"),
     ],

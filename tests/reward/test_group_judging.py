@@ -144,7 +144,7 @@ async def test_verifiers_are_weighted_and_unscored_attempts_are_not_shown() -> N
     first = await group_scorer.score_attempt(TASK, ended("1").episode)
     assert first.value == 0.5
     late = await group_scorer.score_attempt(replace(TASK, verifiers=("rewards.late:late",)), ended("1").episode)
-    assert late.is_absent and "cannot wait for late scores" in late.reason
+    assert late.is_absent and "tasks.group_judge does not support late scores" in late.reason
     broken = Score(value=None, reason="verifier raised")
     high, low, unscored = await group_scorer.score_group(TASK, [ended("1", first), ended("0", first), ended("0.5", broken)])
     assert (high.value, low.value, unscored) == (0.625, 0.375, broken) and judge.shown == [["1", "0"]]

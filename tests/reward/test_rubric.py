@@ -159,12 +159,12 @@ async def test_turn_rewards_are_weighted_like_values() -> None:
         ({"parts": {"a": (Gives(1.0), 1.0)}, "required": "b"}, "there is no part 'b'"),
         ({"parts": {"a": (Gives(1.0), 1.0)}, "required": {"a": Gives(1.0)}}, "is also a part"),
         ({"parts": {"a": (Gives(1.0), 1.0)}, "caps": {"b": 0.5}}, "there is no part 'b'"),
-        ({"parts": {"a": (Gives(1.0), 1.0)}, "caps": {"a": 1.5}}, "caps: most of 'a' is 1.5"),
+        ({"parts": {"a": (Gives(1.0), 1.0)}, "caps": {"a": 1.5}}, "caps: the cap of 'a' is 1.5"),
         ({"parts": {"a": (Gives(1.0), 1.0)}, "optional": ("b",)}, "there is no part 'b'"),
         ({"parts": {"a": (Gives(1.0), 1.0)}, "required": "a", "optional": ("a",)}, "is both required and optional"),
         ({"parts": {"a": (3, 1.0)}}, "int is not a verifier"),
         ({"parts": {"a": ("nowhere:x", 1.0)}}, "no module named 'nowhere'"),
-        ({"parts": {"a/b": (Gives(1.0), 1.0)}}, "not a valid name of a part"),
+        ({"parts": {"a/b": (Gives(1.0), 1.0)}}, "not a valid part name"),
     ],
 )
 def test_invalid_rubric_raises_on_construction(arguments: Any, message: str) -> None:

@@ -51,7 +51,7 @@ async def test_answer_fault_is_distinguished_from_a_broken_function(worker: Subp
     assert await worker.evaluate(2, control=1) == 0.5
     with pytest.raises(AnswerFault, match="ZeroDivisionError"):
         await worker.evaluate(0, control=1)
-    with pytest.raises(ControlFailed, match="control request fails too"):
+    with pytest.raises(ControlFailed, match="control request also fails"):
         await worker.evaluate(0, control=0)
 
 

@@ -94,8 +94,12 @@ async def test_a_table_is_compared_within_its_tolerance_at_any_size(size: int, e
 async def test_truth_that_no_output_can_equal_is_a_task_fault() -> None:
     random = Random(1)
     chain = "k,v\n" + "".join(f"{random.uniform(1, 2)},{random.uniform(1, 2)}\n" for _ in range(200))
-    for truth, reason in (({"text": "x" * 101}, "101 bytes"), ({"json": ["x" * 200]}, "204 bytes"), ({"table": chain}, "near each other")):
-        verifier = Outputs(longest=100 if reason != "near each other" else 100_000, relative=0.1)
+    for truth, reason in (
+        ({"text": "x" * 101}, "101 bytes"),
+        ({"json": ["x" * 200]}, "204 bytes"),
+        ({"table": chain}, "close to each other"),
+    ):
+        verifier = Outputs(longest=100 if reason != "close to each other" else 100_000, relative=0.1)
         score = await judged(verifier, task(answer={"a": truth}, outputs=("a",)), episode(a=chain.encode()))
         assert score.value is None and score.blame is not None and reason in score.reason, score
 

@@ -249,7 +249,7 @@ async def test_files_of_every_kind(kind: str, truth: Any, content: bytes | None,
     [
         ("out: it is a folder", 0.0),
         ("other: it is a link; out: it is a link", 0.0),
-        ("**: the working directory cannot be listed: no list came back", 0.0),
+        ("**: the working directory cannot be listed: the output is not JSON", 0.0),
         ("x: a link; " * 300, 0.0),
         ("other: it is a link", 1.0),
     ],

@@ -395,7 +395,7 @@ async def test_files_are_compared_by_content() -> None:
     assert (await files(outputs)).value == 1.0
     assert (await files(Outputs(row_order=True))).value == 0.0
     one_off = await files(outputs, **{"table.csv": b"city,total\nRome,2.51\nOslo,1\n"})
-    assert one_off.value == 0.0 and one_off.parts["v/files"] == 0.8 and one_off.evidence == "table.csv: other rows"
+    assert one_off.value == 0.0 and one_off.parts["v/files"] == 0.8 and one_off.evidence == "table.csv: different rows"
 
 
 @pytest.mark.parametrize(
@@ -457,7 +457,7 @@ async def test_tool_use(rules: ToolUse, calls: str, expected: float | None) -> N
     score = await judged(rules, task(), episode(calls=calls, failed=("python",)))
     assert score.value == expected
     if expected == 0.0:
-        assert score.parts["v/rules"] < 1 and score.evidence.startswith("broken: ")
+        assert score.parts["v/rules"] < 1 and score.evidence.startswith("broken rules: ")
 
 
 async def test_task_overrides_settings() -> None:

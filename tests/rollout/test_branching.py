@@ -113,7 +113,7 @@ async def test_time_spent_before_a_continuation_counts_toward_the_limit(tokenize
     async with asyncio.timeout(task.limits.wall_s / 2):
         episode = await make_runner(stalling).run(task, episode_id="e", start=late)
     assert (episode.trajectories[0].stop_reason, len(episode.trajectories[0].turns), episode.left_out) == ("wall_limit", 1, False)
-    with pytest.raises(ValueError, match="another task"):
+    with pytest.raises(ValueError, match="belongs to a task other than"):
         await make_runner(talkative(tokenizer)).run(replace(task, id="other"), episode_id="e", start=late)
 
 

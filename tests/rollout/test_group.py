@@ -65,7 +65,7 @@ async def test_a_broken_task_excludes_its_group_at_once(tokenizer: Any, task: Ta
     group = await group_runner(runner, retries=3).run_group(7, task)
     assert len(group.episodes) == 4 and group.scored == () and len(sandboxes.opened) == 1
     assert group.fault is not None and (group.fault.blame, "no such suite" in group.fault.message) == (Blame.TASK, True)
-    assert all(e.score.reason.startswith("left out: task TaskError") for e in group.episodes)
+    assert all(e.score.reason.startswith("excluded: task TaskError") for e in group.episodes)
     assert codec.from_json(Group, codec.to_json(group)) == group
 
 

@@ -379,7 +379,7 @@ def test_a_server_slow_from_its_first_request_is_reported_once() -> None:
     assert pace.slow_start_alert() == "", "too few requests"
     used(pace, 15.0, requests=10, at=1000.0)
     alert = pace.slow_start_alert()
-    assert "3.0 times slower since its first requests than when it was started" in alert and "fix: " in alert
+    assert "3.0 times slower for its first requests than in the measurement at its start" in alert and "fix: " in alert
     assert pace.slow_start_alert() == ""
     sound = Pace()
     sound.set_idle_token_s(0.05)

@@ -59,7 +59,7 @@ def test_the_median_over_weights() -> None:
     assert _median([(1.0, 1.0), (2.0, 1.0), (3.0, 1.0), (4.0, 1.0)]) == 2.0, "half of the weight is enough"
     assert _median([(1.0, 1.0), (2.0, 1.0), (3.0, 1.0)]) == 2.0
     assert _median([(3.0, 0.5), (1.0, 0.4)]) == 3.0
-    with pytest.raises(ValueError, match="median of nothing"):
+    with pytest.raises(ValueError, match="there are no values, so there is no median"):
         _median([])
 
 

@@ -114,7 +114,7 @@ def test_a_fault_that_the_actions_provoke_is_scored_at_most_like_the_worst_sibli
     assert [scored.score.value for scored in group.scored] == [-1.0] * 4 and group.cancelled == ()
     (failure,) = group.episodes[1].episode.failures
     assert (failure.blame, failure.kind, failure.stage) == (Blame.POLICY, PROVOKED, "sandbox")
-    assert "SandboxError ended 3 attempts that repeated the same actions, and 0 of" in failure.message
+    assert "SandboxError ended 3 attempts that repeated the same actions, and in the same period 0 of" in failure.message
 
 
 def history(*others: Failure | str, group: str = "other") -> FaultHistory:

@@ -313,21 +313,21 @@ def test_an_episode_of_long_samples_is_blamed_on_the_policy() -> None:
     failure = ended(program_s=40.0, sampled_s=40.0)
     assert failure is not None and (failure.stage, failure.blame, failure.kind, failure.turn) == ("generate", Blame.POLICY, "wall_limit", 3)
     assert failure.message == (
-        f"the policy used up its 100 s: programs took 40.0 s, sampling 40.0 s\n  fix, if it needs more time: {ADVICE}"
+        f"the policy used up its 100 s: programs took 40.0 s, sampling 40.0 s\n  fix: if it needs more time, {ADVICE}"
     )
 
 
 @pytest.mark.parametrize(
     ("token_s", "kind", "slow"),
     [
-        (None, "wall_limit", "the server was silent for 20.0 s, in a run without a usual pace yet"),
-        (0.05, "slow_server", "the server was slow: requests that took over 2 times the usual cost 20.0 s"),
+        (None, "wall_limit", "the server was silent for 20.0 s, and the run has no usual pace yet"),
+        (0.05, "slow_server", "the server was slow: requests that took over 2 times as long as usual cost 20.0 s"),
     ],
 )
 def test_an_episode_that_lost_much_time_is_blamed_on_the_server(token_s: float | None, kind: str, slow: str) -> None:
     failure = ended(program_s=60.0, sampled_s=15.0, lost_s=20.0, pace=Watched(token_s))
     assert failure is not None and (failure.stage, failure.blame, failure.kind) == ("generate", Blame.INFRASTRUCTURE, kind)
-    assert failure.message == f"{slow}, of 100 s: programs took 60.0 s, sampling 35.0 s\n  fix: {ADVICE}"
+    assert failure.message == f"{slow}; the episode had 100 s: programs took 60.0 s, sampling 35.0 s\n  fix: {ADVICE}"
 
 
 @pytest.mark.parametrize("lost_s", [5.0, 10.0])

@@ -143,7 +143,7 @@ async def test_a_branch_continues_after_a_turn_whose_thinking_was_ended(thinker:
 async def test_an_unenforceable_bound_is_a_task_fault(tokenizer: Any, task: Task) -> None:
     episode = await runner(tokenizer, lambda turn, name: SUBMIT).run(bounded(task), episode_id="e")
     (failure,) = episode.failures
-    assert failure.blame is Blame.TASK and "limits.thinking_tokens=40 needs a chat template" in failure.message
+    assert failure.blame is Blame.TASK and "limits.thinking_tokens=40 requires a chat template" in failure.message
     with pytest.raises(ValueError, match="leaves no tokens for an answer"):
         Limits(turn_tokens=64, thinking_tokens=64)
 

@@ -105,7 +105,7 @@ async def test_failures_of_training_and_evaluation_are_captured_tagged_reported_
     summary = measure.summarize(tmp_path, run.recipe, {}, backend="scripted", interrupted=False)
     assert summary.failures == {"misread_output": 10, "wrong_tool": 2}
     page = write_report(tmp_path).read_text()
-    assert "misread output, turn 2" in page and "12 episodes of training and evaluations failed" in page
+    assert "misread output, turn 2" in page and "12 training and evaluation episodes failed" in page
 
 
 async def test_a_capture_that_cannot_write_does_not_affect_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

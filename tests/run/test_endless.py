@@ -97,7 +97,7 @@ async def test_task_changes_apply_to_a_live_and_a_stopped_run_and_a_resumed_run_
                 await steps_done(run, steps)
                 if not last:
                     output = tasks("add", tmp_path, reference, "name=added", "--name", "added", "--weight", "3")
-                    assert "family added is added with weight 3, starting with the next group\nsee: agentrl" in output, output
+                    assert "family added is added with weight 3, starting with the next group\ncheck with: agentrl" in output, output
                     await steps_done(run, steps + 5)
                 run.stop_after_step()
                 await asyncio.wait_for(running, 60)
@@ -169,7 +169,7 @@ def test_a_family_with_late_scores_is_added_only_to_a_run_that_accepts_them(tmp_
     recipe = endless_recipe(**{"tasks.family": "tests.run.endless:Numbered", "order": order, "max_staleness": 1})
     (tmp_path / "recipe.json").write_text(recipe.model_dump_json())
     output = tasks("add", tmp_path, "tests.run.endless:Numbered", "late=true", "--name", "late")
-    assert ("no score may be late" in output) is not accepted and len(read_changes(tmp_path)) == accepted, output
+    assert ("scores cannot be late" in output) is not accepted and len(read_changes(tmp_path)) == accepted, output
 
 
 @pytest.mark.slow
@@ -178,4 +178,4 @@ def test_the_last_kind_of_a_family_cannot_be_removed(tmp_path: Path) -> None:
     (tmp_path / "recipe.json").write_text(recipe.model_dump_json())
     tasks("remove", tmp_path, "odd")
     output = tasks("remove", tmp_path, "even")
-    assert "without kind even, task family Numbered would have no task left" in output and len(read_changes(tmp_path)) == 1, output
+    assert "removing kind even would leave task family Numbered without tasks" in output and len(read_changes(tmp_path)) == 1, output

@@ -108,7 +108,7 @@ def test_a_server_that_may_lose_groups_or_is_unreachable_is_an_error_before_the_
     monkeypatch.setattr(group_stream, "_CHECK_S", 0.1)
     with pytest.raises(UserError, match=r"store\.options\.url: the Redis server did not accept groups for 0\.1 s") as error:
         check_stream(with_stream(url="unix:///tmp/no-such-socket"))
-    assert "the run starts one" in error.value.fix
+    assert "to let the run start one" in error.value.fix
     monkeypatch.setenv("TEST_REDIS_PASSWORD", "a-wrong-password")
     with pytest.raises(UserError, match="password") as error:
         check_stream(recipe)

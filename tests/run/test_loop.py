@@ -203,7 +203,7 @@ async def test_too_many_broken_tasks_stop_the_run_with_their_list(tmp_path: Path
     async with opened(tmp_path, Journaled(tmp_path / "j"), ScriptedSandboxes(printing("")), recipe, family) as run:
         with pytest.raises(ExceptionGroup) as error:
             await loop._roll_out(run)
-        assert error.group_contains(TaskError, match=r"3 tasks are broken, 2 are allowed(.|\n)*task-\d: (.|\n)*--resume")
+        assert error.group_contains(TaskError, match=r"3 tasks are broken, but only 2 are allowed(.|\n)*task-\d: (.|\n)*--resume")
         for index in indices(run.store.store):
             assert run.store.store.groups([index])[0].fault is not None, "the result is stored"
 

@@ -65,14 +65,18 @@ async def test_the_profile_of_real_rollouts_adds_up(tmp_path: Path, monkeypatch:
         liveness.progress("waiting for groups")
         run.learner = cast(Any, SimpleNamespace(alive=True, liveness=liveness))
         run.progress.timeline = opening._open_timeline(run.learner)
+        before = time.monotonic()
         run.progress.timeline.restart()
-        watching, began = asyncio.create_task(utilization.watch_parts(run)), time.monotonic()
+        started = time.monotonic()
+        watching = asyncio.create_task(utilization.watch_parts(run))
         await loop._roll_out(run)
-        metrics, wall_s = run.progress.timeline.take() | run.progress.timeline.take_counts(), time.monotonic() - began
+        ended = time.monotonic()
+        metrics = run.progress.timeline.take() | run.progress.timeline.take_counts()
+        after = time.monotonic()
         watching.cancel()
         episodes = [scored for group in await run.store.groups([0, 1]) for scored in group.scored]
     profile = Profile.of("x", [{"step": 1.0, "step_s": metrics.pop(WALL), **metrics}], episodes, {})
-    assert profile.wall_s == pytest.approx(wall_s, abs=0.05)
+    assert ended - started <= profile.wall_s <= after - before
     assert sum(profile.busy_at_once.values()) == pytest.approx(profile.wall_s)
     assert profile.learner == {"waiting for groups": pytest.approx(profile.wall_s, abs=0.05)}
     assert sum(profile.cpu_s.values()) == pytest.approx(profile.cpus * profile.wall_s, rel=0.1, abs=0.2)

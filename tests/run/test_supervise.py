@@ -124,7 +124,7 @@ def test_a_silent_external_server_is_reported_once_and_so_is_its_return() -> Non
             quiet.answered(50.0)
             assert alerts == []
             await asyncio.sleep(100.0)
-        assert len(alerts) == 1 and alerts[0].startswith("MCP server search has answered nothing for ")
+        assert len(alerts) == 1 and alerts[0].startswith("MCP server search has not answered for ")
         assert alerts[0].endswith("\n  fix: check the server")
         await asyncio.sleep(1000.0)
         live.answered(3.0)

@@ -360,7 +360,7 @@ async def test_a_group_beyond_the_largest_size_is_excluded_and_costs_no_worker(t
     async with driving(tmp_path) as drive, working(drive, "a"), asyncio.timeout(20):
         group = await drive.leases.run_group(0, make_task(0))
         assert {scored.episode.failures[0].stage for scored in group.episodes} == {"store"} and len(group.episodes) == 3
-        assert "a rollout worker delivers at most" in group.episodes[0].episode.failures[0].message
+        assert "a rollout worker can deliver at most" in group.episodes[0].episode.failures[0].message
         await asyncio.sleep(0)
         assert drive.leases.workers == 1
 

@@ -151,7 +151,7 @@ async def test_warm_pool_over_a_real_backend(backend):
 
 
 async def test_wrong_image_or_runtime_is_a_user_error(backend):
-    with pytest.raises(UserError, match=r"image\.toml does not exist"):
+    with pytest.raises(UserError, match=r"neither .*image\.toml nor a Dockerfile exists"):
         await backend.open(SandboxSpec(image="missing"))
     with pytest.raises((SandboxError, SandboxUnavailable), match="no-such-runtime"):
         await backend.open(SandboxSpec(image="image", runtime="no-such-runtime"))

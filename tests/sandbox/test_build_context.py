@@ -97,7 +97,7 @@ def test_special_files_and_oversized_contexts_are_refused(folder, monkeypatch):
     monkeypatch.setattr(builds, "MAX_ENTRIES", 1000)
     deep = folder / "/".join("d" * 80)
     deep.mkdir(parents=True)
-    with pytest.raises(TaskError, match="nested more than 64 deep"):
+    with pytest.raises(TaskError, match="nested more than 64 levels deep"):
         read_build_context(folder)
 
 

@@ -283,7 +283,7 @@ async def test_cell_without_the_image_or_with_another_version_is_not_used(root, 
         with pytest.raises(SandboxUnavailable, match=r"the cell has no sandbox image [0-9a-f]{16}"):
             await opened.prepare(replace(SPEC, image="other"))
         monkeypatch.setattr(opened, "_describe", lambda spec, key: {**CellBackend._describe(opened, spec, key), "code": "other"})
-        with pytest.raises(SandboxUnavailable, match="another version of agentrl"):
+        with pytest.raises(SandboxUnavailable, match="different version of agentrl"):
             await opened.prepare(SPEC)
         with pytest.raises(SandboxUnavailable, match="runsc"):
             await opened.prepare(replace(SPEC, runtime="runsc"))
@@ -330,7 +330,7 @@ async def ends(sock):
 async def test_connection_without_the_key_gets_nothing(root):
     async with cell() as (served, address), driver(root, address, key="f" * 32) as opened:
         host, port = wire.parse_address(address)
-        with pytest.raises(SandboxError, match="another key"):
+        with pytest.raises(SandboxError, match="different key"):
             await opened._request((host, port), {"op": "prepare"})
         recorded = bytearray()
         sock = await connected(address)
@@ -403,7 +403,7 @@ async def test_a_driver_cannot_reach_the_sandboxes_of_another(root):
             for token in (sandbox.id, "", "0" * 32, None):
                 sock, reply = await stranger._request(wire.parse_address(address), {"op": operation, "token": token})
                 sock.close()
-                assert reply == {"ok": False, "why": "gone", "message": "there is no such sandbox"}
+                assert reply == {"ok": False, "why": "gone", "message": "the cell has no such sandbox"}
         assert (await sandbox.exec(["true"], timeout_s=20)).ok
 
 
@@ -411,7 +411,7 @@ async def test_driver_cannot_replace_the_exec_server(root, tmp_path):
     """It starts with the rights that it needs to isolate itself: with them it could reach the sandboxes of other drivers."""
     (tmp_path / "server.py").write_text("import time\ntime.sleep(60)\n")
     async with cell() as (served, address), driver(root, address) as opened:
-        with pytest.raises(SandboxError, match="no replacement of the exec server"):
+        with pytest.raises(SandboxError, match="does not accept a replacement of the exec server"):
             await opened.open(SPEC, timeout_s=5, server=tmp_path / "server.py")
         assert not served._running and leftovers() == []
 

@@ -189,7 +189,7 @@ async def test_claim_without_a_pod_is_an_error_with_its_reason(root, api, monkey
     monkeypatch.setattr(claims, "POLL_S", 0.05)
     monkeypatch.setattr(ClaimBackend, "reach_s", 4.0)
     async with claiming(root, api) as opened:
-        with pytest.raises(SandboxUnavailable, match=r"no pod is ready.*R: no node"):
+        with pytest.raises(SandboxUnavailable, match=r"no pod was ready.*R: no node"):
             await opened.prepare(SPEC)
         await until(lambda: not api.claims and api.deleted)
 

@@ -386,9 +386,9 @@ async def test_first_refusal_is_logged_and_the_others_are_counted(tmp_path, capl
         for _ in range(5):
             await send(listener, b"CONNECT example.com:443 HTTP/1.1\r\nHost: h\r\n\r\n")
         assert [record.getMessage() for record in caplog.records] == [
-            "sandbox test: a request to the network was refused: example.com:443: not on the sandbox's allow-list"
+            "sandbox test: the proxy rejected a network request: example.com:443: not on the sandbox's allow-list"
         ]
-    assert "5 requests to the network refused (not on the sandbox's allow-list: 5)" in caplog.messages[-1]
+    assert "the proxy rejected 5 network requests (not on the sandbox's allow-list: 5)" in caplog.messages[-1]
     assert len(caplog.messages) == 2
 
 
@@ -458,7 +458,7 @@ async def test_listener_that_the_exec_server_tampers_with_blocks_nothing(tmp_pat
             copies[0].setblocking(True)
         await asyncio.sleep(0)
     await listener.close()
-    assert "does not end" not in caplog.text
+    assert "did not end" not in caplog.text
     copies[0].close()
 
 

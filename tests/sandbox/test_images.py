@@ -31,7 +31,7 @@ def test_recipe_names_its_image(tmp_path):
         ('pakages = ["python3"]', r"pakages: (.|\n)*fix: remove pakages; known keys: suite, packages"),
         ('packages = "python3"', r'packages: (.|\n)*fix: packages is a list .*\["python3"'),
         ('suite = "book worm; rm -rf /"', r"suite: (.|\n)*fix: suite is the name of a Debian release"),
-        ('pull = "--all"', r"pull: (.|\n)*fix: pull is what `docker pull` takes"),
+        ('pull = "--all"', r"pull: (.|\n)*fix: pull is an image reference for `docker pull`"),
         ('packages = ["python3 --option"]', "packages"),
         ('packages = ["--hook=evil"]', "packages"),
         ("suite = ", r"image\.toml is not TOML(.|\n)*fix: write"),
@@ -44,7 +44,7 @@ def test_wrong_recipes_name_the_key(tmp_path, text, message):
 
 
 def test_a_missing_recipe_names_the_file_and_the_fix(tmp_path):
-    with pytest.raises(UserError, match=r"image\.toml does not exist(.|\n)*fix: write"):
+    with pytest.raises(UserError, match=r"neither .*image\.toml nor a Dockerfile exists(.|\n)*fix: write"):
         images.load_image(tmp_path / "none", cache=tmp_path)
 
 

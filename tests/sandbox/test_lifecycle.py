@@ -124,7 +124,7 @@ def test_lack_of_descriptors_does_not_make_a_driver_count_as_dead():
         soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (taken[-1] + 1, hard_limit))
-            with pytest.raises(SandboxError, match=f"when process {process.pid} started: Too many open files"):
+            with pytest.raises(SandboxError, match=f"start time of process {process.pid}: Too many open files"):
                 alive(other)
             assert lease() == own
         finally:

@@ -49,7 +49,7 @@ def in_time(seconds=45):
 
 @pytest.mark.slow
 def test_selecting_a_backend(silent, root):
-    with in_time(), pytest.raises(SandboxUnavailable, match=r"accepts connections but is silent(.|\n)*fix: .*restart docker"):
+    with in_time(), pytest.raises(SandboxUnavailable, match=r"accepts connections but does not answer(.|\n)*fix: .*restart docker"):
         select_backend("docker", run_label="test", root=root)
 
 

@@ -104,7 +104,7 @@ def test_a_server_without_a_key_does_not_start(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delenv(access.KEY_VARIABLE, raising=False)
     with pytest.raises(KeyError):
         access.load_key()
-    with pytest.raises(RuntimeError, match="a server without a key would let every local user replace its weights"):
+    with pytest.raises(RuntimeError, match="without a key, any local user could replace the server's weights"):
         access.RequireKey(passed)
 
 

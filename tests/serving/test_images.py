@@ -54,7 +54,7 @@ def test_another_expansion_of_the_server_raises(tmp_path: Path, names: list[str]
     images, prompt = PromptImages(tmp_path, TOKEN), (1, *image_ids(BLOCK, names[0]), 2)
     images.check({"prompt_token_ids": plain_ids(prompt)}, prompt)
     for answer in ({"prompt_token_ids": [1, 8, TOKEN, 8, 2]}, {"prompt_token_ids": None}, {}, None, [1]):
-        with pytest.raises(ServingError, match="other tokens"):
+        with pytest.raises(ServingError, match="different tokens"):
             images.check(answer, prompt)
 
 

@@ -49,6 +49,6 @@ async def test_a_rejected_version_is_replaced_from_the_old_versions_folder(tmp_p
 async def test_the_pause_ends_if_the_learner_never_sends(tmp_path: Path) -> None:
     version = publish(tmp_path, 6)
     async with channel(tmp_path, Learner(), kind=NcclWeightChannel) as (weight_channel, _, script):
-        with pytest.raises(SwapError, match="not done within"):
+        with pytest.raises(SwapError, match="did not finish within"):
             await swap(weight_channel, tmp_path, version, timeout_s=2.0)
         assert script.paths()[-1] == "/resume"

@@ -81,7 +81,7 @@ async def test_a_stopped_engine_is_replaced_and_weights_that_disagree_never_serv
         server = policy._server
         assert server is not None and server.pid is not None
         os.killpg(server.pid, signal.SIGKILL)
-        with pytest.raises(ServingError, match=r"started with version 0, and its logprobs differ by .* nats from .*probe.json"):
+        with pytest.raises(ServingError, match=r"started with version 0, but its logprobs differ by .* nats from .*probe.json"):
             await asyncio.wait_for(asyncio.shield(watcher), 400)
         assert not policy.accepts_requests
     finally:

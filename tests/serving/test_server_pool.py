@@ -253,7 +253,7 @@ async def test_requests_wait_for_the_first_replica_to_come_back(tmp_path: Path) 
         watcher.cancel()
         for server in Server.newest.values():
             server.dead = True
-        with pytest.raises(ServingError, match="no inference server came back"):
+        with pytest.raises(ServingError, match="no inference server became ready again"):
             await ask(policy, "e")
 
 

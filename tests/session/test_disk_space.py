@@ -47,7 +47,7 @@ def test_a_large_disk_need_is_reported_and_a_small_one_is_not(tmp_path: Path, mo
     (note,) = check_disk_space(RECIPE, model, run)
     assert "needs up to 9.6 GiB" in note and "5.0 GiB are free" in note and "lower learner.keep_checkpoints" in note
     free(monkeypatch, 2 * GIB)
-    with pytest.raises(UserError, match=r"the first step needs about 3\.0 GiB, and 2\.0 GiB are free"):
+    with pytest.raises(UserError, match=r"the first step needs about 3\.0 GiB, but only 2\.0 GiB are free"):
         check_disk_space(RECIPE, model, run)
     free(monkeypatch, 2 * GIB)
     assert check_disk_space(RECIPE, model_of(tmp_path / "small", (1000, 1000)), run) == ()

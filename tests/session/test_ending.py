@@ -87,7 +87,7 @@ def test_a_full_disk_is_reported_whatever_failed_first(run: Path, capsys: pytest
 @pytest.mark.parametrize(
     "error",
     [
-        LearnerError("the learner ended with exit code -7: it gave no reason\n  fix: see there\n  all of its output: logs/learner.log"),
+        LearnerError("the learner ended with exit code -7: it gave no reason\n  fix: see there\n  full output: logs/learner.log"),
         sqlite3.OperationalError("disk I/O error"),
         LearnerError(""),
     ],
@@ -120,8 +120,8 @@ async def test_errors_on_closing_never_replace_the_first(run: Path) -> None:
                     raise StoreError("the second")  # noqa: B904
                 raise
     log = (run / "logs" / "driver.log").read_text()
-    assert "a further error in the summary and the report" in log and "StoreError: the second" in log
-    assert "a further error while closing" in log and "No space left" in log
+    assert "an additional error in the summary and the report" in log and "StoreError: the second" in log
+    assert "an additional error while closing" in log and "No space left" in log
 
 
 async def test_an_error_only_in_closing_is_a_warning_and_the_rest_is_closed(run: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -212,7 +212,7 @@ def test_a_run_on_a_full_disk_pauses_until_there_is_room(
     pause_until_room(error, run)
     output = capsys.readouterr().err
     assert output.startswith(f"paused: the disk of {run} is full (0 MiB free)") and "Traceback" not in output
-    assert output.endswith("the disk has room again, and the run continues\n") and len(waited) == 2
+    assert output.endswith("the disk has free space again; the run continues\n") and len(waited) == 2
     assert "the run pauses" in (run / "logs" / "driver.log").read_text()
 
     monkeypatch.setattr(ending, "_ROOM_S", -1.0)

@@ -122,7 +122,7 @@ def test_judge_servers_of_a_recipe_are_checked(tmp_path: Path) -> None:
     for name, text in (("tokenizer_config.json", "{}"), ("tokenizer.json", "{}"), ("chat_template.jinja", "x")):
         (tmp_path / name).write_text(text)
     (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
-    with pytest.raises(UserError, match=r"judge_servers\.small\.max_model_len=2048, and the model has 512 positions"):
+    with pytest.raises(UserError, match=r"judge_servers\.small\.max_model_len=2048, but the model has only 512 positions"):
         declare_judge_servers(recipe(), {"small": tmp_path})
     declare_judge_servers(recipe(max_model_len=512), {"small": tmp_path})
     assert not servers.registered_servers()["small"].reward_model and len(servers.registered_servers()["small"].weights) == 64
@@ -145,7 +145,7 @@ def test_a_reward_model_that_reads_tokens_has_the_policys_vocabulary(tmp_path: P
     save_record(model, shows=("answer",), offset=0.0, scale=1.0, max_tokens=8)
     check_reward_model_vocabulary(policy)
     save_record(model, shows=(), offset=0.0, scale=1.0, max_tokens=8)
-    with pytest.raises(UserError, match="another vocabulary"):
+    with pytest.raises(UserError, match="its vocabulary differs from that of policy"):
         check_reward_model_vocabulary(policy)
     check_reward_model_vocabulary(model)
 

@@ -68,7 +68,7 @@ async def test_judge_costs_are_reported_and_a_damaged_ledger_is_logged(tmp_path:
     line = "3 judge queries, 1 cached, 330 tokens, money 330; 2 unreadable"
     assert line in describe(summary, tmp_path)
     assert suites.with_judge_costs("a table", spent) == f"a table\njudges  {line}" and suites.with_judge_costs("a table", {}) == "a table"
-    assert {("3", "questions to judges"), ("330", "money for judges"), ("2", "questions without a verdict")} <= {*_tiles(summary)}
+    assert {("3", "questions to judges"), ("330", "judge cost"), ("2", "questions without a verdict")} <= {*_tiles(summary)}
     for file in tmp_path.glob("judges.sqlite*"):
         file.unlink()
     (tmp_path / "judges.sqlite").write_bytes(b"no database" * 100)

@@ -88,7 +88,7 @@ async def run_one_step(folder: Path, family: Family, sandboxes: SandboxBackend) 
             judged_by(same_for_all),
             False,
             {},
-            "nothing was learned: no token was trained in 1 step (2 groups: all attempts have equal scores, so there is no preference;"
+            "nothing was learned: no token was trained in 1 step (2 groups: all attempts have equal scores, so there is no learning signal;"
             " mean reward 1.000)",
         ),
         (
@@ -137,7 +137,7 @@ async def test_an_evaluation_without_a_score_has_no_rate(tmp_path: Path, phase: 
     async with opened(tmp_path, Journaled(tmp_path / "j"), ScriptedSandboxes(printing("3")), recipe, judged_by(textual)) as run:
         run.groups = replace(run.groups, scorer=TaskScorer(), max_retries=0)
         run.registry = Registry()  # type: ignore[assignment]
-        message = "evaluation .*: 3 of 3 episodes on heldout excluded: 3 x tests.session.test_no_result:textual: verifier returned str"
+        message = "evaluation .*: excluded 3 of 3 episodes on heldout: 3 x tests.session.test_no_result:textual: verifier returned str"
         if phase == "before":
             with pytest.raises(InfrastructureError, match=message):
                 await held_out.HeldOutEvaluation.of(run).evaluate(phase, step=0)

@@ -46,7 +46,7 @@ def model_folder(path: Path) -> Path:
 
 @pytest.mark.parametrize("model", ["./absent", "recipes/models/absent", "absent"])
 def test_missing_model_folder(model: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"policy\.model: no folder"):
+    with pytest.raises(UserError, match=r"policy\.model: there is no folder"):
         find_model(model, tmp_path)
 
 
@@ -78,8 +78,8 @@ FITS = {**KIND, "max_position_embeddings": 2048, "vocab_size": 3}
         ({**FITS, "max_position_embeddings": 1024, "rope_scaling": {"factor": 2.0}}, TOKENIZER, None),
         ({**KIND, "text_config": {**FITS, "max_position_embeddings": 512}}, TOKENIZER, "context of 512"),
         ({**FITS, "quantization_config": {"quant_method": "gptq"}}, TOKENIZER, r"quantized \(gptq\)"),
-        ({**FITS, "vocab_size": 2}, TOKENIZER, "knows token 2, but the model's vocabulary has 2"),
-        ({**FITS, "vocab_size": 2}, {"model": {"vocab": [["a", 0.0], ["b", -1.0], ["c", -2.0]]}}, "knows token 2"),
+        ({**FITS, "vocab_size": 2}, TOKENIZER, "has token id 2, but the model's vocabulary has only 2 tokens"),
+        ({**FITS, "vocab_size": 2}, {"model": {"vocab": [["a", 0.0], ["b", -1.0], ["c", -2.0]]}}, "has token id 2"),
     ],
 )
 def test_a_model_that_does_not_fit_the_recipe_raises(
@@ -109,10 +109,10 @@ def test_the_error_names_truncated_and_invalid_weights(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "m")
     file = folder / "model.safetensors"
     cases = {
-        SAFETENSORS[:-1]: r"is cut off: \d+ bytes of \d+",
+        SAFETENSORS[:-1]: r"is truncated: it has \d+ bytes instead of \d+",
         SAFETENSORS + b"x": "is damaged",
-        SAFETENSORS[:20]: "not a safetensors file, or is cut off",
-        b"": "not a safetensors file, or is cut off",
+        SAFETENSORS[:20]: "not a safetensors file, or is truncated",
+        b"": "not a safetensors file, or is truncated",
         SAFETENSORS[:8] + b"{" * len(HEADER) + bytes(8): "damaged header",
         b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n": "Git LFS pointer",
     }
@@ -164,8 +164,8 @@ def test_a_template_may_be_in_its_own_file_but_must_exist(tmp_path: Path) -> Non
         ({"final_logit_softcapping": None, "logit_scale": 1.0}, None),
         ({"logit_scale": 0.0625}, "logit_scale=0.0625"),
         ({"is_encoder_decoder": True}, "an encoder and a decoder"),
-        ({"auto_map": {"AutoModel": "mine.Mine"}}, "its own code"),
-        ({"architectures": ["Qwen3ForSequenceClassification"]}, "writes no text"),
+        ({"auto_map": {"AutoModel": "mine.Mine"}}, "custom code"),
+        ({"architectures": ["Qwen3ForSequenceClassification"]}, "does not generate text"),
         ({"model_type": None}, "has no model_type"),
         ({"text_config": {"num_attention_heads": 2, "layer_types": ["conv"]}}, "layers of type conv"),
     ],
@@ -184,7 +184,7 @@ def test_a_model_type_that_the_learner_rejects_fails_before_the_start(config: di
 def test_an_unknown_model_type_is_reported_without_importing_transformers(tmp_path: Path) -> None:
     folder = _described(tmp_path / "m", {**KIND, "model_type": "no_such"}, {})
     recipe = RECIPE.model_copy(update={"policy": PolicyConfig(model=str(folder))})
-    with pytest.raises(UserError, match="does not know the model type 'no_such'"):
+    with pytest.raises(UserError, match="does not support the model type 'no_such'"):
         run_preflight(recipe, tmp_path, root=tmp_path)
 
 
@@ -321,7 +321,7 @@ def test_a_family_without_a_valid_task_fails_before_anything_is_loaded(gives: st
 )
 def test_a_model_folder_with_wrong_types_raises(config: dict[str, object], tokenizer: dict[str, object], tmp_path: Path) -> None:
     folder = _described(tmp_path / "m", {**KIND, **config}, tokenizer)
-    with pytest.raises(UserError, match=r"is a \w+, not a|does not number its tokens") as error:
+    with pytest.raises(UserError, match=r"is a \w+, not a|contains a token without a valid id") as error:
         check_model(folder, RECIPE)
     assert "save_pretrained" in error.value.fix
 
@@ -334,7 +334,7 @@ def test_without_training_the_gates_own_server_needs_no_gpu(verb: str, tmp_path:
     make_suite(tmp_path / "x", make_case("c"))
     root, recipe = load_recipe(ROOT / "recipes" / "quickstart.py", [])
     overrides = (f"gate.suite={json.dumps(str(tmp_path / 'x'))}", "gate.server=own", "device=auto")
-    too_few = r"gate\.server=own with learner\.ranks=1 needs 2 GPUs, 1 are"
+    too_few = r"gate\.server=own with learner\.ranks=1 needs 2 GPUs, but only 1 are"
     expectation = nullcontext() if verb != "train" else pytest.raises(UserError, match=too_few)
     with (
         expectation,

@@ -134,7 +134,7 @@ def test_the_difference_of_two_versions(run: Path) -> None:
     assert evaluation["comparison"]["gained"] == ["heldout/t8"]
     output = output_of("diff", run, 1, 4)
     assert "1 of 2 tensors changed" in output and "effect -77.8 points  95% interval [" in output and "higher: heldout/t8" in output
-    assert "no evaluation of both" in output_of("diff", run, 0, 4)
+    assert "no recorded evaluation includes both" in output_of("diff", run, 0, 4)
 
 
 def test_versions_on_two_branches_have_a_common_ancestor() -> None:
@@ -156,8 +156,8 @@ def test_a_rollback_is_requested_and_withdrawn(run: Path) -> None:
     with drive_folder(run, command="agentrl train"):
         assert "when the run has ended, continue with" in output_of("rollback", run, 2)
         (run / "recipe.json").write_text(recipe(steps=9).model_dump_json())
-        assert "performs it with its next step" in output_of("rollback", run, 2)
-    assert "to version 2 is withdrawn" in output_of("rollback", run, "--cancel")
+        assert "performs it at its next step" in output_of("rollback", run, 2)
+    assert "to version 2 is cancelled" in output_of("rollback", run, "--cancel")
     assert rollback.pending_request(run / "versions", registry) is None
     assert "no pending rollback" in error_of("rollback", run, "--cancel")
 
@@ -174,7 +174,7 @@ def test_a_rollback_without_an_intact_checkpoint_is_an_error_and_leaves_no_reque
     assert "has no version 7" in (error := error_of("rollback", run, 7)) and "0 to 4" in error
     assert "has the weights of version 4" in error_of("rollback", run, 4)
     registry.set_state(3, VersionState.ROLLED_BACK)
-    assert "was rolled back and never serves again" in error_of("rollback", run, 3)
+    assert "was rolled back and cannot serve again" in error_of("rollback", run, 3)
     assert "has no versions" in error_of("rollback", run.parent, 1)
     (run / "versions" / "000003" / "version.json").write_text("{")
     assert "000003/version.json is not a policy version" in error_of("rollback", run, 2)
@@ -185,7 +185,7 @@ def test_a_promoted_version_is_exported_unless_the_run_is_active(run: Path) -> N
     assert f"version 3 is promoted and exported to {run / 'model'}" in output_of("promote", run, 3)
     assert sha256_file(run / "model" / "model.safetensors") == registry.get(3).sha256
     assert registry.get(3).state is VersionState.PROMOTED
-    assert "version 3 is promoted too, and is newer" in output_of("promote", run, 2)
+    assert "version 3 is also promoted, and is newer" in output_of("promote", run, 2)
     assert sha256_file(run / "model" / "model.safetensors") == registry.get(2).sha256
     with drive_folder(run, command="agentrl train"):
         assert "has no gate, so its result is its last version" in error_of("promote", run, 4)
@@ -196,7 +196,7 @@ def test_a_promoted_version_is_exported_unless_the_run_is_active(run: Path) -> N
         publish(run, 5)
         checkpoint(run, 5)
         assert "has not served yet" in error_of("promote", run, 5)
-    assert "no intact checkpoint, to which the gate could return" in error_of("promote", run, 1)
+    assert "no intact checkpoint, so the gate could not roll back to it" in error_of("promote", run, 1)
 
 
 def test_versions_that_cannot_be_promoted(run: Path) -> None:
@@ -207,7 +207,7 @@ def test_versions_that_cannot_be_promoted(run: Path) -> None:
     registry.prune(keep=1)
     assert "the weights of version 1" in error_of("promote", run, 1)
     registry.set_state(2, VersionState.ROLLED_BACK)
-    assert "never serves again" in error_of("promote", run, 2)
+    assert "cannot serve again" in error_of("promote", run, 2)
     assert not (run / "model").exists() and registry.get(1).state is VersionState.CANDIDATE
 
 
@@ -221,7 +221,7 @@ def test_pinned_versions_are_kept_and_deleted_weights_cannot_be_pinned(run: Path
     output_of("unpin", run, 1)
     assert registry.pinned() == set() and registry.prune(keep=1) == (1,)
     assert "has no version 9" in error_of("pin", run, 9)
-    assert "contains neither model.safetensors nor a delta" in error_of("diff", run, 1, 4)
+    assert "the weights of version 2 of" in error_of("diff", run, 2, 4)
 
 
 def test_a_list_is_read_while_versions_are_published_and_pruned(run: Path) -> None:

@@ -62,7 +62,7 @@ def test_imitation_raises_the_probability_of_good_completions(model: Path, tmp_p
     assert preference(tmp_path / "out") > preference(model) + 2
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
     assert not list(tmp_path.glob(".*part"))
-    with pytest.raises(UserError, match="does not hold an episode"):
+    with pytest.raises(UserError, match="does not contain an episode"):
         train_sft([], model, tmp_path / "none", epochs=1, lr=1e-3, batch=8, seed=0)
 
 

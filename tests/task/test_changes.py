@@ -129,7 +129,7 @@ def test_inconsistent_files_stop_a_resumed_run(tmp_path: Path, damage: str) -> N
     else:
         starts = (tmp_path / STARTS_FILE).read_bytes().splitlines(keepends=True)
         (tmp_path / STARTS_FILE).write_bytes(starts[1] + starts[0])
-    with pytest.raises(StoreError, match="do not belong together"):
+    with pytest.raises(StoreError, match="do not match"):
         changes_of(tmp_path)
 
 
@@ -167,6 +167,6 @@ def test_a_family_that_is_added_again_continues_its_schedule_and_keeps_its_name(
     assert positions == list(range(7))
     apply(tmp_path, changes, change("remove", "two"), 20)
     other = TaskChange(action="add", target="family", name="two", at="", family="another")
-    assert "has used another task family two" in apply(tmp_path, changes, other, 22).rejected
+    assert "already used a different task family with the name two" in apply(tmp_path, changes, other, 22).rejected
     with pytest.raises(UserError):
         changes.mix.after(change("remove", "three"))

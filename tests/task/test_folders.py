@@ -181,7 +181,10 @@ MISTAKES: list[tuple[Callable[[Path], None], list[str]]] = [
     (edit("task.toml", "outputs", "output"), ["output: unknown key; known here: agent, environment"]),
     (edit("task.toml", 'outputs = ["answer.txt", "src/**"]', ""), ["task.toml: outputs: is missing"]),
     (edit("task.toml", '"src/**"', '"."'), ["outputs: '.' is the default of mode harbor"]),
-    (edit("task.toml", "cpus = 2", "allow_internet = true"), ["environment.allow_internet = True: ", "environment.network = []"]),
+    (
+        edit("task.toml", "cpus = 2", "allow_internet = true"),
+        ["environment.allow_internet = True: ", "to allow hosts, or [] to allow none"],
+    ),
     (edit("task.toml", "cpus = 2", 'network = ["example.org"]'), ["environment.network: ", "example.org"]),
     (edit("task.toml", "cpus = 2", "gpus = 1"), ["environment.gpus = 1: a sandbox has no GPU"]),
     (edit("task.toml", "cpus = 2", 'memory = "much"'), ["environment.memory = 'much': must be a size"]),

@@ -46,9 +46,9 @@ def test_adapted_layers_are_merged_and_others_unchanged(tmp_path: Path, dtype: t
         ({"base_model.model.model.q.lora_A.weight": torch.ones(3, 6)}, "1", "do not fit"),
         ({"base_model.model.model.q.lora_A.weight": torch.ones(2, 5)}, "1", "do not fit"),
         ({"base_model.model.model.q.lora_A.weight": torch.ones(2, 6, 1)}, "1", "do not fit"),
-        ({}, None, "no valid scaling of the adapter"),
-        ({}, "nan", "no valid scaling of the adapter"),
-        ({}, "a lot", "no valid scaling of the adapter"),
+        ({}, None, "no valid adapter scaling"),
+        ({}, "nan", "no valid adapter scaling"),
+        ({}, "a lot", "no valid adapter scaling"),
     ],
 )
 def test_an_adapter_that_does_not_fit_raises_with_the_layers_name(

@@ -75,7 +75,7 @@ def test_adding_the_same_weights_again_changes_nothing_and_other_weights_raise(r
     registry.set_state(1, SERVING)
     registry.add(version)
     assert states(registry) == {1: SERVING}
-    with pytest.raises(StoreError, match="already registered with other weights"):
+    with pytest.raises(StoreError, match="already registered with different weights"):
         publish(registry, 1, b"others")
 
 
@@ -157,7 +157,7 @@ def test_a_damaged_record_is_an_error_not_an_absent_version(registry: FolderRegi
     with pytest.raises(StoreError, match="not a policy version"):
         registry.latest()
     record.write_text(complete_text.replace('"number":0', '"number":7'))
-    with pytest.raises(StoreError, match="says it is version 7"):
+    with pytest.raises(StoreError, match="is the record of version 7"):
         registry.get(0)
 
 

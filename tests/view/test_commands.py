@@ -69,5 +69,5 @@ def test_a_followed_report_is_rewritten_until_the_run_ends(runs: Path, tmp_path:
     trainer.start()
     result = CliRunner().invoke(app, ["report", str(run), "--follow"])
     trainer.join()
-    assert result.exit_code == 0 and "written again" in result.output
+    assert result.exit_code == 0 and "report was rewritten" in result.output
     assert "6</b>" in (run / "report.html").read_text() or "step 6" in (run / "report.html").read_text()

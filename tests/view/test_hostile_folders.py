@@ -156,7 +156,7 @@ def test_an_export_overwrites_no_file_outside_of_the_run(copy: Path, tmp_path: P
     shutil.rmtree(copy / "exports")
     (tmp_path / "elsewhere").mkdir()
     (copy / "exports").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match="outside of the run"):
+    with pytest.raises(UserError, match="outside the run folder"):
         export_episodes(copy, to, query=EpisodeQuery())
     assert not list((tmp_path / "elsewhere").iterdir())
     assert export_episodes(copy, to, tmp_path / "elsewhere", query=EpisodeQuery()).episodes, "a folder from the user may be anywhere"

@@ -42,7 +42,7 @@ def test_two_viewers_see_new_steps_and_the_removal_of_a_run(tmp_path: Path, watc
             assert first.page.locator("#live").inner_text() == ""
             shutil.rmtree(tmp_path / "live")
             for tab in (first, second):
-                tab.page.locator(".problem:has-text('was removed while you were looking at it')").wait_for()
+                tab.page.locator(".problem:has-text('was removed while this page was open')").wait_for()
             second.page.locator(".problem a").click()
             second.page.locator("text=There is no run in this folder yet").wait_for()
             for tab in (first, second):  # requests for the removed run may have had status 404

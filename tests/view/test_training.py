@@ -60,7 +60,7 @@ def test_masks_and_advantages_are_equal_to_those_of_the_step(runs: Path, tmp_pat
 @pytest.mark.parametrize(
     ("objective", "message"),
     [
-        ({"advantage": "evil.module:estimator"}, "the view runs no code that a run names"),
+        ({"advantage": "evil.module:estimator"}, "The view does not run user-supplied code"),
         ({"kl": "k1_reward", "kl_coef": 0.1}, "is not recorded"),
         ({"credit": "counterfactual"}, ""),
     ],
@@ -80,7 +80,7 @@ def test_a_run_with_a_recipe_of_another_version_is_still_readable(runs: Path, tm
     (tmp_path / "recipe.json").write_text('{"name": "old", "rollout": {"group_size": 8}}')
     data = tokens_data(source, 1, 0, 0, 0)
     assert data["logprobs"][0] == -0.5 and data["advantages"] is None
-    assert any("another version of agentrl" in note for note in data["notes"])
+    assert any("a different version of agentrl" in note for note in data["notes"])
 
 
 def test_values_from_the_learner_are_shown_with_their_tokens(runs: Path, tmp_path: Path) -> None:

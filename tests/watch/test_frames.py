@@ -175,6 +175,8 @@ def test_a_plot_rises_with_its_values() -> None:
 
 def test_long_transcripts_are_bounded_with_a_note() -> None:
     long = Transcript(title="x", facts="", parts=(Part(who="tool", text="y\n" * (2 * frames.MAX_LINES)),))
-    assert len(long.lines(80)) == frames.MAX_LINES + 2 and "is not shown" in long.lines(80)[-1].plain
+    assert (
+        len(long.lines(80)) == frames.MAX_LINES + 2 and f"only the first {frames.MAX_LINES:,} lines are shown" == long.lines(80)[-1].plain
+    )
     wide = Transcript(title="x", facts="", parts=(Part(who="tool", text="e\u0301" * 90_000),))
     assert all(len(line.plain) <= 4 * 80 for line in wide.lines(80))

@@ -261,8 +261,8 @@ def find_tool(run: ToolSource, name: str) -> tuple[Server, str]:
     if server not in run.servers:
         known = ", ".join(f"{MCP_PREFIX}{other}" for other in run.servers) or "none"
         raise TaskError(
-            f"the tool {name!r} belongs to an MCP server that the recipe does not have",
-            fix=f"declare it in the recipe, as mcp.{server}; declared: {known}",
+            f"the tool {name!r} belongs to an MCP server that the recipe does not declare",
+            fix=f"declare the server in the recipe as mcp.{server}; declared servers: {known}",
         )
     return run.servers[server], tool
 
@@ -273,7 +273,7 @@ def offered(server: Server, name: str) -> Sequence[ListedTool]:
         return ()
     tools = [tool for tool in server.offers if not name or tool.name == name]
     if not tools:
-        reason = f", which is excluded: {server.excluded[name]}" if name in server.excluded else ""
+        reason = f": it is excluded ({server.excluded[name]})" if name in server.excluded else ""
         known = ", ".join(tool.name for tool in server.offers)
         raise TaskError(f"the MCP server {server.name} offers no tool {name!r}{reason}", fix=f"use one of {known}")
     return tools

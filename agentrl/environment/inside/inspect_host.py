@@ -93,7 +93,7 @@ class Samples:
 
         active = sample_active()
         if active is None or active.epoch not in self._episodes:
-            raise Fault(TASK, "the task uses the policy or its sandbox outside of a sample")
+            raise Fault(TASK, "the task uses the policy or its sandbox outside a sample")
         return self._episodes[active.epoch]
 
     async def play(self, params: dict[str, Any], caller: Caller) -> Any:
@@ -103,7 +103,7 @@ class Samples:
 
         sample = self.samples.get(str(params["data"]["sample"]))
         if sample is None:
-            raise Fault(TASK, f"the task has no sample {params['data']['sample']!r} any more")
+            raise Fault(TASK, f"the task no longer has the sample {params['data']['sample']!r}")
         context = await asyncio.shield(self._context())
         epoch, episode = next(self._epochs), Episode(params, caller)
         self._episodes[epoch] = episode
@@ -117,7 +117,7 @@ class Samples:
 
         def out_of_time() -> None:
             if episode.busy_s < POLICY_SHARE * params["solve_s"]:
-                episode.fail(INFRASTRUCTURE, f"the task's code took most of {params['solve_s']:g} s and did not end")
+                episode.fail(INFRASTRUCTURE, f"the task's code took most of the {params['solve_s']:g} s and did not finish")
             episode.stop = "wall_limit"
             interrupt("score")
 
@@ -217,7 +217,9 @@ def policy_model(current: Callable[[], Episode]) -> Any:
         async def generate(self, input: Any, tools: Any, tool_choice: Any, config: GenerateConfig) -> Any:
             episode = current()
             if episode.scoring:
-                raise episode.fail(TASK, "the task's scorer grades with the policy itself: set another model with the option model_roles")
+                raise episode.fail(
+                    TASK, "the task's scorer grades with the policy itself: set a different model with the option model_roles"
+                )
             if episode.used >= episode.turns:
                 raise LimitExceededError("turn", value=episode.used, limit=episode.turns, message="all turns of this episode are used up")
             api = copy.copy(self)

@@ -63,7 +63,9 @@ def load_task(config: dict[str, Any]) -> Any:
     except BaseException as error:
         raise Fault(TASK, f"{config['task']}(**{config['args']}) failed: {describe_error(error)}{load_hint(error)}") from error
     if not isinstance(task, Task):
-        raise Fault(TASK, f"{config['task']} returned a {type(task).__name__}, not an inspect_ai.Task: name a function with @task")
+        raise Fault(
+            TASK, f"{config['task']} returned a {type(task).__name__}, not an inspect_ai.Task: specify a function decorated with @task"
+        )
     if config["solver"] and config["solver"] != OWN_SOLVER:
         try:
             task = task_with(task, solver=load_attribute(config["solver"])())

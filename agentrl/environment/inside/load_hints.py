@@ -26,7 +26,7 @@ def load_hint(error: BaseException) -> str:
         chain.append(cause)
     text = " ".join(f"{type(each).__module__} {describe_error(each)}" for each in chain).lower()
     if not isinstance(error, ImportError) and any(word in text for word in _OFFLINE):
-        return "; if it loads from a hub, that cannot be reached"
+        return "; if it loads data from a hub, the hub cannot be reached"
     missing = (each.name for each in chain if isinstance(each, ModuleNotFoundError) and each.name)
     return _hint_for_module(str(next(missing, "")))
 
@@ -41,8 +41,8 @@ def _hint_for_module(module: str) -> str:
     with contextlib.suppress(Exception):  # the package's finder may raise anything
         installed = installed or importlib.util.find_spec(package) is not None
     if installed:
-        return f"; the installed {package} has no {module}: if another version does, run {add_command(package, '==VERSION')}"
-    return f"; unless {package} is a module of the project, add the package that has it, such as: {add_command(package)}"
+        return f"; the installed {package} has no {module}: if another version has it, run {add_command(package, '==VERSION')}"
+    return f"; unless {package} is a module of the project, add the package that contains it, for example: {add_command(package)}"
 
 
 def add_command(package: str, version: str = "") -> str:

@@ -28,7 +28,7 @@ class Legacy:
     def __init__(self, config: dict[str, Any]) -> None:
         self._size = config["size"]
         if config["env"] or config["runtime"] != "subprocess" or config["sandboxed"]:
-            raise Fault(TASK, "the options env, image and runtime are for packages of verifiers 0.4: use args")
+            raise Fault(TASK, "the options env, image and runtime apply only to packages for verifiers 0.4: use args")
         Rubric._call_individual_reward_func = _strict_reward
         try:
             self._env = load_environment(config["package"], **config["args"])
@@ -105,7 +105,7 @@ def result_of(output: Any, *, turns: int) -> dict[str, Any]:
     if reward is None:
         return {**result, "reason": "the package returned no reward", "blame": TASK}
     if not math.isfinite(reward):
-        return {**result, "reason": f"the reward is {reward}", "blame": TASK}
+        return {**result, "reason": f"the reward is not finite: {reward}", "blame": TASK}
     return {**result, "value": float(reward)}
 
 

@@ -58,13 +58,13 @@ class EpisodeRuntime(SubprocessRuntime):
     async def run_background(self, argv: list[str], env: dict[str, str], log: str) -> None:
         """Starts a program that keeps running, such as a tool server. Raises `TaskError` in a sandbox."""
         if self._caller is not None:
-            raise TaskError("a sandbox of agentrl runs no programs in the background")
+            raise TaskError("agentrl's sandboxes cannot run programs in the background")
         await super().run_background(argv, env, log)
 
     async def open_process(self, argv: list[str], env: dict[str, str]) -> Any:
         """Starts a program with pipes. Raises `TaskError` in a sandbox."""
         if self._caller is not None:
-            raise TaskError("a sandbox of agentrl runs no programs with pipes")
+            raise TaskError("agentrl's sandboxes cannot run programs with pipes")
         return await super().open_process(argv, env)
 
     async def _exec(

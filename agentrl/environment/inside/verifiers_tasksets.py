@@ -80,7 +80,8 @@ class Taskset:
                 model, key = getattr(client, "model", "a model"), client.api_key_var
                 raise Fault(
                     TASK,
-                    f"{self._name} has no key for {model} at {client.base_url}: set {key} with variables, or another model in args or env",
+                    f"{self._name} has no key for {model} at {client.base_url}: set {key} with the option variables,"
+                    " or set a different model in args or env",
                 )
         if self._sandboxed:
             self._task_class.NEEDS_CONTAINER = False  # the sandbox is the container
@@ -89,9 +90,9 @@ class Taskset:
             if (harness.EXECUTES_CODE or harness.NEEDS_CONTAINER) and runtime.type == LOCAL:
                 raise Fault(TASK, f"{self._name}: the harness of {role} needs a container: set the option runtime to docker")
             if self._task_class.NEEDS_CONTAINER and runtime.type == LOCAL:
-                raise Fault(TASK, f"{self._name} needs a container: set the option image, for sandboxes of agentrl, or runtime to docker")
+                raise Fault(TASK, f"{self._name} needs a container: set the option image to use agentrl's sandboxes, or runtime to docker")
             if runtime.type == LOCAL and any(getattr(tool.config, "colocated", False) for tool in tools):
-                raise Fault(TASK, f"{self._name}: its tool servers run next to its programs, which needs the option runtime: docker")
+                raise Fault(TASK, f"{self._name}: its tool servers run next to its programs: set the option runtime to docker")
             validate_pairing(harness, self._task_class, runtime, tools=tools)
 
     def describe(self) -> list[dict[str, Any]]:
@@ -154,7 +155,7 @@ def _role(default: Any, wanted: dict[str, Any], config: dict[str, Any]) -> dict[
     runtime = dict(wanted.get("runtime") or {})
     runtime.setdefault("type", config["runtime"] if default.runtime.type == "prime" else default.runtime.type)  # prime: verifiers' default
     if runtime["type"] not in RUNTIMES:
-        message = f"{config['package']} wants the hosted runtime {runtime['type']!r}, but agentrl runs only {', '.join(RUNTIMES)}"
+        message = f"{config['package']} requires the hosted runtime {runtime['type']!r}, but agentrl runs only {', '.join(RUNTIMES)}"
         raise Fault(TASK, message)
     if not wanted.get("harness") and default.harness is None and loaders.default_harness_id(config["package"]) == "bash":
         wanted["harness"] = {"id": __name__}
@@ -258,7 +259,7 @@ def result_of(episode: Any, *, turns: int) -> dict[str, Any]:
     if missing := [name for trace in trained for name, reward in trace.rewards.items() if reward is None]:
         return {**result, "reason": f"the reward {missing[0]!r} was not computed in time", "blame": INFRASTRUCTURE}
     if not all(map(math.isfinite, rewards)):
-        return {**result, "reason": f"the reward is {rewards}", "blame": TASK}
+        return {**result, "reason": f"the reward is not finite: {rewards}", "blame": TASK}
     return {**result, "value": sum(rewards) / len(rewards)}
 
 

@@ -63,7 +63,9 @@ def parse(document: Any, location: Mapping[str, str]) -> Trace:
     match = _VERSION.fullmatch(version) if isinstance(version, str) else None
     if match is None or int(match[1]) > NEWEST:
         found_version = f"has the schema_version {version[:40]!a}" if isinstance(version, str) else "has no schema_version"
-        raise UserError(f"{found_version}; supported versions are ATIF-v1.0 to ATIF-v1.{NEWEST}", fix="export it again as one of these")
+        raise UserError(
+            f"{found_version}; supported versions are ATIF-v1.0 to ATIF-v1.{NEWEST}", fix="export it again in one of these versions"
+        )
     reader = _Reader()
     messages = list(reader.trajectory(data, "", 0))
     if not messages:
@@ -104,7 +106,7 @@ class _Reader:
     def trajectory(self, data: dict[str, Any], at: str, depth: int) -> Iterator[ImportedMessage]:
         """Yields the messages of a trajectory. A sub-agent's messages come before the result that refers to it."""
         if depth > MAX_DEPTH or len(self.taken) >= MAX_AGENTS:
-            raise ValueError(f"has more than {MAX_DEPTH} levels of sub-agents, or more than {MAX_AGENTS} of them")
+            raise ValueError(f"has more than {MAX_DEPTH} levels of sub-agents, or more than {MAX_AGENTS} agents")
         agent = self._agent(data, at, depth)
         children: dict[str, dict[str, Any]] = {}
         unreferenced: list[dict[str, Any]] = []
@@ -144,7 +146,7 @@ class _Reader:
     ) -> Iterator[ImportedMessage]:
         role = _ROLES.get(as_string(step.get("source"), f"{at}: source"))
         if role is None:
-            raise ValueError(f"{at}: source is none of system, user, agent")
+            raise ValueError(f"{at}: source is not system, user or agent")
         extra = _extra(step)
         calls, ids = self._calls(step, at)
         self._note_gaps(step, model)

@@ -50,7 +50,7 @@ class SourceLocation:
 
     def unreadable(self, error: Exception, *, position: str = "", fix: str) -> UnreadableDocument:
         """Returns the error about this location. If `error` has a fix, it is used instead of `fix`."""
-        message = "is nested too deep" if isinstance(error, RecursionError) else getattr(error, "message", "") or str(error)
+        message = "is nested too deeply" if isinstance(error, RecursionError) else getattr(error, "message", "") or str(error)
         where = ", ".join(part for part in (self.position, position) if part)
         return UnreadableDocument(self.path, where, message, fix=getattr(error, "fix", "") or fix)
 
@@ -73,7 +73,7 @@ def documents(path: Path) -> Iterator[Document | UnreadableDocument]:
     elif path.is_file():
         files = [path]
     else:
-        raise UserError(f"{path} is not there, or no file", fix=f"give a file, or a folder of {', '.join(SUFFIXES)}")
+        raise UserError(f"{path} does not exist or is not a file", fix=f"give a file, or a folder of {', '.join(SUFFIXES)}")
     for file in files:
         location = SourceLocation(file, file.relative_to(path).as_posix() if path.is_dir() else file.name)
         try:
@@ -87,7 +87,7 @@ def documents(path: Path) -> Iterator[Document | UnreadableDocument]:
 def decode_document(data: bytes) -> Any:
     """Returns the JSON value of UTF-8 bytes. Raises `ValueError` or `RecursionError` if they are invalid or take too much memory."""
     if len(data) > LARGEST:
-        raise UserError(f"is larger than {LARGEST >> 20} MiB", fix="split it: a document on each line of a .jsonl file is read one by one")
+        raise UserError(f"is larger than {LARGEST >> 20} MiB", fix="split it: the lines of a .jsonl file are read one by one")
     lists, objects, parts = data.count(b"["), data.count(b"{"), data.count(b",") + data.count(b":")
     if lists * _LIST_BYTES + objects * _OBJECT_BYTES + parts * _VALUE_BYTES > LARGEST_IN_MEMORY:
         raise UserError("contains too many values to be read at once", fix="split it into several files")
@@ -100,7 +100,7 @@ def decode_document(data: bytes) -> Any:
     except json.JSONDecodeError as error:
         raise ValueError(f"is not JSON: {error.msg} at line {error.lineno}, column {error.colno}") from None
     except RecursionError:
-        raise ValueError("is nested too deep") from None
+        raise ValueError("is nested too deeply") from None
 
 
 def _files_below(folder: Path) -> list[Path]:
@@ -109,9 +109,9 @@ def _files_below(folder: Path) -> list[Path]:
         if path.suffix.lower() in SUFFIXES and not path.is_symlink() and path.is_file():
             files.append(path)
             if len(files) > MOST_FILES:
-                raise UserError(f"{folder} contains more than {MOST_FILES} files", fix="import its folders one by one")
+                raise UserError(f"{folder} contains more than {MOST_FILES} files", fix="import its subfolders one by one")
     if not files:
-        raise UserError(f"{folder} contains no files that end in {', '.join(SUFFIXES)}", fix="give the folder of the export")
+        raise UserError(f"{folder} contains no files whose names end in {', '.join(SUFFIXES)}", fix="give the folder of the export")
     return sorted(files)
 
 
@@ -125,7 +125,7 @@ def _documents_of(location: SourceLocation) -> Iterator[Document | UnreadableDoc
         try:
             yield Document(decode_document(file.read(LARGEST + 1)), location)
         except (ValueError, RecursionError) as error:
-            yield location.unreadable(error, fix="export it again, or remove what is not JSON")
+            yield location.unreadable(error, fix="export it again, or remove everything that is not JSON")
 
 
 def _has_lines(location: SourceLocation, file: IO[bytes]) -> bool:
@@ -161,4 +161,4 @@ def _line_documents(location: SourceLocation, file: IO[bytes]) -> Iterator[Docum
                 raise ValueError(f"is longer than {LARGEST >> 20} MiB")
             yield Document(decode_document(line), here)
         except (ValueError, RecursionError) as error:
-            yield here.unreadable(error, fix="remove or repair the line; the others are read")
+            yield here.unreadable(error, fix="remove or repair the line; the other lines are read")

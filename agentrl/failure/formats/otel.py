@@ -95,8 +95,8 @@ class SpanCollector:
                 continue
             self.records += 1
             if self.records > MOST_SPANS:
-                fix = "keep only spans of generative AI and those above them, or import the files one by one"
-                raise UserError(f"{document.location.path} and earlier files hold more than {MOST_SPANS} spans and records", fix=fix)
+                fix = "keep only spans of generative AI and their ancestors, or import the files one by one"
+                raise UserError(f"{document.location.path} and earlier files contain more than {MOST_SPANS} spans and records", fix=fix)
             try:
                 if isinstance(one, Span):
                     self._add_span(one)
@@ -115,7 +115,7 @@ class SpanCollector:
             try:
                 yield trace_of_calls(group, location.origin, self.parents)
             except (ValueError, RecursionError) as error:
-                fix = f"let the emitter write messages ({CAPTURE}=true) and their spans"
+                fix = f"configure the emitter to write messages ({CAPTURE}=true) and their spans"
                 yield location.unreadable(error, position=f"trace {printable_label(group.id)}", fix=fix)
 
     def _groups(self) -> list[CallGroup]:
@@ -142,7 +142,7 @@ class SpanCollector:
     def _add_span(self, span: Span) -> None:
         if span.key in self.parents:
             if span.parent != self.parents[span.key]:
-                raise ValueError("occurs twice, with different parents; the first is kept")
+                raise ValueError("occurs twice with different parents; the first is used")
             return
         self.parents[span.key] = span.parent
         attributes = span.attributes
@@ -235,7 +235,7 @@ class SpanCollector:
             self.distinct[entry.full_hash] = entry
             self.chars += len(message.message.content) + len(message.reasoning)
         if self.messages > MOST_MESSAGES or self.chars > MOST_CHARS:
-            raise UserError("the spans hold more messages than can be read at once", fix="import the files one by one")
+            raise UserError("the spans contain more messages than can be read at once", fix="import the files one by one")
         return self.distinct[entry.full_hash]
 
 

@@ -161,7 +161,7 @@ def trace_of_calls(group: CallGroup, location: Mapping[str, str], parents: Mappi
     _link_agents(group, drafts, callers, gaps)
     messages = list(_in_order(drafts))
     if not any(one.message.content for one, _ in messages):
-        raise ValueError("contains no message texts")
+        raise ValueError("contains no message text")
     first = group.calls[0]
     base = min((at for _, at in messages if at), default=0)
     started = (datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=base // 1000)).isoformat() if base else ""

@@ -58,7 +58,7 @@ def recognizes(value: Any) -> bool:
 
 def entries(document: Document) -> Iterator[Span | Event | UnreadableDocument]:
     """Yields the spans and events of an export. An invalid entry becomes an `UnreadableDocument`; the other entries are still read."""
-    location, fix = document.location, "export spans as OTLP JSON, ids in hex"
+    location, fix = document.location, "export spans as OTLP JSON, with ids in hex"
     for outer, scope, inner in (("resourceSpans", "scopeSpans", "spans"), ("resourceLogs", "scopeLogs", "logRecords")):
         try:
             for item, number, service in _items(document.value, outer, scope, inner):
@@ -172,7 +172,7 @@ def _attributes(attributes: Any, *, every: bool = False) -> dict[str, Any]:
 
 def _id(value: Any, what: str) -> str:
     if not isinstance(value, str) or not 1 <= len(value) <= _MAX_ID or not value.isascii():
-        raise ValueError(f"{what} is {type_name(value)} that is not an id")
+        raise ValueError(f"{what} is not a valid id: it is {type_name(value)}")
     return value.lower() if len(value) in (16, 32) else value
 
 

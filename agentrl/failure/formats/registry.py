@@ -48,10 +48,10 @@ def read(path: Path | str, format: str | None = None) -> Iterator[Trace | Unread
             memory (raised during the iteration).
     """
     if format is not None and format not in FORMATS:
-        raise UserError(f"no format {format!r}", fix=f"use {', '.join(FORMATS)}, or omit it: the content determines the format")
+        raise UserError(f"unknown format {format!r}", fix=f"use {', '.join(FORMATS)}, or omit it: the content determines the format")
     path = Path(path)
     if not path.exists():
-        raise UserError(f"{path} is not there", fix="give a file or a folder")
+        raise UserError(f"{path} does not exist", fix="give a file or a folder")
     return _distinct(_read(path, format))
 
 
@@ -82,7 +82,7 @@ def write(traces: Iterable[Trace], path: Path | str, format: str = "atif") -> in
         UserError: the format cannot be written, or the number of documents for a .json file is not 1.
     """
     if format not in WRITTEN:
-        raise UserError(f"format {format!r} is not written", fix=f"use {' or '.join(WRITTEN)}")
+        raise UserError(f"format {format!r} cannot be written", fix=f"use {' or '.join(WRITTEN)}")
     path = Path(path)
     documents = ((trace, document) for trace in traces for document in WRITTEN[format](trace))
     if path.suffix not in (".json", ".jsonl"):
@@ -97,7 +97,7 @@ def write(traces: Iterable[Trace], path: Path | str, format: str = "atif") -> in
             file.write(_json(document, indent=None if lines else 1).encode() + b"\n")
         if count != 1 and not lines:
             problem = "more than one document" if count else "nothing"
-            raise UserError(f"{path} would contain {problem}", fix="name a folder, or a file that ends in .jsonl")
+            raise UserError(f"{path} would contain {problem}", fix="give a folder, or a file whose name ends in .jsonl")
     return count
 
 
@@ -107,7 +107,7 @@ def _distinct(items: Iterator[Trace | UnreadableDocument]) -> Iterator[Trace | U
         if isinstance(item, Trace):
             file, position = item.origin.get("file", ""), item.origin.get("place", "")
             if item.id in locations:
-                yield UnreadableDocument(Path(file), position, f"is the same as {locations[item.id]}", fix="nothing to do: it is kept once")
+                yield UnreadableDocument(Path(file), position, f"is the same as {locations[item.id]}", fix="nothing to do: it is read once")
                 continue
             locations[item.id] = ", ".join(filter(None, (file, position)))
         yield item
@@ -160,7 +160,7 @@ def _describe(value: Any) -> str:
         return type_name(value)
     keys = ", ".join(repr(key[:40]) for key in list(value)[:6])
     is_span = isinstance(value.get("context"), dict) and "trace_id" in value["context"]
-    hint = "; it looks like a span of the SDK's console exporter, use one of OTLP" if is_span else ""
+    hint = "; it looks like a span of the SDK's console exporter, so export OTLP instead" if is_span else ""
     return f"an object with {keys or 'no keys'}{hint}"
 
 

@@ -17,7 +17,7 @@ UNPARSED = "__unparsed__"
 _MAX_LABEL = 200  # characters
 _MAX_GAPS = 40  # kinds of gaps in one trace
 _TYPE_NAMES = {
-    str: "a text",
+    str: "a string",
     bool: "true or false",
     int: "a number",
     float: "a number",
@@ -79,7 +79,7 @@ def as_string(value: Any, what: str) -> str:
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise ValueError(f"{what} is {type_name(value)}, not a text")
+        raise ValueError(f"{what} is {type_name(value)}, not a string")
     return value
 
 
@@ -130,13 +130,13 @@ def as_text(value: Any, what: str) -> str:
     try:
         return json.dumps(value, ensure_ascii=False)
     except RecursionError:
-        raise ValueError(f"{what} is nested too deep") from None
+        raise ValueError(f"{what} is nested too deeply") from None
 
 
 def build_tool_call(name: Any, arguments: Any, what: str, gaps: Gaps) -> ToolCall:
     """Builds a call whose arguments are an object or the JSON text of an object. Any other text becomes the argument `UNPARSED`."""
     if not isinstance(name, str) or not name:
-        raise ValueError(f"{what} names no function: its name is {type_name(name)}")
+        raise ValueError(f"{what} has no valid function name: the name is {type_name(name)}")
     if arguments is None or arguments == "":
         gaps.add("arguments of a tool call")
         return ToolCall(name=name, arguments={})
@@ -171,7 +171,7 @@ def build_message(
     `ValueError` if the role is not a printable name of at most 40 characters.
     """
     if not role or len(role) > 40 or not role.isprintable():
-        raise ValueError(f"a message has the role {role[:40]!a}")
+        raise ValueError(f"a message has the invalid role {role[:40]!a}")
     if role == "tool" and calls:
         if gaps is not None:
             gaps.add("tool calls in a message of role tool: they are not kept")

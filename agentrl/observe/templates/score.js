@@ -46,7 +46,7 @@ async function exclusively(work) {
   try {
     await work();
   } catch (error) {
-    say(`The server does not answer (${error.message}). Try again: a score that is sent twice counts once.`, true);
+    say(`The server does not answer (${error.message}). Try again. A score that is sent twice counts once.`, true);
     if (!target) timer = setTimeout(() => exclusively(show), RETRY_MS);
   } finally {
     busy = false;
@@ -96,7 +96,7 @@ async function store(scored, value, replace) {
     const { remaining, repeated } = await answer.json();
     last = remaining ? { ...scored, value } : null;
     byId("replace").hidden = !last;
-    say(`${repeated ? "This score was stored before" : "Stored"}: ${part}. Scores of this group that are still to come: ${remaining}.`);
+    say(`${repeated ? "This score was already stored" : "Stored"}: ${part}. Scores still missing in this group: ${remaining}.`);
   }
   if (replace) return;
   target = null;

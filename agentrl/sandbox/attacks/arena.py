@@ -79,7 +79,7 @@ class AllowedServer:
                 head = await reader.readuntil(b"\n\r\n")
                 hosts = re.findall(rb"(?im)^host:\s*(\S*)", head)
                 if _FORBIDDEN in head or hosts != [b"127.0.0.1:%d" % self.port]:
-                    self.trouble.append(f"the allowed server was sent {head[:200]!r}")
+                    self.trouble.append(f"the allowed server received {head[:200]!r}")
                 if head.startswith(b"PUT /sink"):
                     while await reader.read(1 << 16):
                         pass
@@ -168,7 +168,7 @@ class Arena:
                 if (result.exit_code, result.stdout) != (0, f"42 {self.mark}\n"):
                     self.trouble.append(f"the neighbour computed a wrong result: {result}")
             except (SandboxError, ValueError) as error:
-                self.trouble.append(f"the neighbour fails: {error}")
+                self.trouble.append(f"the neighbour failed: {error}")
                 return
             start = loop.time()
             await asyncio.sleep(0.2)
@@ -179,7 +179,7 @@ class Arena:
                 self.trouble.append(f"the driver grew to {memory} MiB")
             if (open_now := len(os.listdir("/proc/self/fd"))) > descriptors + _SPARE_DESCRIPTORS + _DESCRIPTORS_EACH * self.sandboxes:
                 descriptors = open_now
-                self.trouble.append(f"the driver holds {descriptors} descriptors")
+                self.trouble.append(f"the driver has {descriptors} open descriptors")
 
 
 @asynccontextmanager
@@ -259,7 +259,7 @@ async def wait_until_gone(sandbox: Sandbox, namespace: Namespace | None) -> None
     deadline = time.monotonic() + _CLEAR_S
     while left := await asyncio.to_thread(_left, sandbox.id, namespace):
         if time.monotonic() > deadline:
-            raise Escaped(f"still there {_CLEAR_S:.0f} s after the sandbox was closed: {left[:5]}")
+            raise Escaped(f"still present {_CLEAR_S:.0f} s after the sandbox was closed: {left[:5]}")
         await asyncio.sleep(0.05)
 
 
@@ -279,7 +279,7 @@ def _mounts() -> frozenset[str]:
 
 def _difference(before: object, now: object) -> str:
     if isinstance(before, frozenset) and isinstance(now, frozenset):
-        return f"by {sorted(now - before)} more and {sorted(before - now)} fewer"
+        return f"(added {sorted(now - before)}, removed {sorted(before - now)})"
     return f"from {before!r} to {now!r}"
 
 

@@ -29,7 +29,7 @@ async def _in_time(action: str, work: Awaitable[T]) -> T:
         async with asyncio.timeout(_DEADLINE_S):
             return await work
     except TimeoutError:
-        raise Escaped(f"{action} takes more than {_DEADLINE_S:.0f} s") from None
+        raise Escaped(f"{action} took more than {_DEADLINE_S:.0f} s") from None
 
 
 async def _outputs(context: StepContext) -> CollectedOutputs:
@@ -49,7 +49,7 @@ async def _bytes_or_refusal(work: Awaitable[bytes]) -> bytes | None:
 
 async def _step_read_result_refused(context: StepContext) -> str:
     data = await _bytes_or_refusal(context.sandbox.read("result", max_bytes=MEBIBYTE))
-    hold(data is None, f"read {len(data or b'')} bytes, where {MEBIBYTE} are allowed")
+    hold(data is None, f"read {len(data or b'')} bytes; at most {MEBIBYTE} are allowed")
     archive = await _bytes_or_refusal(context.sandbox.snapshot())
     return f"read refused, snapshot {'refused' if archive is None else f'of {len(archive)} bytes'}"
 
@@ -78,7 +78,7 @@ async def _step_link_race(context: StepContext) -> str:
     while loop.time() < end:
         for name in ("d/now/f", "d/now/passwd", "e/f"):
             data = await _bytes_or_refusal(context.sandbox.read(name, max_bytes=MEBIBYTE))
-            hold(data in (None, b"mine", b""), f"{name} gave {data!r}")
+            hold(data in (None, b"mine", b""), f"{name} returned {data!r}")
             own, refused = own + (data is not None), refused + (data is None)
         try:
             await context.sandbox.write("d/now/written", b"x")
@@ -116,7 +116,7 @@ async def _step_snapshot(context: StepContext) -> str:
     except (SandboxError, ValueError) as error:
         hold(loop.time() - start < 20.0, f"a hostile archive blocked the driver for {loop.time() - start:.0f} s")
         return f"{type(error).__name__}: {str(error)[-80:]}"
-    raise Escaped("an archive without end was accepted")
+    raise Escaped("the host accepted an endless archive")
 
 
 async def _step_snapshot_opens(context: StepContext) -> str:
@@ -125,7 +125,7 @@ async def _step_snapshot_opens(context: StepContext) -> str:
         listing = await context.output("import os; print(os.listdir('.'))")
         result = await copy.exec(["python3", "-I", "-c", names], stdin=listing.encode("utf-8", "replace"), timeout_s=10)
         count = (await copy.python("import os; print(len(os.listdir('.')))", timeout_s=10)).stdout.strip()
-        hold(result.exit_code in (0, 1) and int(count) >= 15, f"the copy holds {count} entries: {result}")
+        hold(result.exit_code in (0, 1) and int(count) >= 15, f"the copy contains {count} entries: {result}")
     return f"a copy with {count} entries"
 
 
@@ -135,13 +135,13 @@ async def _step_captured(context: StepContext) -> str:
         archive = await _in_time("a snapshot", context.sandbox.snapshot())
         copy = await _in_time("opening from a snapshot", context.backend.open(context.arena.spec, snapshot=archive))
     except ValueError as error:
-        raise Escaped(f"the agent has prevented a snapshot: {error}") from None
+        raise Escaped(f"the agent prevented a snapshot: {error}") from None
     try:
         again = await copy.snapshot()
     finally:
         await copy.close()
     if again != archive:
-        raise Escaped(f"a copy differs from its original: {len(again)} bytes of archive, {len(archive)} before")
+        raise Escaped(f"the archive of a copy differs from the original: {len(again)} bytes instead of {len(archive)}")
     outputs = await _outputs(context)
     return f"a snapshot of {len(archive)} bytes opens unchanged; {len(outputs.files)} outputs, {len(outputs.refused)} refused"
 
@@ -151,7 +151,7 @@ async def _step_captured_or_too_large(context: StepContext) -> str:
         snapshot = f"a snapshot of {len(await _in_time('a snapshot', context.sandbox.snapshot()))} bytes"
     except ValueError as error:
         if "the working directory" not in str(error):
-            raise Escaped(f"refused for another reason than size: {error}") from None
+            raise Escaped(f"refused for a reason other than size: {error}") from None
         snapshot = str(error)
     outputs = await _outputs(context)
     return f"{snapshot}; {len(outputs.files)} outputs, {len(outputs.refused)} refused"
@@ -203,7 +203,7 @@ def _archives() -> dict[str, bytes]:
         "absolute": [member("/tmp/evil")],
         "through a link": [member("out", tarfile.SYMTYPE, "/tmp"), member("out/evil")],
         "through two links": [member("o1", tarfile.SYMTYPE, "o2"), member("o2", tarfile.SYMTYPE, "/dev/shm"), member("o1/evil")],
-        "link, then a file of its name": [member("twice", tarfile.SYMTYPE, "/tmp/evil"), member("twice", size=4)],
+        "link, then a file with the same name": [member("twice", tarfile.SYMTYPE, "/tmp/evil"), member("twice", size=4)],
         "hard link": [member("hard", tarfile.LNKTYPE, "/etc/passwd"), member("hard2", tarfile.LNKTYPE, "../../etc/passwd")],
         "device": [member("null", tarfile.CHRTYPE), member("disk", tarfile.BLKTYPE), member("pipe", tarfile.FIFOTYPE)],
         "setuid": [member("suid", size=4, mode=0o6777)],
@@ -215,7 +215,7 @@ def _archives() -> dict[str, bytes]:
         "a folder that is a file": [member("thing", size=4), member("thing/evil")],
     }
     archives = {name: _tar(members) for name, members in chains.items()}
-    archives["claims more than it holds"] = _tar([member("claim", size=4)], claim=1 << 40)
+    archives["claims more than it contains"] = _tar([member("claim", size=4)], claim=1 << 40)
     archives["fills the disk"] = _tar([member("fill", size=4)], claim=512 * MEBIBYTE)
     archives["noise"] = bytes(range(256)) * 64
     archives["compressed"] = b"\x1f\x8b\x08\x00" + bytes(1000)
@@ -247,16 +247,16 @@ async def _step_odd_arguments(context: StepContext) -> str:
                 str(error).encode()
                 refused += 1
             except SandboxError as error:
-                raise Escaped(f"{name} with {text[:20]!r} ends the sandbox, and blames the machine: {error}") from None
+                raise Escaped(f"{name} with {text[:20]!r} ended the sandbox, and the error blames the machine: {error}") from None
     result = await context.sandbox.exec(["sh", "-c", "exit 70"], timeout_s=10)
-    hold(result.exit_code == 70, f"a program's exit code 70 arrived as {result}")
+    hold(result.exit_code == 70, f"a program's exit code 70 became {result}")
     return f"{refused} refused, {answered} answered"
 
 
 async def _run_with(sandbox: ChannelSandbox, env: dict[str, str]) -> None:
     """Runs `true` with these variables. A failure to start must not look like an exit of `true`."""
     result = await sandbox.exec(["true"], env=env, timeout_s=10)
-    hold(result.exit_code == 0, f"`true` with {env!r:.60} seems to exit with {result.exit_code}")
+    hold(result.exit_code == 0, f"`true` with {env!r:.60} appears to exit with {result.exit_code}")
 
 
 _CALLS: dict[str, Callable[[ChannelSandbox, str], Awaitable[object]]] = {

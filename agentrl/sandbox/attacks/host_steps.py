@@ -80,7 +80,7 @@ async def _step_user_quotas(context: StepContext) -> str:
     )
     result = await context.arena.neighbour.python(code, timeout_s=10)
     hold(result.stdout == "True True\n", f"the neighbour gets no inotify instance or no queued signal: {result.stdout!r}")
-    return "the neighbour has its own"
+    return "the neighbour has separate quotas"
 
 
 async def _step_terminals(context: StepContext) -> str:
@@ -90,7 +90,7 @@ async def _step_terminals(context: StepContext) -> str:
         for name, sandbox in (("the neighbour", context.arena.neighbour), ("a fresh sandbox", fresh)):
             result = await sandbox.python(code, timeout_s=10)
             hold(result.stdout == "4\n", f"{name} gets no terminal: {result.stderr[-200:]!r}")
-    return "others have theirs"
+    return "other sandboxes still get terminals"
 
 
 async def _step_asynchronous_io(context: StepContext) -> str:
@@ -101,7 +101,7 @@ async def _step_asynchronous_io(context: StepContext) -> str:
 
 async def _step_filter_budget(context: StepContext) -> str:
     async with context.fresh():
-        return "a fresh sandbox has its own"
+        return "a fresh sandbox has a separate budget"
 
 
 async def _step_spin_together(context: StepContext) -> str:
@@ -119,7 +119,7 @@ async def _step_spin_together(context: StepContext) -> str:
         context.arena.sandboxes -= _TOGETHER
     if wrong := [end for end in ends if end != "timeout"]:
         raise Escaped(f"{len(wrong)} of {_TOGETHER} sandboxes that spin did not time out: {min(wrong)}")
-    return f"{_TOGETHER} at once, and each timed out"
+    return f"{_TOGETHER} ran at once, and each timed out"
 
 
 async def _end_of(sandbox: ChannelSandbox, program: str) -> str:
@@ -143,8 +143,8 @@ async def _step_nobody_is_left(context: StepContext) -> str:
 
 async def _step_timeout_leaves_nobody(context: StepContext) -> str:
     result = await context.sandbox.exec(["sleep", "60"], timeout_s=0.5)
-    hold(result.reason == "timeout" or result.exit_code == 126, f"sleep ended: {result}")
-    return "it fills its own process limit" if result.exit_code == 126 else await _step_nobody_is_left(context)
+    hold(result.reason == "timeout" or result.exit_code == 126, f"sleep ended with {result}")
+    return "the attack fills its own process limit" if result.exit_code == 126 else await _step_nobody_is_left(context)
 
 
 async def _step_others_are_out_of_reach(context: StepContext) -> str:
@@ -153,9 +153,9 @@ async def _step_others_are_out_of_reach(context: StepContext) -> str:
         await asyncio.sleep(0.05)
     seen, reached = (await context.sandbox.read("reached", max_bytes=1000)).decode().split(" ", 1)
     if int(seen) == 0:
-        raise AttackFailed("it saw no process of the server's")
-    hold(reached == "", f"it reached a process of the server's: {reached}")
-    return f"{seen} processes of the server's were out of reach"
+        raise AttackFailed("the attack saw no process of the server")
+    hold(reached == "", f"the attack reached a process of the server: {reached}")
+    return f"{seen} processes of the server were out of reach"
 
 
 async def _step_sessions_answer(context: StepContext) -> str:
@@ -163,42 +163,45 @@ async def _step_sessions_answer(context: StepContext) -> str:
     own = await context.sandbox.python("6 * 7", timeout_s=5, session=SESSION)
     end = own.reason or f"exit {own.exit_code}"
     other = await context.sandbox.python("6 * 7", timeout_s=10, session="other")
-    hold((other.exit_code, other.stdout) == (0, "42\n"), f"another session answers {other}")
+    hold((other.exit_code, other.stdout) == (0, "42\n"), f"a different session returned {other}")
     slept = await context.sandbox.exec(["sleep", "60"], timeout_s=0.5)
-    hold(slept.reason == "timeout", f"sleep ended: {slept}")
+    hold(slept.reason == "timeout", f"sleep ended with {slept}")
     for code, wanted in (("6 * 7", (0, "42\n")), ("1 / 0", (1, ""))):
         own = await context.sandbox.python(code, timeout_s=10, session=SESSION)
-        hold((own.exit_code, own.stdout) == wanted and own.restarted == (code == "6 * 7"), f"after its end the session answers {own}")
-    return f"{end}; correct answers after its end"
+        hold(
+            (own.exit_code, own.stdout) == wanted and own.restarted == (code == "6 * 7"),
+            f"after it was restarted, the session returned {own}",
+        )
+    return f"{end}; correct answers after the session ended"
 
 
 async def _step_session_lies(context: StepContext) -> str:
     for number in range(500):
         result = await context.sandbox.python(f"print({number})", timeout_s=5, session=SESSION)
-        hold(result.reason != "timeout", f"call {number} of a session that does not read: {result}")
+        hold(result.reason != "timeout", f"call {number} to a session that does not read timed out: {result}")
         if result.restarted:
-            hold(result.stdout == f"{number}\n", f"a fresh session answers {result}")
-            return f"believed {number} times, then ended; {await _step_sessions_answer(context)}"
-    raise Escaped("calls pile up without end in a session that does not read")
+            hold(result.stdout == f"{number}\n", f"a fresh session returned {result}")
+            return f"the host accepted {number} results, then the session ended; {await _step_sessions_answer(context)}"
+    raise Escaped("calls accumulate without limit in a session that does not read")
 
 
 async def _step_session_heirs(context: StepContext) -> str:
-    hold(context.result is not None and context.result.session_ended, "the session continues")
+    hold(context.result is not None and context.result.session_ended, "the session did not end")
     await asyncio.sleep(0.5)
     for number in range(20):
         result = await context.sandbox.python(f"print({number}); {number} / {number % 2}", timeout_s=10, session=SESSION)
         wanted = (0, f"{number}\n{number / 1}\n") if number % 2 else (1, f"{number}\n")
-        hold((result.exit_code, result.stdout) == wanted, f"call {number} gave {result}")
+        hold((result.exit_code, result.stdout) == wanted, f"call {number} returned {result}")
         await asyncio.sleep(0.02)
     taken = await context.sandbox.read("taken", max_bytes=100)
     hold(taken == b"0", f"the heir took the socket of a session {taken!r} times")
-    return "the next session answered for itself"
+    return "the next session returned its own answers"
 
 
 async def _step_output_is_only_output(context: StepContext) -> str:
     result = context.result
-    hold(result is not None and result.exit_code == 7 and not result.truncated, f"the host took {result}")
-    return "exit code 7 arrived"
+    hold(result is not None and result.exit_code == 7 and not result.truncated, f"the host received {result}")
+    return "the host received exit code 7"
 
 
 async def _step_run(context: StepContext) -> str:
@@ -208,10 +211,10 @@ async def _step_run(context: StepContext) -> str:
     except SandboxTimeout as error:
         return f"SandboxTimeout: {str(error)[-80:]}"
     except (SandboxError, ValueError, FileNotFoundError) as error:
-        hold(str(error).isprintable(), "terminal commands in an error")
+        hold(str(error).isprintable(), "an error contains terminal commands")
         return f"{type(error).__name__}: {str(error)[-80:]!r}"
-    hold(isinstance(result, ExecResult) and len(result.stdout) + len(result.stderr) < 140_000, "a result beyond the limits")
-    return f"accepted as a result of {len(result.stdout)} characters, as any server may answer"
+    hold(isinstance(result, ExecResult) and len(result.stdout) + len(result.stderr) < 140_000, "a result exceeds the limits")
+    return f"accepted as a result of {len(result.stdout)} characters, which any server may return"
 
 
 async def _step_cell_strangers(context: StepContext) -> str:
@@ -226,12 +229,12 @@ async def _step_cell_strangers(context: StepContext) -> str:
             sock = stack.enter_context(await asyncio.to_thread(socket.create_connection, (host.strip("[]"), int(port)), _ANSWER_S))
             sock.sendall(texts[number % len(texts)])
         result = await context.arena.neighbour.python("print(6 * 7)", timeout_s=10)
-        hold(result.stdout == "42\n", f"the neighbour answers {result}")
+        hold(result.stdout == "42\n", f"the neighbour returned {result}")
         try:
             async with asyncio.timeout(_FRESH_S), context.fresh():
-                return f"a fresh sandbox opens next to {_STRANGERS} connections without the key"
+                return f"a fresh sandbox opened next to {_STRANGERS} connections without the key"
         except TimeoutError:
-            raise Escaped(f"no fresh sandbox opens in {_FRESH_S:.0f} s next to {_STRANGERS} connections without the key") from None
+            raise Escaped(f"no fresh sandbox opened within {_FRESH_S:.0f} s next to {_STRANGERS} connections without the key") from None
 
 
 # Neighbours -----------------------------------------------------------------------------------------------------------
@@ -243,7 +246,7 @@ async def _step_unseen_by_watchers(context: StepContext) -> str:
     deadline = loop.time() + _ANSWER_S
     while await context.output("import os; print(os.path.exists('watching'))") != "True":
         if loop.time() > deadline:
-            raise AttackFailed("the program does not start to watch")
+            raise AttackFailed("the program did not start to watch")
     await asyncio.sleep(0.5)  # by then the exec server has prepared its next process
     before = len(await context.sandbox.read("seen", max_bytes=MEBIBYTE))
     await context.arena.neighbour.python(_OPEN_FILES, timeout_s=_ANSWER_S)
@@ -251,10 +254,10 @@ async def _step_unseen_by_watchers(context: StepContext) -> str:
         await fresh.exec(["python3", "-I", "-c", _OPEN_FILES], timeout_s=_ANSWER_S)
     seen = (await context.sandbox.read("seen", max_bytes=MEBIBYTE))[before:].decode("utf-8", "replace").splitlines()
     if shared := [line for line in seen if not line.startswith("/home/agent/")]:  # the host itself reads there
-        raise Escaped(f"saw {len(shared)} accesses by other sandboxes, such as {shared[0]}")
+        raise Escaped(f"the program saw {len(shared)} accesses by other sandboxes, such as {shared[0]}")
     deadline = loop.time() + _ANSWER_S
     while b"/etc/os-release" not in await context.sandbox.read("seen", max_bytes=MEBIBYTE):
         if loop.time() > deadline:
-            raise AttackFailed("it sees nothing, not even its own sandbox")
+            raise AttackFailed("the program saw no access, not even in its own sandbox")
         await context.sandbox.exec(["cat", "/etc/os-release"], timeout_s=_ANSWER_S)
-    return "saw only its own sandbox"
+    return "the program saw only accesses in its own sandbox"

@@ -90,7 +90,7 @@ def load_attacks() -> list[Attack]:
     archives = "Archives with `..`, absolute names, links to write through, devices and false sizes, restored as a snapshot."
     attacks = [*(program_attack(path) for path in sorted(PROGRAMS.glob("*.py"))), *map(_trick, hostile_server.TRICKS)]
     attacks.append(Attack(name="hostile_archives", kind="files", description=archives, host="hostile_archives", seconds=30.0, within=30.0))
-    strangers = "Connections to the cell that send nothing, half a handshake, the wrong key or too much, more than it serves at once."
+    strangers = "More connections to the cell than it serves at once. They send nothing, half a handshake, the wrong key or too much."
     attacks.append(Attack(name="cell_strangers", kind="protocol", description=strangers, host="cell_strangers", needs="cell", within=30.0))
     return sorted(attacks, key=lambda attack: KINDS.index(attack.kind))
 
@@ -106,7 +106,7 @@ def program_attack(path: Path) -> Attack:
     network, run = keys.get("network", ""), keys.get("run", "")
     for key, words, known in (("ends", ends, _ENDS), ("network", (network,), _NETWORKS), ("run", (run,), _RUNS)):
         if not set(words) <= set(known):
-            raise ValueError(f"{path}: {key}: {keys[key]}; known: {', '.join(filter(None, known))}")
+            raise ValueError(f"{path}: {key}: {keys[key]}; known values: {', '.join(filter(None, known))}")
     seconds = float(keys.get("seconds", "10"))
     settings = {key: value for key, value in keys.items() if key in ("kind", "run", "host", "network", "needs")}
     within = float(keys.get("within", seconds))
@@ -267,7 +267,7 @@ class _Suite:
             except SandboxError as error:
                 raise Escaped(f"the sandbox failed, so the episode has no result: {error}") from None
             if time.monotonic() - start > item.within + _LATE_S:
-                raise Escaped(f"the answer came after {time.monotonic() - start:.1f} s, {item.within:.1f} s were allowed")
+                raise Escaped(f"the answer came after {time.monotonic() - start:.1f} s; at most {item.within:.1f} s are allowed")
             evidence = _evidence(item, result, self._arena.secret)
         if item.host:
             try:
@@ -294,7 +294,7 @@ class _Suite:
             self._next = await self._backend.open(self._arena.spec, timeout_s=_OPEN_S)
             result = await self._next.python(code, timeout_s=20)
         except SandboxError as error:
-            raise Escaped(f"no fresh sandbox opens: {error}") from None
+            raise Escaped(f"no fresh sandbox opened: {error}") from None
         if result.stdout != "[]\n":
             raise Escaped(f"the next sandbox has a trace of the last one: {result.stdout or result}")
 
@@ -313,14 +313,14 @@ async def _in_time(item: Attack, play: Callable[[Attack], Awaitable[str]]) -> st
 def _evidence(item: Attack, result: ExecResult, secret: str) -> str:
     text = result.stdout + "\n" + result.stderr
     if secret in text:
-        raise Escaped("it printed a file of the host")
+        raise Escaped("the program printed a file of the host")
     lines = text.splitlines()
     if claims := [line for line in lines if line.startswith(_ESCAPED)]:
         raise Escaped(claims[0].removeprefix("ESCAPED: "))
     passed = [line for line in lines if line.startswith("held: ")]
     end = result.reason or "exit"
     if end == "timeout" and not passed:
-        raise AttackCutOff(f"its {item.seconds:g} s ended before it took effect")
+        raise AttackCutOff(f"the attack's {item.seconds:g} s ended before it took effect")
     if end not in item.ends or not passed:
         raise AttackFailed(f"ended by {end} {result.exit_code}, with the output {text.strip()[-300:]!r}")
     return passed[-1].removeprefix("held: ") + (f" ({end})" if end != "exit" else "")
@@ -341,7 +341,7 @@ async def _check_answers(sandbox: ChannelSandbox) -> None:
             raise Escaped("`false` succeeds")
         for name, result in answers.items():
             if result.exit_code == 0 and result.stdout != f"{total}\n":
-                raise Escaped(f"{name} now answers {result.stdout[:100]!r}")
+                raise Escaped(f"{name} now returns {result.stdout[:100]!r}")
         try:
             await sandbox.write("after", total.encode())
             content = await sandbox.read("after", max_bytes=1000)
@@ -358,17 +358,17 @@ async def _close(sandbox: ChannelSandbox) -> None:
         async with asyncio.timeout(_OPEN_S):
             await sandbox.close()
     except TimeoutError:
-        raise Escaped(f"the sandbox does not close in {_OPEN_S:.0f} s") from None
+        raise Escaped(f"the sandbox did not close within {_OPEN_S:.0f} s") from None
 
 
 def _missing(item: Attack, backend: ChannelBackend) -> str:
     """Returns why the promise that an attack tests does not apply here; empty if it applies."""
     if item.needs in ("control groups", "two users") and backend.name == "bubblewrap" and os.geteuid() != 0:
-        return f"needs {item.needs}, which bubblewrap has only when run by root"
+        return f"needs {item.needs}, which bubblewrap has only as root"
     if item.needs == "cell" and backend.name != item.needs:
-        return "for cells"
+        return "applies only to cells"
     if item.network == "gateway" and find_spec("uvicorn") is None:
-        return "for the gateway, whose packages are not installed"
+        return "needs the gateway, whose packages are not installed"
     if item.needs.startswith(("x86", "aarch")) and platform.machine() != item.needs:
-        return f"for {item.needs}"
+        return f"applies only to {item.needs}"
     return ""

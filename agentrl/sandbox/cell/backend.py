@@ -69,7 +69,7 @@ class CellBackend(ChannelBackend):
     ) -> None:
         super().__init__(run_label=run_label, root=root, progress=progress)
         if len(key) < wire.SHORTEST_KEY:
-            raise UserError("sandbox.backend=cell: its option key is too short", fix="give env:NAME or file:PATH of the cells' key")
+            raise UserError("sandbox.backend=cell: the option key is too short", fix="set it to env:NAME or file:PATH of the cells' key")
         self._key = key.encode()
         self._names = [wire.parse_address(text) for text in addresses]
         self._cells: dict[tuple[str, int], CellState] = {}
@@ -88,8 +88,8 @@ class CellBackend(ChannelBackend):
             try:
                 _, sock, _ = await self._ask_cells(message, timeout_s=PREPARE_S)
             except SandboxError as error:
-                fix = "start it with `agentrl sandbox serve`, or correct sandbox.backend"
-                raise SandboxUnavailable(f"no cell can open sandboxes of {spec.image}: {error}", fix=fix) from None
+                fix = "start a cell with `agentrl sandbox serve`, or correct sandbox.backend"
+                raise SandboxUnavailable(f"no cell can open sandboxes of image {spec.image}: {error}", fix=fix) from None
             sock.close()
             dockerfile = isinstance(image.recipe, BuildContext)
             self._images[spec.image] = ReadyImage(tree=image.recipe.key, server=image.folder, fills_workdir=dockerfile)
@@ -171,7 +171,7 @@ class CellBackend(ChannelBackend):
                 if reply.get("why") != "full":
                     raise SandboxError(self._problem)
             if loop.time() - answered_at > self.reach_s - CONNECT_S:
-                raise SandboxError(f"none answers; {self._problem}")
+                raise SandboxError(f"no cell answers; {self._problem}")
             await asyncio.sleep(_RETRY_S)
 
     async def _candidates(self) -> list[CellState]:
@@ -264,7 +264,7 @@ class TunnelListener:
             try:
                 sock, reply = await self.request()
             except (OSError, SandboxError) as error:
-                log.info("sandbox %s: no tunnel to its cell: %s", self._name, one_line_error(error))
+                log.info("sandbox %s: cannot open a tunnel to its cell: %s", self._name, one_line_error(error))
                 failures += 1
                 self._slots.release()
                 await asyncio.sleep(_RETRY_S)
@@ -285,5 +285,5 @@ def open_cells(*, root: Path, run_label: str, addresses: Sequence[str] = (), key
     """Returns the backend for the recipe's option `sandbox.backend=cell`. Raises `UserError` if its options are missing."""
     if not addresses or not key:
         fix = 'write Part("cell", options={"addresses": ["HOST:7423"], "key": "env:AGENTRL_CELL_KEY"})'
-        raise UserError("sandbox.backend=cell needs its options addresses and key", fix=fix)
+        raise UserError("sandbox.backend=cell requires the options addresses and key", fix=fix)
     return CellBackend(root=root, run_label=run_label, addresses=addresses, key=key)

@@ -55,7 +55,7 @@ class KubernetesApi:
         host, port = os.environ.get("KUBERNETES_SERVICE_HOST", ""), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
         if not url and not host:
             raise UserError(
-                "this process is not in a pod, so the address of the Kubernetes API is unknown", fix="give the options api and token"
+                "this process is not in a pod, so the address of the Kubernetes API is unknown", fix="set the options api and token"
             )
         self._token = token
         verify: ssl.SSLContext | bool = True
@@ -64,7 +64,7 @@ class KubernetesApi:
                 verify = ssl.create_default_context(cafile=authority or str(_ACCOUNT / "ca.crt"))
             except (OSError, ssl.SSLError) as error:
                 raise UserError(
-                    f"the certificate authority of the Kubernetes API cannot be read: {error}", fix="give its file as the option authority"
+                    f"cannot read the certificate authority of the Kubernetes API: {error}", fix="set the option authority to its file"
                 ) from None
         address = url or f"https://{f'[{host}]' if ':' in host else host}:{port}"
         self._date: tuple[datetime, float] | None = None  # of the newest reply: the API's time, and the local monotonic time
@@ -81,7 +81,7 @@ class KubernetesApi:
                 async for piece in reply.aiter_raw(65536):
                     data += piece
                     if len(data) > _MAX_REPLY:
-                        raise SandboxError(f"the Kubernetes API: {method} {path}: more than {_MAX_REPLY} bytes")
+                        raise SandboxError(f"the Kubernetes API: {method} {path}: the reply has more than {_MAX_REPLY} bytes")
             self._read_date(reply.headers.get("Date", ""))
             if reply.status_code == httpx.codes.NOT_FOUND:
                 return None
@@ -136,7 +136,11 @@ class ClaimBackend(CellBackend):
     ) -> None:
         super().__init__(run_label=run_label, root=root, addresses=(), key=key, progress=progress)
         if not _NAME.fullmatch(pool) or not _NAME.fullmatch(namespace) or slots < 1 or cells < 1:
-            raise UserError(f"sandbox.backend={self.name}: pool {pool[:80]!r} in namespace {namespace[:80]!r}", fix="give their names")
+            raise UserError(
+                f"sandbox.backend={self.name}: invalid option: pool {pool[:80]!r}, namespace {namespace[:80]!r}, "
+                f"slots {slots} or cells {cells}",
+                fix="use Kubernetes names for pool and namespace, and at least 1 for slots and cells",
+            )
         self._api, self._pool, self._slots, self._most = api, pool, slots, cells
         self._path = f"/apis/{API_VERSION}/namespaces/{namespace}/sandboxclaims"
         self._claims: list[_Claim] = []
@@ -180,7 +184,7 @@ class ClaimBackend(CellBackend):
                 await asyncio.wait([posting])  # a request that is cancelled may still create the claim
                 self._spawn(self._delete(name), self._deletions)
                 if isinstance(error, TimeoutError):
-                    raise SandboxError(f"no pod is ready after {READY_S:.0f} s: {_reason(claim)}") from None
+                    raise SandboxError(f"no pod was ready after {READY_S:.0f} s: {_reason(claim)}") from None
                 raise
         except SandboxError as error:
             self._problem = f"claim {name} on the warm pool {self._pool}: {error}"
@@ -197,7 +201,7 @@ class ClaimBackend(CellBackend):
                 now = await self._api.call("PATCH", f"{self._path}/{claim.name}", {"spec": {"lifecycle": self._lifecycle()}})
                 failures = 0
             except SandboxError as error:
-                log.warning("claim %s is not renewed: %s", claim.name, error)
+                log.warning("cannot renew claim %s: %s", claim.name, error)
                 failures += 1
                 continue
             if _address(now) != claim.cell.address[0]:
@@ -214,7 +218,7 @@ class ClaimBackend(CellBackend):
         try:
             await self._api.call("DELETE", f"{self._path}/{name}")
         except SandboxError as error:  # the claim ends with its lease
-            log.warning("claim %s expires in %.0f s: %s", name, LEASE_S, error)
+            log.warning("cannot delete claim %s, which expires within %.0f s: %s", name, LEASE_S, error)
 
     def _leave(self, cell: CellState) -> None:
         """Drops all claims without sandboxes, except one."""
@@ -283,7 +287,7 @@ def open_claims(
     """Returns the backend for the recipe's option `sandbox.backend=agent-sandbox`. Raises `UserError` for invalid options."""
     if not pool or not key:
         fix = 'write Part("agent-sandbox", options={"pool": "NAME", "key": "env:AGENTRL_CELL_KEY"})'
-        raise UserError("sandbox.backend=agent-sandbox needs its options pool and key", fix=fix)
+        raise UserError("sandbox.backend=agent-sandbox requires the options pool and key", fix=fix)
     if not namespace:
         try:
             namespace = (_ACCOUNT / "namespace").read_text().strip()

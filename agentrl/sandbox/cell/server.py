@@ -134,7 +134,7 @@ class _Sandboxes(BubblewrapBackend):
     def _load(self, image: str) -> images.Image:
         stored = images.Image(name=image, recipe=images.StoredImage(key=image), cache=images.cache_folder())
         if not stored.rootfs.exists() and not stored.tarball.exists():
-            raise SandboxUnavailable(f"the cell has no sandbox image {image}", fix="build its container image again, from this project")
+            raise SandboxUnavailable(f"the cell has no sandbox image {image}", fix="rebuild the cell's container image from this project")
         return stored
 
     def _listener(self, name: str, spec: SandboxSpec, folder: Path) -> egress.Listener:
@@ -159,7 +159,7 @@ class Cell(ClosesOnce):
 
     def __init__(self, key: str, *, sandboxes: int = MAX_SANDBOXES, memory_mb: int = 0, replaceable: bool = False) -> None:
         if len(key) < wire.SHORTEST_KEY:
-            raise UserError(f"the cell's key has {len(key)} characters", fix=f"use at least {wire.SHORTEST_KEY}: openssl rand -hex 32")
+            raise UserError(f"the cell's key has only {len(key)} characters", fix=f"use at least {wire.SHORTEST_KEY}: openssl rand -hex 32")
         _open_control_groups()
         self._key, self._replaceable = key.encode(), replaceable
         self._free, self._free_mb = sandboxes, memory_mb or available_memory() // _MEBIBYTE - OWN_MEMORY_MB
@@ -178,7 +178,9 @@ class Cell(ClosesOnce):
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             self._listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
         except OSError as error:
-            raise UserError(f"the cell cannot listen at {host}:{port}: {error.strerror}", fix="choose another --listen") from None
+            raise UserError(
+                f"the cell cannot listen at {host}:{port}: {error.strerror}", fix="choose a different address with --listen"
+            ) from None
         self._listener.setblocking(False)
         self._spawn(self._accept(self._listener))
         return int(self._listener.getsockname()[1])
@@ -203,7 +205,7 @@ class Cell(ClosesOnce):
             try:
                 sock, _ = await asyncio.get_running_loop().sock_accept(listener)
             except OSError as error:  # no descriptor is free
-                log.warning("a connection was not accepted: %s", error)
+                log.warning("cannot accept a connection: %s", error)
                 self._strangers.release()
                 await asyncio.sleep(1.0)
                 continue
@@ -232,7 +234,7 @@ class Cell(ClosesOnce):
         if operation == "prepare":
             reply = await self._prepare(wire.OpenRequest.parse(message))
         elif running is None:
-            reply = _failure("gone", "there is no such sandbox")
+            reply = _failure("gone", "the cell has no such sandbox")
         elif operation == "relieve":
             reply["relieved"] = await running.relieve()
         elif operation == "tunnel" and running.tunnels is not None:
@@ -241,13 +243,13 @@ class Cell(ClosesOnce):
             await tunnel.ended.wait()
             return
         else:
-            reply = _failure("refused", "not an operation of this sandbox")
+            reply = _failure("refused", "the sandbox does not support this operation")
         await _send(sock, proof, reply)
 
     async def _prepare(self, request: wire.OpenRequest) -> dict[str, Any]:
         """Prepares the image. Returns the reply."""
         if request.code != wire.code_version():
-            return _failure("refused", "the cell has another version of agentrl: use one image for driver and cells")
+            return _failure("refused", "the cell has a different version of agentrl: use one image for driver and cells")
         try:
             await self._backend.prepare(request.spec)
         except (AgentRLError, OSError) as error:
@@ -259,7 +261,7 @@ class Cell(ClosesOnce):
         async with asyncio.timeout(HANDSHAKE_S):
             program = await wire.receive_exactly(sock, request.program_bytes)
         if program and not self._replaceable:
-            await _send(sock, proof, _failure("refused", "the cell runs no replacement of the exec server"))
+            await _send(sock, proof, _failure("refused", "the cell does not accept a replacement of the exec server"))
             return
         reply, memory = await self._prepare(request), request.spec.memory_mb
         if reply["ok"] and (self._free < 1 or self._free_mb < memory):
@@ -363,7 +365,7 @@ async def serve_cell(key: str, listen: str, *, sandboxes: int = MAX_SANDBOXES, m
     try:
         await asyncio.to_thread(cleanup.prune)  # what killed cells left on this host
     except SandboxError as error:
-        log.warning("sandboxes of dead cells are not removed: %s", error)
+        log.warning("cannot remove the sandboxes of dead cells: %s", error)
     cell, stop = Cell(key, sandboxes=sandboxes, memory_mb=memory_mb), asyncio.Event()
     host, port = wire.parse_address(listen, least_port=0)
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -57,7 +57,7 @@ class OpenRequest(Record):
     def __post_init__(self) -> None:
         Record.__post_init__(self)
         if not 0 <= self.program_bytes <= MAX_PROGRAM or not 0 < self.timeout_s <= LONGEST_OPEN_S:
-            raise ValueError("a request out of range")
+            raise ValueError("a field of a request is out of range")
 
     @classmethod
     def parse(cls, message: Message) -> OpenRequest:
@@ -70,7 +70,7 @@ def parse_address(text: str, *, least_port: int = 1) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     host = host.strip("[]")
     if not host or not port.isdigit() or not least_port <= int(port) < 65536:
-        raise UserError(f"{text[:100]!r} is not the address of a cell", fix=f"give HOST:PORT, such as cells:{PORT}")
+        raise UserError(f"{text[:100]!r} is not the address of a cell", fix=f"use HOST:PORT, such as cells:{PORT}")
     return host, int(port)
 
 
@@ -122,7 +122,7 @@ def packed(message: Message) -> bytes:
     """Returns the bytes of a message. Raises `SandboxError` if it is too large."""
     data = json.dumps(message).encode()
     if len(data) > MAX_MESSAGE:
-        raise SandboxError(f"a request to a cell has {len(data)} bytes; at most {MAX_MESSAGE}")
+        raise SandboxError(f"a request to a cell has {len(data)} bytes; at most {MAX_MESSAGE} are allowed")
     return _LENGTH.pack(len(data)) + data
 
 
@@ -133,7 +133,7 @@ async def admit(sock: socket.socket, key: bytes) -> tuple[dict[str, Any], bytes]
     other = await receive_exactly(sock, NONCE_BYTES)
     proof = await receive_exactly(sock, PROOF_BYTES)
     if not hmac.compare_digest(proof, _proof(key, b"driver", own, other)):
-        raise CellProtocolError("a connection without the key")
+        raise CellProtocolError("the other end does not have the key")
     return await receive(sock), _proof(key, b"cell", own, other)
 
 
@@ -152,7 +152,7 @@ async def request(sock: socket.socket, key: bytes, other: bytes, message: Messag
     try:
         proof = await receive_exactly(sock, PROOF_BYTES)
     except (ConnectionError, CellProtocolError):
-        raise CellProtocolError("it closed the connection: it has another key, or has ended") from None
+        raise CellProtocolError("it closed the connection: it has a different key, or has stopped") from None
     if not hmac.compare_digest(proof, _proof(key, b"cell", other, own)):
         raise CellProtocolError("it does not have the key")
     return await receive(sock)

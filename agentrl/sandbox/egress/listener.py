@@ -101,7 +101,7 @@ class EgressListener:
                     await self._ended.wait()
                 self._listener.close()
             except TimeoutError:
-                log.warning("the listener of sandbox %s does not end", self._name)
+                log.warning("the listener of sandbox %s did not end", self._name)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -172,4 +172,4 @@ def _checked(descriptors: list[int]) -> socket.socket:
             descriptors = [listener.detach()]
     for descriptor in descriptors:
         os.close(descriptor)
-    raise SandboxError(f"the exec server handed over {problem} instead of its listener (a runtime with its own network stack cannot)")
+    raise SandboxError(f"the exec server sent {problem} instead of its listener (a runtime with a separate network stack cannot send it)")

@@ -92,7 +92,7 @@ class Proxy:
         """Logs the number of refusals if there were more than the one that was already logged."""
         if self.refused.total() > 1:
             reasons = "; ".join(f"{reason}: {count}" for reason, count in self.refused.most_common())
-            log.warning("sandbox %s: %d requests to the network refused (%s)", self._name, self.refused.total(), reasons)
+            log.warning("sandbox %s: the proxy rejected %d network requests (%s)", self._name, self.refused.total(), reasons)
 
     async def _request(self, program: _Streams) -> None:
         request = None
@@ -107,8 +107,8 @@ class Proxy:
                 raise Refusal(HTTPStatus.GATEWAY_TIMEOUT, f"no connection in {self._bounds.connect_s:.0f} s") from None
         except Refusal as refusal:
             if not self.refused:
-                target = f"{request.host}:{request.port}" if request is not None else "a malformed request"
-                log.warning("sandbox %s: a request to the network was refused: %s: %s", self._name, target, refusal.reason)
+                target = f"{request.host}:{request.port}" if request is not None else "unknown destination"
+                log.warning("sandbox %s: the proxy rejected a network request: %s: %s", self._name, target, refusal.reason)
             self.refused[refusal.reason] += 1
             await _refuse(program, refusal)
             return

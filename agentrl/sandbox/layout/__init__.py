@@ -53,7 +53,7 @@ def working_directory(declared: str) -> str:
     if path == "/":
         return DEFAULT
     if path != HOME and (path in _SYSTEM or _below(path, _WRITABLE)):
-        raise ValueError(f"WORKDIR {path} cannot be an agent's working directory: choose another one, such as WORKDIR {DEFAULT}")
+        raise ValueError(f"WORKDIR {path} cannot be an agent's working directory: choose a different one, such as WORKDIR {DEFAULT}")
     return path
 
 

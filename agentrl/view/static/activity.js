@@ -13,7 +13,7 @@ function episodeLink(run, id) {
 }
 
 const LINES = {
-  run_started: (run, one) => [chip("start"), ` ${one.recipe}, ${one.steps || "no limit of"} steps`],
+  run_started: (run, one) => [chip("start"), ` ${one.recipe}, ${one.steps || "unlimited"} steps`],
   stage: (run, one) => [chip("stage"), ` ${one.stage} ${one.detail}`],
   episode_started: (run, one) => [episodeLink(run, one.episode), ` starts: ${one.kind} ${one.task_id}`],
   turn: (run, one) => [episodeLink(run, one.episode), ` turn ${one.turn}: ${one.sampled_tokens} tokens in ${duration(one.seconds)}`, one.calls.length ? `, calls ${one.calls.join(", ")}` : "", one.text ? h("span", { class: "quiet" }, ` ${one.text.slice(0, 120)}`) : null],
@@ -21,7 +21,7 @@ const LINES = {
   episode_ended: (run, one) => [episodeLink(run, one.episode), ` ended: ${one.stop_reason}, ${one.turns} turns, ${one.tokens} tokens`, one.failure ? [" ", chip(`${one.blame}: ${one.failure}`, "bad")] : null],
   episode_scored: (run, one) => [episodeLink(run, one.episode), " ", one.score === null ? chip(one.pending ? "waits for a score" : one.reason || "no score") : chip(`score ${number(one.score, 3)}`)],
   group: (run, one) => [link(address("run", run, "groups", one.group), null, `group ${one.group}`), ` ${one.kind}: ${one.scores.map((score) => (score === null ? "–" : number(score, 2))).join(" ")}`],
-  version_served: (run, one) => [chip(`version ${one.version}`, "good"), ` serves, after a stall of ${duration(one.stall_s)}`],
+  version_served: (run, one) => [chip(`version ${one.version}`, "good"), ` is serving, after a stall of ${duration(one.stall_s)}`],
   step: (run, one) => [link(address("run", run, "steps", one.step), { class: "chip good" }, `step ${one.step}`), ` reward ${number(one.metrics.reward_mean ?? null, 3)}`],
   evaluation: (run, one) => [chip("evaluation"), ` ${one.phase}: ${Object.entries(one.rates).map(([split, rate]) => `${split} ${percent(rate[0])} [${percent(rate[1])} – ${percent(rate[2])}]`).join(", ")}`],
   version_judged: (run, one) => [chip(`gate: ${one.outcome}`, one.outcome === "promoted" ? "good" : "bad"), ` version ${one.version} ${one.reason}`],
@@ -59,7 +59,7 @@ export class Activity {
     if (!slot || (!this.newest.length && !this.problems.length)) return;
     const alerts = this.notable.filter((one) => NOTABLE.has(one.kind)).slice(0, 12);
     replace(slot, notes(this.problems),
-      alerts.length ? section("Notable events", "Alerts, restarts, evaluations and verdicts, the newest first.", h("ul", { class: "plain events" }, alerts.map((one) => row(run, one)))) : null,
+      alerts.length ? section("Notable events", "Alerts, restarts, evaluations and verdicts, newest first.", h("ul", { class: "plain events" }, alerts.map((one) => row(run, one)))) : null,
       section("Activity", null, h("details", { class: "card" }, h("summary", null, "The newest events"), h("ul", { class: "plain events" }, this.newest.map((one) => row(run, one))))));
     const details = slot.querySelector("details");
     details.open = this.open ?? false;

@@ -40,7 +40,7 @@ export async function get(path, query) {
   try {
     response = await request(path, { query: search.toString() });
   } catch {
-    throw new Problem("the server does not answer", "check that agentrl view still runs", 0);
+    throw new Problem("the server does not answer", "check that agentrl view is still running", 0);
   }
   return answer(response);
 }

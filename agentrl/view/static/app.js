@@ -109,7 +109,7 @@ class Visit {
       if (this.stale) return;
       if (mark.gone) {
         live.textContent = "";
-        this.show(problem(new Problem("the run was removed while you were looking at it", "return to the list of runs", 404)));
+        this.show(problem(new Problem("the run was removed while this page was open", "return to the list of runs", 404)));
         return;
       }
       replace(live, mark.state === "running" ? [chip("live", "good"), ` step ${mark.step ?? 0}`] : "");
@@ -151,7 +151,7 @@ async function navigate() {
   const visit = (current = new Visit(page || { params: {}, query: new URLSearchParams() }));
   if (!page) {
     visit.title("Not found", [["Not found", null]]);
-    visit.fail(new Problem("there is no page with this address", "start at the list of runs", 404));
+    visit.fail(new Problem("there is no page with this address", "go to the list of runs", 404));
     main.dataset.shown = requested;
     return;
   }

@@ -135,7 +135,7 @@ function callCard(call, result, children) {
     h("p", { class: "call-name" }, h("b", null, call.name), single ? null : h("span", { class: "sub" }, call.arguments.length ? "" : " without arguments")),
     single ? text(call.arguments[0].value, (shown) => code(shown, call.arguments[0].name === "command" || call.arguments[0].name === "cmd" ? "sh" : call.name === "python" ? "python" : ""))
       : call.arguments.length ? h("dl", { class: "arguments" }, call.arguments.map((one) => [h("dt", null, one.name), h("dd", null, text(one.value, CODE.has(one.name) || !one.is_text ? (shown) => code(shown, one.is_text ? "" : "json") : (shown) => pre(shown, "plain-text")))])) : null,
-    children.map((child) => h("p", { class: "sub" }, `It started context ${child.trajectory}, agent ${child.agent}.`)),
+    children.map((child) => h("p", { class: "sub" }, `The call started context ${child.trajectory}, agent ${child.agent}.`)),
     result ? output(result) : h("p", { class: "sub" }, "no result"));
 }
 
@@ -166,5 +166,5 @@ function outcome(data) {
     data.failures.map((failure) => h("p", { class: "failure" }, chip(`${failure.blame} · ${failure.stage}`, "bad"), " ", h("b", null, failure.kind), failure.turn === null ? "" : ` after turn ${failure.turn}`, pre(failure.message, "typed"))),
     data.files && data.files.length ? h("div", null, h("h3", null, "Output files"), data.files.map((file) => h("details", null, h("summary", null, `${file.path}, ${number(file.bytes)} bytes`), file.is_text ? text(file.content, pre, "typed") : h("p", { class: "sub" }, "not text")))) : null,
     data.removed && data.removed.length ? h("p", { class: "sub" }, `Removed files: ${data.removed.join(", ")}`) : null,
-    data.memory ? h("div", null, h("h3", null, `Notes in memory (${data.memory.scope})`), data.memory.notes.map((note) => h("div", null, text(note, pre, "typed"))), data.memory.read.length ? h("p", { class: "sub" }, `It read the notes of ${data.memory.read.join(", ")}`) : null) : null));
+    data.memory ? h("div", null, h("h3", null, `Notes in memory (${data.memory.scope})`), data.memory.notes.map((note) => h("div", null, text(note, pre, "typed"))), data.memory.read.length ? h("p", { class: "sub" }, `The episode read the notes of ${data.memory.read.join(", ")}`) : null) : null));
 }

@@ -43,7 +43,7 @@ export async function render(visit) {
       h("div", { class: "bars" }, tags.map(([tag, times]) => h("div", { class: "bar-row" }, link(here({ tag, offset: "" }), null, tag), h("span", { class: "bar" }, h("i", { style: { width: `${(100 * times) / most}%` } })), h("b", null, number(times)))))),
     overTime(data.digest),
     section("Clusters", "Failures with the same tools, errors and tags.", clusters),
-    section("Traces", `${number(data.matching)} match, the newest first.`, h("div", { class: "filters" }, choice("tag", tags.map(([tag]) => tag)), choice("kind", Object.keys(data.kinds).filter(Boolean)), choice("phase", data.digest.phases.map((one) => one.phase)), choice("why", Object.keys(data.digest.why))),
+    section("Traces", `${number(data.matching)} matching, newest first.`, h("div", { class: "filters" }, choice("tag", tags.map(([tag]) => tag)), choice("kind", Object.keys(data.kinds).filter(Boolean)), choice("phase", data.digest.phases.map((one) => one.phase)), choice("why", Object.keys(data.digest.why))),
       data.rows.length ? table([{ title: "Trace" }, { title: "Tag" }, { title: "Why" }, { title: "Phase" }, { title: "Step", class: "num" }, { title: "Kind" }, { title: "Score", class: "num" }, { title: "Question" }], data.rows.map((row) => ({ cells: [link(address("run", run, "failures", row.id), { class: "name" }, row.id), chip(row.tag || "–"), row.why, row.phase, number(row.step), row.kind, number(row.score, 3), h("span", { class: "ellipsis" }, row.question)] })), { class: "wide", label: "Traces" }) : h("p", { class: "empty" }, "No trace matches."),
       offset + data.rows.length < data.matching ? h("p", null, link(here({ offset: String(offset + data.rows.length) }), { class: "button" }, "Older traces")) : null));
 }
@@ -52,7 +52,7 @@ function overTime(digest) {
   const rows = (digest.steps || []).map((one) => ({ ...one, failed: Object.values(one.tags).reduce((sum, times) => sum + times, 0) }));
   if (rows.length < 2) return null;
   const most = Math.max(...rows.map((row) => row.failed), 1);
-  return section("Failures by step", "Of the training episodes of a step.", h("div", { class: "columns", role: "img", "aria-label": `Failures by step, from ${rows[0].failed} to ${rows[rows.length - 1].failed}` }, rows.slice(-120).map((row) => h("i", { style: { height: `${(100 * row.failed) / most}%` }, title: `step ${row.step + 1}: ${row.failed} of ${row.episodes} episodes failed` }))));
+  return section("Failures by step", "Among the training episodes of each step.", h("div", { class: "columns", role: "img", "aria-label": `Failures by step, from ${rows[0].failed} to ${rows[rows.length - 1].failed}` }, rows.slice(-120).map((row) => h("i", { style: { height: `${(100 * row.failed) / most}%` }, title: `step ${row.step + 1}: ${row.failed} of ${row.episodes} episodes failed` }))));
 }
 
 function clusterTable(run, data) {
@@ -90,7 +90,7 @@ export async function renderVerdict(visit) {
 
 function elsewhere(data) {
   if (!data.elsewhere.length) return null;
-  return section("The same task elsewhere", "Transcripts of the run: before training, after it, and in training.", h("div", { class: "attempts" }, data.elsewhere.map(transcript)));
+  return section("The same task elsewhere", "Transcripts of the task from the run: before, during and after training.", h("div", { class: "attempts" }, data.elsewhere.map(transcript)));
 }
 
 function transcript(one) {
@@ -112,6 +112,6 @@ function operations(run, data, done) {
   return h("div", { class: "card operations" },
     form([tag, turn], "Tag", () => send("tag", { trace: data.id, tag: tag.value, turn: turn.value ? Number(turn.value) : null, note: "" }, `Tag ${data.id} as ${tag.value}. Your tag takes precedence over rules and judges.`)),
     data.trajectories.length ? h("div", { class: "inline" }, h("span", null, "The answer is"), ["right", "wrong"].map((label) => h("button", { class: "button", type: "button", onclick: () => send("label", { trace: data.id, label }, `Label the answer of ${data.id} as ${label}. Labels calibrate judges.`) }, label))) : null,
-    data.why === "fault" || !data.trajectories.length ? null : form([suite], "Promote to a case", () => send("promote", { trace: data.id, suite: suite.value, note: "from agentrl view" }, `Write the task of ${data.id} as a case into ${suite.value}. Versions that fail it are not promoted by a gate on this suite.`)),
+    data.why === "fault" || !data.trajectories.length ? null : form([suite], "Promote to a case", () => send("promote", { trace: data.id, suite: suite.value, note: "from agentrl view" }, `Write the task of ${data.id} as a case to ${suite.value}. A gate on this suite does not promote versions that fail the case.`)),
     result);
 }

@@ -17,7 +17,7 @@ export async function renderList(visit) {
     if (visit.stale) return;
     visit.title("Groups", [[run, address("run", run)], ["groups", null]]);
     visit.show(h("div", null, h("h1", { tabindex: "-1", "data-focus": true }, run), runTabs(run, "Groups"), notes(data.notes),
-      section("Groups", "The newest first, in any state. A ready group waits for a learner step.", data.groups.length ? groupsTable(run, data.groups) : data.is_unreadable ? null : h("p", { class: "empty" }, "No group is stored yet.")),
+      section("Groups", "Groups in any state, newest first. A ready group waits for a learner step.", data.groups.length ? groupsTable(run, data.groups) : data.is_unreadable ? null : h("p", { class: "empty" }, "No group is stored yet.")),
       data.next === null ? null : h("p", null, link(`${address("run", run, "groups")}?before=${data.next}`, { class: "button" }, "Older groups"))));
   });
   bind({ u: ["the run", () => go(address("run", run))] });
@@ -57,7 +57,7 @@ function page(run, data) {
 function signal(data) {
   const counted = data.scores.filter((score) => score.value !== null && !score.excluded).map((score) => score.value);
   const different = new Set(counted).size > 1;
-  const text = data.explanation || (different ? `Scores differ, so the group has a signal: attempts above the mean ${number(data.mean, 3)} become more likely, those below it less.` : "");
+  const text = data.explanation || (different ? `Scores differ, so the group has a signal: attempts above the mean ${number(data.mean, 3)} become more likely, and those below it less likely.` : "");
   if (!text) return null;
   return h("div", { class: `signal ${data.explanation ? "none" : "some"}` }, h("b", null, data.explanation ? "No signal" : "Signal"), h("span", null, text));
 }

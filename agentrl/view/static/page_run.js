@@ -79,7 +79,7 @@ function page(visit, data) {
     section("Ledger", "Every sampled token is trained, excluded or open.", h("div", { id: "ledger" }, h("p", { class: "wait" }, "Counting…"))),
     data.gate.length ? gate(data) : null,
     kinds(data),
-    data.setbacks.length ? section("Rejected updates and excluded groups", "The newest first.", table([{ title: "Step", class: "num" }, { title: "What" }, { title: "Groups" }, { title: "Why" }], data.setbacks.map((one) => ({ cells: [number(one.step), `${one.what || ""}: ${one.action}`, one.groups.join(", "), one.reasons.join("; ")] })))) : null,
+    data.setbacks.length ? section("Rejected updates and excluded groups", "Newest first.", table([{ title: "Step", class: "num" }, { title: "What" }, { title: "Groups" }, { title: "Why" }], data.setbacks.map((one) => ({ cells: [number(one.step), `${one.what || ""}: ${one.action}`, one.groups.join(", "), one.reasons.join("; ")] })))) : null,
     sessions(data));
 }
 
@@ -104,7 +104,7 @@ function tiles(data) {
 function rewardSection(data, open) {
   if (!data.reward.length) return section("Reward by step", null, h("p", { class: "empty" }, "No step has finished yet."));
   const falls = data.drops.length ? h("p", { class: "falls" }, "The reward fell most at: ", data.drops.slice(0, 6).map((drop) => [link(address("run", data.id, "steps", drop.step), { class: "chip bad", "data-drop": String(drop.step) }, `step ${drop.step}: ${number(drop.before, 3)} → ${number(drop.value, 3)}`), " "])) : null;
-  return section("Reward by step", "Click a point to open its step: the groups, and the kinds of tasks whose scores changed.",
+  return section("Reward by step", "Click a point to open its step, with its groups and the kinds of tasks whose scores changed.",
     h("div", { class: "card" }, lineChart(data.reward_chart.series, { ...data.reward_chart, width: Math.min(1100, Math.max(340, innerWidth - 60)), height: innerWidth < 720 ? 220 : 300, pick: open, flags: data.drops.map((drop) => drop.step) }), falls));
 }
 
@@ -135,7 +135,7 @@ function ledgerTable(ledger) {
 }
 
 function gate(data) {
-  return section("Gate", "Versions on the suite of cases, the newest first.", table([{ title: "Version" }, { title: "Verdict" }, { title: "pass@1 [95% interval]" }, { title: "Why" }],
+  return section("Gate", "Versions on the suite of cases, newest first.", table([{ title: "Version" }, { title: "Verdict" }, { title: "pass@1 [95% interval]" }, { title: "Why" }],
     data.gate.map((row) => ({ cells: [link(address("run", data.id, "gate", row.version), null, `version ${row.version}`), chip(row.outcome || "–", row.outcome === "promoted" ? "good" : row.outcome === "blocked" || row.outcome === "rolled back" ? "bad" : ""), row.pass_at_1 === undefined ? "–" : `${percent(row.pass_at_1)} [${percent(row.low)} – ${percent(row.high)}]`, row.reason || ""] }))));
 }
 

@@ -82,7 +82,7 @@ function page(visit, run, step, data) {
     notes(data.notes),
     tiles(data),
     kinds(data, (name) => { kind.value = name; draw(); slot.scrollIntoView({ block: "start" }); }),
-    section("Groups", "Each square is an attempt: green is solved, red is 0 or less, grey has no score. Click it to open the episode.", h("div", { class: "controls" }, kind, order), slot),
+    section("Groups", "Each square is an attempt: green is solved, red is 0 or less, grey has no score. Click a square to open the episode.", h("div", { class: "controls" }, kind, order), slot),
     data.total > data.groups.length ? h("p", { class: "controls" }, `${data.offset + 1} to ${data.offset + data.groups.length} of ${data.total} groups`, " ", data.offset + data.groups.length < data.total ? link(`${to(step)}?offset=${data.offset + data.groups.length}`, { class: "button" }, "More") : null) : null);
 }
 
@@ -109,7 +109,7 @@ function tiles(data) {
 function kinds(data, pick) {
   if (!data.kinds.length) return null;
   const cell = (value) => (value === null ? "–" : percent(value, 0));
-  return section("Scores by kind of task", "Mean over the groups of this step and of the previous one; the largest fall first. Each step has different tasks, so small changes are chance.",
+  return section("Scores by kind of task", "Mean over the groups of this step and of the previous step, with the largest fall first. Each step has different tasks, so small changes may be due to chance.",
     table([{ title: "Kind" }, { title: "Before", class: "num" }, { title: "Now", class: "num" }, { title: "Change", class: "num" }, { title: "Groups", class: "num" }], data.kinds.map((row) => {
       const change = row.now === null || row.before === null ? null : row.now - row.before;
       return { cells: [h("button", { class: "linklike", type: "button", onclick: () => pick(row.kind) }, row.kind), cell(row.before), cell(row.now), h("span", { class: change < 0 ? "bad" : change > 0 ? "good" : "" }, change === null ? "–" : `${signed(100 * change, 2)} points`), number(row.groups)] };

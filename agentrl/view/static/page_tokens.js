@@ -13,7 +13,7 @@ const LENSES = {
   trained: ["Advantage", "green: made more likely, red: less likely, hatched: masked, not trained", (data, n, scale) => (data.mask && !data.mask[n] ? null : (at(data.advantages, n) || 0) / scale)],
   logprob: ["Surprise", "dark: the token was unlikely when it was sampled", (data, n) => -Math.min(1, -(data.logprobs[n] || 0) / 3)],
   ratio: ["Ratio", "green: more likely under the learner's weights than when sampled, red: less likely", (data, n) => (at(data.new_logprobs, n) === null ? null : Math.max(-1, Math.min(1, (data.new_logprobs[n] - data.logprobs[n]) / 0.2)))],
-  entropy: ["Entropy", "dark: the learner's policy was undecided", (data, n) => (at(data.entropies, n) === null ? null : -Math.min(1, data.entropies[n] / 2))],
+  entropy: ["Entropy", "dark: the learner's policy was uncertain", (data, n) => (at(data.entropies, n) === null ? null : -Math.min(1, data.entropies[n] / 2))],
   version: ["Version", "the weights that sampled the token", (data, n) => (versionOf(data, n) % 2 ? -0.35 : 0.35)],
 };
 
@@ -105,7 +105,7 @@ export async function render(visit) {
 
 function sentence(data) {
   const trained = data.mask ? data.mask.filter(Boolean).length : null;
-  return [`${number(data.total)} sampled tokens`, trained === null ? "mask not known" : `${number(trained)} of the shown ones in the loss`, data.step === null ? null : `learner step ${data.step}`, data.finish === "stop" ? null : `ended by ${data.finish}`].filter(Boolean).join(" · ");
+  return [`${number(data.total)} sampled tokens`, trained === null ? "mask not known" : `${number(trained)} of the shown tokens in the loss`, data.step === null ? null : `learner step ${data.step}`, data.finish === "stop" ? null : `ended by ${data.finish}`].filter(Boolean).join(" · ");
 }
 
 function label(data, n) {
@@ -127,7 +127,7 @@ function details(data, n) {
     ["position", `${data.offset + n} of ${data.total}`],
     ["logprob when sampled", logprob === null ? "not finite" : `${number(logprob)} (probability ${percent(Math.exp(logprob), 2)})`],
     ["weight version", versionOf(data, n) < 0 ? "–" : `version ${versionOf(data, n)}`],
-    ["drawn from", data.supports === null ? "the whole vocabulary" : data.supports[n] ? `${data.supports[n]} tokens` : "the whole vocabulary"],
+    ["sampled from", data.supports === null ? "the whole vocabulary" : data.supports[n] ? `${data.supports[n]} tokens` : "the whole vocabulary"],
     ["mask", data.forced.includes(n) ? "0: inserted, not sampled" : trained === null ? "not known" : trained ? "1: in the loss" : "0: not in the loss"],
     [data.rewards ? "reward" : "advantage", data.rewards ? signed(at(data.rewards, n)) : trained ? signed(at(data.advantages, n)) : "–"],
     ["push", push(data, n) === null ? "–" : signed(push(data, n))],

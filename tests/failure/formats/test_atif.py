@@ -118,7 +118,7 @@ def test_own_episodes_are_read_back_as_messages(tmp_path: Path) -> None:
     assert write([own_trace()], tmp_path / "chat.jsonl", format="openai") == 3  # a conversation for each agent and context
     with pytest.raises(UserError, match="more than one document"):
         write([own_trace()], tmp_path / "chat.json", format="openai")
-    with pytest.raises(UserError, match="is not written"):
+    with pytest.raises(UserError, match="cannot be written"):
         write([own_trace()], tmp_path / "x", format="otel")
 
 

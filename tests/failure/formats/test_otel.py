@@ -95,7 +95,7 @@ def test_duplicates_gaps_and_wrong_types_do_not_lose_the_rest(tmp_path: Path) ->
     imported = export(tmp_path / "a.json", good, good, cut, *odd, failed)
     (trace,) = [item for item in imported if isinstance(item, Trace)]
     errors = [item for item in imported if isinstance(item, UnreadableDocument)]
-    assert len(errors) == len(odd) and "occurs twice, with different parents" in str(errors[3]) and all(error.fix for error in errors)
+    assert len(errors) == len(odd) and "occurs twice with different parents" in str(errors[3]) and all(error.fix for error in errors)
     assert [entry.message.content for entry in trace.spoken] == ["q", "a", "r", "b"]  # each conversation separately
     for gap in ("cut by the emitter", "the call failed, error", "a span above others", "conversations of one agent"):
         assert any(gap in missing for missing in trace.missing), gap

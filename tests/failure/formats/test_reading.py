@@ -41,7 +41,7 @@ def test_the_format_of_real_exports_is_detected(name: str) -> None:
 def test_all_files_of_a_folder_are_read() -> None:
     traces, errors = read_all(DATA)
     assert len({trace.id for trace in traces}) == len(traces) == 9
-    assert [error.message.partition(": ")[2] for error in errors] == ["contains no message texts"] * 3  # of otel_silent.jsonl
+    assert [error.message.partition(": ")[2] for error in errors] == ["contains no message text"] * 3  # of otel_silent.jsonl
     reread, _ = read_all(DATA)
     assert reread == traces
 
@@ -82,7 +82,7 @@ def test_a_bad_line_does_not_lose_the_others(tmp_path: Path) -> None:
         ({**ATIF, "steps": [{"step_id": 1, "source": "robot", "message": ""}]}, "step 1: source"),
         ({**ATIF, "steps": [{"step_id": 1, "source": "user", "message": 3}]}, "step 1: message is a number"),
         ([{"role": "user", "content": {"a": 1}}], r"messages\[0\].content is an object"),
-        ([{"role": "assistant", "tool_calls": [{"function": {"name": None}}]}], "names no function"),
+        ([{"role": "assistant", "tool_calls": [{"function": {"name": None}}]}], "has no valid function name"),
         ([{"role": "\u202e", "content": ""}], "role"),
         ([{"type": "function_call", "call_id": "c", "name": "n", "arguments": "{}"}], "Responses API"),
         ({"name": "chat", "context": {"trace_id": "0x1"}}, "console exporter"),
@@ -124,11 +124,11 @@ def test_too_many_spans_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_an_unreadable_path_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is not there"):
+    with pytest.raises(UserError, match="does not exist"):
         read(tmp_path / "none.json")
     with pytest.raises(UserError, match="contains no files"):
         list(read(tmp_path))
-    with pytest.raises(UserError, match="no format 'xml'"):
+    with pytest.raises(UserError, match="unknown format 'xml'"):
         read(DATA, "xml")
     os.mkfifo(tmp_path / "pipe.json")
     (tmp_path / "link.json").symlink_to("/etc/passwd")
