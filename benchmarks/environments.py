@@ -150,7 +150,7 @@ async def turns() -> Cost:
     played = (runner.run(family.task(Split.TRAIN, index), episode_id=f"e{index}") for index in range(TURN_EPISODES))
     episodes = await asyncio.gather(*played)
     await close_environments()
-    return clock.cost(sum(len(line.turns) for episode in episodes for line in episode.trajectories))
+    return clock.cost(sum(len(trajectory.turns) for episode in episodes for trajectory in episode.trajectories))
 
 
 def cartpole() -> list[str]:

@@ -281,10 +281,10 @@ def main() -> int:
         return 1
     group = Group(index=0, task_id="t", task_key="k", episodes=(ScoredEpisode(episode=episode, score=Score(value=1.0)),))
     samples = counted_samples([group])
-    turns = [turn for line in episode.trajectories for turn in line.turns]
+    turns = [turn for trajectory in episode.trajectories for turn in trajectory.turns]
     figures = {
         "requests": len(agent.seconds),
-        "by_sub_agents": sum(len(line.turns) for line in episode.trajectories if line.agent == "sub-agent"),
+        "by_sub_agents": sum(len(trajectory.turns) for trajectory in episode.trajectories if trajectory.agent == "sub-agent"),
         "trajectories": len(episode.trajectories),
         "longest_context": max(len(sample.token_ids) for sample in samples),
         "sampled_tokens": agent.script.sampled,

@@ -78,7 +78,7 @@ class RecordedRun:
 
 def storing_s(group: Group, stored_at: float) -> float:
     """Returns the seconds from the end of a group's last turn, with its tool calls, until it was stored; 0 for a group without turns."""
-    turns = (turn for scored in group.episodes for line in scored.episode.trajectories for turn in line.own_turns)
+    turns = (turn for scored in group.episodes for trajectory in scored.episode.trajectories for turn in trajectory.own_turns)
     return max(0.0, stored_at - max((turn.ended_at + turn.tool_s for turn in turns), default=stored_at))
 
 

@@ -94,7 +94,7 @@ async def main(args: argparse.Namespace) -> None:
     groups = store.groups(range(args.step * size, (args.step + 1) * size))
     store.close()
     episodes = [scored.episode for group in groups for scored in group.episodes if not scored.episode.left_out]
-    tokens = sum(len(turn.completion_ids) for episode in episodes for line in episode.trajectories for turn in line.turns)
+    tokens = sum(len(turn.completion_ids) for episode in episodes for trajectory in episode.trajectories for turn in trajectory.turns)
     model = args.run / "versions" / "000000"
     print(f"{len(episodes)} episodes, {tokens} sampled tokens", file=sys.stderr)
     names = args.only or list(CONTENDERS)

@@ -95,7 +95,7 @@ def actions(task: Task, episode: Episode) -> Iterator[str | ToolCall]:
     options = {} if task.environment is None else task.environment.options
     translate = resolve(options["translate"]) if options.get("translate") else None
     transcript = [(USER, str(options.get("opening", "")))]
-    for trajectory in (line for line in episode.trajectories if line.agent != USER):
+    for trajectory in (trajectory for trajectory in episode.trajectories if trajectory.agent != USER):
         for turn in trajectory.turns:
             if turn.message.tool_calls:
                 yield from (

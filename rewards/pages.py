@@ -24,7 +24,7 @@ async def found(task: Task, episode: Episode) -> Score:
     return Score(
         value=value,
         evidence=f"answer {(episode.answer or '')[:80]!r}, truth {truth!r}",
-        branches=tuple(_worth(line, truth, int(task.data["page"])) for line in episode.trajectories),
+        branches=tuple(_worth(trajectory, truth, int(task.data["page"])) for trajectory in episode.trajectories),
         without=tuple(None if _page(line) is None else value if right != [at] else 0.0 for at, line in enumerate(episode.trajectories)),
     )
 
@@ -39,7 +39,7 @@ async def answered(task: Task, episode: Episode) -> Score:
     lines = _lines(episode.answer)
     right = len(lines) == len(task.data["answers"]) and all(_right(task, page, line) for page, line in enumerate(lines, 1))
     value = float(right)
-    pages = [_page(line) for line in episode.trajectories]
+    pages = [_page(trajectory) for trajectory in episode.trajectories]
     worth = [
         None if page is None else float(_right(task, page, _answer(line) or ""))
         for page, line in zip(pages, episode.trajectories, strict=True)

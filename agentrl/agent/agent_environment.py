@@ -156,7 +156,7 @@ class AgentEnvironment:
         return ToolOutcome(output=self.now, ok=True, reward=step.reward + unpaid, parts=step.parts)
 
     def _wrong_arguments(self, call: ToolCall) -> str:
-        schema = next((one for one in self.schemas if one["function"]["name"] == call.name), None)
+        schema = next((schema for schema in self.schemas if schema["function"]["name"] == call.name), None)
         return "" if schema is None else argument_errors(schema, call.arguments)
 
     def charge(self, results: Sequence[ToolResult]) -> tuple[ToolResult, ...]:
@@ -258,7 +258,7 @@ async def check_environment(task: Task, chat: ChatFormat, agent: str = "turns") 
         check_roles(environment, agent)
         first = await environment.reset()
         observation = next(iter(first.values())) if isinstance(first, Mapping) else first  # of a game with several roles
-        allowed = [action for one in first.values() for action in one.actions] if isinstance(first, Mapping) else []
+        allowed = [action for observation in first.values() for action in observation.actions] if isinstance(first, Mapping) else []
         for choice in (*(environment.actions or ()), *allowed):
             if isinstance(choice, str) and (problem := chat.choice_problem(choice, task.limits.turn_tokens)):
                 raise UserError(

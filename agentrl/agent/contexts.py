@@ -128,7 +128,7 @@ def read_turn(
 def current_trajectory(episode: LiveEpisode) -> LiveTrajectory:
     """Returns the trajectory in which the main agent continues. In a resumed episode no sub-agent is running."""
     main = episode.trajectories[0].agent
-    return next(one for one in reversed(episode.trajectories) if one.agent == main and not one.stop_reason)
+    return next(trajectory for trajectory in reversed(episode.trajectories) if trajectory.agent == main and not trajectory.stop_reason)
 
 
 def continue_context(

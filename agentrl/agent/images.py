@@ -86,7 +86,7 @@ class ImageTokens:
         if ids.count(self.token) != len(blocks):
             raise UserError(f"text with images must not contain {self._processor.image_token!r}", fix="remove this token from the text")
         waiting = iter(blocks)
-        return tuple(token for one in ids for token in (next(waiting) if one == self.token else (one,)))
+        return tuple(token for token_id in ids for token in (next(waiting) if token_id == self.token else (token_id,)))
 
     def _stored(self, data: str) -> tuple[str, bytes]:
         try:

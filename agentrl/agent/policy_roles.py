@@ -97,11 +97,11 @@ class PolicyUser:
         return text if text.strip() else f"{LEFT} {END}"
 
     def _turns(self) -> Sequence[Turn]:
-        return [turn for line in self._episode.trajectories if line.agent == USER for turn in line.turns]
+        return [turn for trajectory in self._episode.trajectories if trajectory.agent == USER for turn in trajectory.turns]
 
     def _open(self, brief: str, dialogue: Said) -> TrainedPlayer:
         """Returns the player of a new or resumed conversation. `dialogue` starts with the opening and a message of the agent."""
-        own = [line for line in self._episode.trajectories if line.agent == USER]
+        own = [trajectory for trajectory in self._episode.trajectories if trajectory.agent == USER]
         trajectory = own[-1] if own else self._episode.open(USER, policy=self._policy)
         player = TrainedPlayer(self._chat, self._episode, trajectory, lambda text: user_prompt(self._chat, brief, dialogue[0][1], text))
         if own:

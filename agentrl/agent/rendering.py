@@ -98,7 +98,7 @@ class Renderer:
         conversation."""
         tools = [dict(schema) for schema in schemas] or None
         if self._in_parts:
-            messages = [{**one, "content": [{"type": "text", "text": one["content"]}]} for one in messages]
+            messages = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
         try:
             with deadline_alarm(RENDER_S, lambda: _TooLong(f"it takes more than {RENDER_S:g} s of CPU time"), cpu=True):
                 return str(self.tokenizer.apply_chat_template(list(messages), tools=tools, add_generation_prompt=True, tokenize=False))

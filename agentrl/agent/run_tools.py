@@ -157,7 +157,7 @@ def _shown(usable: Sequence[ListedTool], chat: ChatFormat | None) -> tuple[tuple
 def save_tool_offers(tools: RunTools, folder: Path) -> None:
     """Stores the tool lists that a run starts with, if they are not stored yet."""
     if tools.servers and not (folder / MCP_FILE).exists():
-        data = {name: [one.to_data() for one in server.offers or ()] for name, server in tools.servers.items()}
+        data = {name: [offer.to_data() for offer in server.offers or ()] for name, server in tools.servers.items()}
         write_atomically(folder / MCP_FILE, json.dumps(data, indent=1, ensure_ascii=False))
 
 

@@ -55,7 +55,7 @@ def error_chain(error: BaseException) -> Iterator[BaseException]:
 
 def disk_full_error(error: BaseException) -> BaseException | None:
     """Returns the error in the chain of `error` that reports a full disk or quota; None if there is none."""
-    return next((one for one in error_chain(error) if _says_full(one)), None)
+    return next((cause for cause in error_chain(error) if _says_full(cause)), None)
 
 
 def _says_full(error: BaseException) -> bool:
@@ -70,12 +70,12 @@ def _says_full(error: BaseException) -> bool:
 def main_error(error: BaseException) -> BaseException:
     """Returns the error to show: one that reports a full disk, else the first `UserError`, else agentrl's first error, else the first."""
     errors = list(group_members(error))
-    if any(disk_full_error(one) for one in errors):
-        return next(one for one in errors if disk_full_error(one))
+    if any(disk_full_error(cause) for cause in errors):
+        return next(cause for cause in errors if disk_full_error(cause))
     for kind in (UserError, AgentRLError):
-        for one in errors:
-            if isinstance(one, kind):
-                return one
+        for cause in errors:
+            if isinstance(cause, kind):
+                return cause
     return errors[0]
 
 

@@ -157,7 +157,7 @@ def is_at_least(score: float, bar: float) -> bool:
 def all_negligible(credits: Iterable[float], scores: Iterable[float]) -> bool:
     """Whether credits computed from these scores are all zero up to rounding."""
     bound = tolerance(*scores)
-    return all(abs(one) <= bound for one in credits)
+    return all(abs(credit) <= bound for credit in credits)
 
 
 def exact_fraction(score: float) -> Fraction:

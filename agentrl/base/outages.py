@@ -142,13 +142,13 @@ def outage_of(error: BaseException, arguments: Mapping[str, Any] | None = None, 
         model_text: strings or nested mappings that a model wrote. The error may repeat them, so their content does not report an outage.
     """
     arguments = arguments or {}
-    for one in islice(_chain(error), _LONGEST_CHAIN):
-        verdict = _verdict(one, [arguments, *model_text])
+    for cause in islice(_chain(error), _LONGEST_CHAIN):
+        verdict = _verdict(cause, [arguments, *model_text])
         if verdict is None:
             continue
-        if verdict == "request" or (verdict != "machine" and _chose_address(one, arguments)):
+        if verdict == "request" or (verdict != "machine" and _chose_address(cause, arguments)):
             return None
-        return Outage(text=describe_error(one), late=verdict == "late")
+        return Outage(text=describe_error(cause), late=verdict == "late")
     return None
 
 
@@ -190,10 +190,10 @@ def has_address(arguments: Mapping[str, Any]) -> bool:
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
     """Yields the errors of `error_chain`, and those that some libraries keep in other attributes."""
-    for one in error_chain(error):
-        yield one
+    for cause in error_chain(error):
+        yield cause
         for name in ("reason", "orig"):
-            if isinstance(inner := _attribute(one, name), BaseException):
+            if isinstance(inner := _attribute(cause, name), BaseException):
                 yield inner
 
 

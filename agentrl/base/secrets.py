@@ -85,7 +85,7 @@ def _resolved(key: str, value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _resolved(key if secret_forms.marks_secrets(key) else str(name), one) for name, one in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_resolved(key, one) for one in value)
+        return type(value)(_resolved(key, item) for item in value)
     return read_secret(value) if is_reference(value) and secret_forms.may_be_secret(key) else value
 
 

@@ -181,7 +181,7 @@ def is_interrupt(error: BaseException) -> bool:
     return (
         signal.getsignal(signal.SIGINT) is signal.default_int_handler
         and threading.current_thread() is threading.main_thread()
-        and all(isinstance(one, KeyboardInterrupt) for one in group_members(error))
+        and all(isinstance(member, KeyboardInterrupt) for member in group_members(error))
     )
 
 
@@ -361,7 +361,7 @@ async def run_in_thread(code: Callable[[], T], *, what: str) -> T:
 
 def first_cause(error: BaseException, *kinds: type[E]) -> E | None:
     """Returns the first exception of these kinds: `error` itself or a member of its exception group."""
-    return next((one for one in group_members(error) if isinstance(one, kinds)), None)
+    return next((member for member in group_members(error) if isinstance(member, kinds)), None)
 
 
 def describe_error(error: BaseException, limit: int = 300) -> str:

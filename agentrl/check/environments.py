@@ -212,7 +212,7 @@ async def _baselines(tasks: Sequence[Task], played: Mapping[str, Played], *, ran
             findings.append(Finding(severity="failure", what=f"the expert failed: {user_code.describe_error(fault.error, 500)}"))
     if len(rows) == 2 and all(rows.values()) and fmean(e.total for e in rows["expert"]) <= fmean(e.total for e in rows["random"]):
         findings.append(Finding(severity="warning", what="the expert earns no more than random actions"))
-    if rows.get("random") and all(not any(one.steps[-1][2:]) for episodes in rows.values() for one in episodes):
+    if rows.get("random") and all(not any(episode.steps[-1][2:]) for episodes in rows.values() for episode in episodes):
         what = f"no episode ended within limits.turns={tasks[0].limits.turns}"
         findings.append(Finding(severity="warning", what=what))
     table: list[tuple[str, ...]] = [("actions", "episodes", "mean reward", "smallest", "largest", "mean steps", "terminated")]

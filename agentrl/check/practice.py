@@ -39,8 +39,8 @@ class PracticeReport:
     def by_case(self) -> dict[str, Counter[str]]:
         """Returns for each case the number of tasks by their origin, which is `PracticeTask.how`."""
         counts: dict[str, Counter[str]] = {}
-        for one in self.tasks:
-            counts.setdefault(one.case, Counter())[one.how] += 1
+        for task in self.tasks:
+            counts.setdefault(task.case, Counter())[task.how] += 1
         return counts
 
 
@@ -77,13 +77,17 @@ async def generate_practice(
                 rejected.append((case.id, user_code.describe_error(error, 500)))
             progress.advance(bar)
         progress.update(bar, total=None)
-        tasks = [one.task for one in drawn]
+        tasks = [drawn_task.task for drawn_task in drawn]
         cases, proofs = await prove_tasks(
             family, tasks, sandboxes, root=root, parallel=parallel, on_progress=lambda **update: progress.update(bar, **update)
         )
     problems = _problems(drawn, cases, proofs)
-    rejected += [(one.case, f"{one.how} {one.task.id}: {problems[one.task.id]}") for one in drawn if one.task.id in problems]
-    return PracticeReport(tasks=tuple(one for one in drawn if one.task.id not in problems), rejected=tuple(rejected))
+    rejected += [
+        (drawn_task.case, f"{drawn_task.how} {drawn_task.task.id}: {problems[drawn_task.task.id]}")
+        for drawn_task in drawn
+        if drawn_task.task.id in problems
+    ]
+    return PracticeReport(tasks=tuple(drawn_task for drawn_task in drawn if drawn_task.task.id not in problems), rejected=tuple(rejected))
 
 
 def check_count(count: int, suite: Suite) -> None:
@@ -100,7 +104,7 @@ def _problems(drawn: Sequence[PracticeTask], cases: Sequence[CaseResult], proofs
             score = "nothing" if result.value is None else f"{result.value:g}"
             problems.setdefault(result.task, f"{result.case} scored {score}, not {result.wanted:g}: {result.detail}"[:500])
     for finding in (finding for proof in proofs for finding in proof.findings if finding.severity == "failure"):
-        for name in finding.tasks or [one.task.id for one in drawn]:  # a finding without tasks applies to all of them
+        for name in finding.tasks or [drawn_task.task.id for drawn_task in drawn]:  # a finding without tasks applies to all of them
             problems.setdefault(name, finding.what[:500])
     return problems
 

@@ -104,15 +104,23 @@ def _user_parts(verifier: list[str] | None, truths: Path | None, truth_from: str
 
 
 def _print_promotions(promotions: Sequence[Promotion], into: Path, *, as_json: bool) -> None:
-    written = sum(one.path is not None for one in promotions)
+    written = sum(promotion.path is not None for promotion in promotions)
     if as_json:
         print(
             json.dumps(
-                [{"trace": one.trace, "case": one.case, "likeness": one.likeness, "path": one.path and str(one.path)} for one in promotions]
+                [
+                    {
+                        "trace": promotion.trace,
+                        "case": promotion.case,
+                        "likeness": promotion.likeness,
+                        "path": promotion.path and str(promotion.path),
+                    }
+                    for promotion in promotions
+                ]
             )
         )
     else:
-        print("\n".join(one.summary for one in promotions))
+        print("\n".join(promotion.summary for promotion in promotions))
         print(
             f"{written} new cases in {into}; {len(promotions) - written} already exist. "
             f"To exclude them from training: tasks.withhold='[\"{into}\"]'"
@@ -214,7 +222,7 @@ async def _make(
     family = open_family(recipe.tasks, seed=recipe.seed, root=root)
     gate = [recipe.gate.suite] if recipe.gate is not None else []
     suites = dict.fromkeys(
-        path.resolve() for path in (suite, *(root / one for one in (*recipe.tasks.withhold, *gate, *recipe.tasks.practice)))
+        path.resolve() for path in (suite, *(root / folder for folder in (*recipe.tasks.withhold, *gate, *recipe.tasks.practice)))
     )
     measured_with = WithheldTasks([*load_withheld([str(path) for path in suites], root=root).cases, *held_out_cases(recipe, family)])
     sandboxes = await open_sandboxes(recipe.sandbox, warm=0, run_label="practice", root=root)

@@ -29,7 +29,7 @@ def chaos_list(as_json: JsonFlag = False) -> None:
     from agentrl.chaos import CASES
 
     if as_json:
-        print(json.dumps([{"number": one.number, "name": one.name, "injects": one.injects, "bound_s": one.bound_s} for one in CASES]))
+        print(json.dumps([{"number": case.number, "name": case.name, "injects": case.injects, "bound_s": case.bound_s} for case in CASES]))
         return
     for case in sorted(CASES, key=lambda case: case.number):
         bound = "" if case.bound_s is None else f" At most {case.bound_s:g} s."

@@ -74,8 +74,8 @@ def list_failures(
         ("tag", digest["tags"]),
         ("reason", digest["why"]),
         ("kind", dict(kinds.most_common())),
-        ("phase", {one["phase"]: sum(one["tags"].values()) for one in digest["phases"]}),
-        ("version, in training", {str(one["version"]): sum(one["tags"].values()) for one in digest["versions"]}),
+        ("phase", {phase["phase"]: sum(phase["tags"].values()) for phase in digest["phases"]}),
+        ("version, in training", {str(version["version"]): sum(version["tags"].values()) for version in digest["versions"]}),
     )
     for title, counts in tables:
         shown = [f"{one_line(name, 40) or '-'} {times}" for name, times in counts.items() if times]
@@ -151,7 +151,7 @@ def tag_failures(
     if as_json:
         print(json.dumps(changed))
         return
-    counts = {one: list(changed.values()).count(one) for one in dict.fromkeys(changed.values())}
+    counts = {tag: list(changed.values()).count(tag) for tag in dict.fromkeys(changed.values())}
     print("\n".join(f"{times:6}  {one}" for one, times in sorted(counts.items(), key=lambda item: -item[1])) or "no traces to tag")
 
 
@@ -165,12 +165,12 @@ async def _named(collection: Collection, wanted: TraceFilter, rules: Sequence[Tr
         judge.prepare(collection.folder)
     before, unsure, changed = judge.spent() if judge is not None else None, 0, dict[str, str]()
     try:
-        for some in batches(each_trace(collection, wanted, "tagged")):
+        for batch in batches(each_trace(collection, wanted, "tagged")):
             if judge is None:
-                tag_lists = [tag_by_rules(trace, rules) for _, trace in some]
+                tag_lists = [tag_by_rules(trace, rules) for _, trace in batch]
             else:
-                tag_lists = await asyncio.gather(*(tag_by_judge(trace, rules, judge, timeout_s=judge.timeout_s) for _, trace in some))
-            for (row, _), tags in zip(some, tag_lists, strict=True):
+                tag_lists = await asyncio.gather(*(tag_by_judge(trace, rules, judge, timeout_s=judge.timeout_s) for _, trace in batch))
+            for (row, _), tags in zip(batch, tag_lists, strict=True):
                 unsure += tags[0].name == UNCLASSIFIED or tags[0].by != "rules"
                 now = collection.get(row.id)
                 if now is None:  # dropped in the meantime
@@ -224,15 +224,15 @@ def cluster(
     least = alike if alike is not None else MIN_EMBEDDING_SIMILARITY if embed else MIN_SIMILARITY
     clusters = cluster_traces(some, alike=least, embed=embedding)
     if as_json:
-        print(json.dumps([asdict(one) for one in clusters]))
+        print(json.dumps([asdict(group) for group in clusters]))
         return
-    for one in clusters[:most]:
-        tags = "  ".join(f"{one_line(name, 40) or '-'} {times}" for name, times in one.tags[:4])
-        print(f"{len(one.ids):6}  {tags}")
-        print(f"        {one_line('; '.join(one.about), 130)}")
-        print(f"        {'  '.join(one_line(each, 40) for each in one.ids[:4])}")
+    for group in clusters[:most]:
+        tags = "  ".join(f"{one_line(name, 40) or '-'} {times}" for name, times in group.tags[:4])
+        print(f"{len(group.ids):6}  {tags}")
+        print(f"        {one_line('; '.join(group.about), 130)}")
+        print(f"        {'  '.join(one_line(trace_id, 40) for trace_id in group.ids[:4])}")
     if len(clusters) > most:
-        print(f"and {len(clusters) - most} smaller clusters with {sum(len(one.ids) for one in clusters[most:])} traces")
+        print(f"and {len(clusters) - most} smaller clusters with {sum(len(group.ids) for group in clusters[most:])} traces")
     if not clusters:
         print("no traces to cluster")
 
@@ -253,18 +253,18 @@ def import_failures(
     from agentrl.failure.triage import tag_by_rules
 
     applied, unreadable, stored, seen = user_rules(rules), 0, 0, 0
-    for some in batches(read(path, form)):
-        traces = [one for one in some if not isinstance(one, UnreadableDocument)]
-        for one in some:
-            if isinstance(one, UnreadableDocument):
+    for batch in batches(read(path, form)):
+        traces = [document for document in batch if not isinstance(document, UnreadableDocument)]
+        for document in batch:
+            if isinstance(document, UnreadableDocument):
                 unreadable += 1
                 if unreadable <= _SHOWN:
-                    print(f"excluded: {one_line(str(one))}", file=sys.stderr)
+                    print(f"excluded: {one_line(str(document))}", file=sys.stderr)
         seen += len(traces)
         if traces:
             with Collection(run, make=True) as collection:
                 stored += collection.add(
-                    replace(one, phase=one.phase or "imported", tags=one.tags or tag_by_rules(one, applied)) for one in traces
+                    replace(trace, phase=trace.phase or "imported", tags=trace.tags or tag_by_rules(trace, applied)) for trace in traces
                 )
     if unreadable > _SHOWN:
         print(f"excluded: {unreadable - _SHOWN} more", file=sys.stderr)

@@ -42,13 +42,13 @@ def history(
     """
     from agentrl.observe.evaluations import write_history_page
 
-    case_histories = histories([(name, results.load_results(folder)) for one in evaluations for name, folder in _expanded(one)])
+    case_histories = histories([(name, results.load_results(folder)) for source in evaluations for name, folder in _expanded(source)])
     if out is not None:
         if out.is_dir() or not out.parent.is_dir():
             raise UserError(f"--out {out}: cannot write there", fix="give a file in an existing folder")
         write_history_page(out, case_histories)
     if as_json:
-        print(json.dumps([dataclasses.asdict(one) for one in case_histories]))
+        print(json.dumps([dataclasses.asdict(case_history) for case_history in case_histories]))
     else:
         print("\n\n".join(map(table, case_histories)) + (f"\n\n{out}" if out is not None else ""))
 
@@ -74,7 +74,7 @@ def histories(evaluations: Sequence[tuple[str, SuiteResults]]) -> list[SuiteHist
             pass_at_k=figures.pass_at_k,
             tokens=figures.tokens / attempts,
             turns=figures.turns or 0.0,
-            seconds=sum(each.wall_s for each in one.attempts if not each.again) / attempts,
+            seconds=sum(attempt.wall_s for attempt in one.attempts if not attempt.again) / attempts,
             attempts=figures.attempts,
             unscored=figures.unscored,
             changed=_changed(before.get(about.suite), about),

@@ -131,7 +131,7 @@ def summary(evaluations: Sequence[SuiteEvaluation], folder: Path) -> dict[str, A
                 "about": dataclasses.asdict(evaluation.results.about),
                 "figures": dataclasses.asdict(evaluation.results.figures()),
                 "folder": str(evaluation.folder),
-                "verdicts": {str(kind): sum(each.status is kind for each in evaluation.outcomes) for kind in CaseStatus},
+                "verdicts": {str(kind): sum(outcome.status is kind for outcome in evaluation.outcomes) for kind in CaseStatus},
             }
             for evaluation in evaluations
         ],

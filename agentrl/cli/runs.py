@@ -98,6 +98,6 @@ def memory(run_dir: Annotated[Path, typer.Argument(help="Run folder.")], as_json
         print(f"      and {report.wrong - len(report.examples)} more")
     if report.answers:
         print(f"note  {len(report.answers)} episodes read the answer to their own task in notes from other tasks:")
-    for one in report.answers[:_SHOWN]:
-        print(f"      {one_line(str(one['episode']))} ({one_line(str(one['task']))}): {one_line('; '.join(map(str, one['how'])))}")
+    for answer in report.answers[:_SHOWN]:
+        print(f"      {one_line(str(answer['episode']))} ({one_line(str(answer['task']))}): {one_line('; '.join(map(str, answer['how'])))}")
     raise typer.Exit(0 if report.ok else 1)

@@ -60,7 +60,7 @@ def score(
     single = (episode, part, value)
     if replace and value is None:
         raise UserError("--replace needs EPISODE PART VALUE", fix='in a file or a request, write "replace": true')
-    if sum((any(one is not None for one in single), list_all, import_file is not None, serve)) != 1:
+    if sum((any(option is not None for option in single), list_all, import_file is not None, serve)) != 1:
         raise UserError(
             "give exactly one of EPISODE PART VALUE, --list, --import and --serve", fix="see the examples: agentrl score --help"
         )
@@ -71,7 +71,7 @@ def score(
             _import(store, import_file, by or _user(), as_json=as_json)
         elif serve:
             asyncio.run(_serve(store, run_dir, host, port, blind=blind, user=by or _user()))
-        elif any(one is None for one in single):
+        elif any(option is None for option in single):
             raise UserError("EPISODE, PART and VALUE must be given together", fix="agentrl score RUN EPISODE PART VALUE")
         else:
             key = key or (secrets.token_hex(16) if replace else "")  # a person may correct a score back and forth

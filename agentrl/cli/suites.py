@@ -111,7 +111,7 @@ def compare_evaluations(
         runs = compare_folders([Path(before), Path(after)])
         print(json.dumps(runs.to_data()) if as_json else runs.render())
         return
-    first, second = (results.load_results(evaluation(one)) for one in (before, after))
+    first, second = (results.load_results(evaluation(folder)) for folder in (before, after))
     ones, others, changed = results.same_cases(first, second)
     compared = compare(ones, others, alpha=alpha, margin=margin)
     if compared is None:
@@ -164,7 +164,7 @@ class Plan:
 def planned(known: SuiteResults | None, rate: float | None, difference: float, *, alpha: float) -> Plan:
     """Plans a comparison from an evaluation or an expected rate. Raises `UserError` if the evaluation has no scored attempt."""
     attempts = known.scores().values() if known is not None else ()
-    scored = [[one for one in scores if one is not None and math.isfinite(one)] for scores in attempts]
+    scored = [[score for score in scores if score is not None and math.isfinite(score)] for scores in attempts]
     scored = [scores for scores in scored if scores]
     try:
         noise = statistics.attempt_noise(scored) if rate is None else 2 * rate * (1 - rate)
@@ -252,11 +252,11 @@ def render_comparison(
 ) -> str:
     """Returns a comparison as text. `verdict`: whether to print a verdict, which is valid only for equal sampling settings."""
     names = [
-        f"{one_line(one.about.model, _NAME)} version {one.about.version} ({one_line(one.about.sha256[:12], _NAME)})"
-        for one in (first, second)
+        f"{one_line(side.about.model, _NAME)} version {side.about.version} ({one_line(side.about.sha256[:12], _NAME)})"
+        for side in (first, second)
     ]
     test = "exact" if comparison.exact else "sampled"
-    ways = " and ".join(_sampling(one) for one in (first, second))
+    ways = " and ".join(_sampling(side) for side in (first, second))
     concluded = comparison.verdict if verdict else f"none because the sampling settings differ: {ways}; add --across-sampling to get one"
     lines = [
         f"before  {comparison.before:.3f}  {names[0]}",

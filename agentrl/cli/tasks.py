@@ -37,7 +37,7 @@ def list_command(
 
     listed = list_tasks(run)
     if as_json:
-        changes = [asdict(one.change) | {"start": one.start and asdict(one.start)} for one in listed.changes]
+        changes = [asdict(change.change) | {"start": change.start and asdict(change.start)} for change in listed.changes]
         print(json.dumps({"families": [*map(asdict, listed.families)], "tasks": [*map(asdict, listed.tasks)], "changes": changes}))
         return
     print(f"{'family':20} {'weight':>8} {'share':>7}  from")

@@ -240,10 +240,14 @@ def _print_rates(results: dict[str, dict[str, Any]]) -> None:
         if rate["attempts"] > 1:
             shares = "  ".join(f"pass@{k} {share:.3f}" for k, share in rate["pass_at"].items())
             print(f"{'':14} {shares}  {rate['attempts']} attempts per task, {rate['tokens_mean']:,.0f} sampled tokens each")
-        for one in rate["thinking"]:
-            success = f"{one['value']:.3f}  95% interval [{one['ci_low']:.3f}, {one['ci_high']:.3f}]" if "value" in one else "no score"
-            tokens = "" if one["tokens_mean"] is None else f"  {one['tokens_mean']:,.0f} sampled tokens each"
-            print(f"{'':14} {success}  at most {one['thinking_tokens']} thinking tokens{tokens}")
+        for bounded_rate in rate["thinking"]:
+            success = (
+                f"{bounded_rate['value']:.3f}  95% interval [{bounded_rate['ci_low']:.3f}, {bounded_rate['ci_high']:.3f}]"
+                if "value" in bounded_rate
+                else "no score"
+            )
+            tokens = "" if bounded_rate["tokens_mean"] is None else f"  {bounded_rate['tokens_mean']:,.0f} sampled tokens each"
+            print(f"{'':14} {success}  at most {bounded_rate['thinking_tokens']} thinking tokens{tokens}")
 
 
 def describe(summary: Summary, folder: Path) -> str:

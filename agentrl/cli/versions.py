@@ -49,11 +49,11 @@ def list_versions(run: RunFolder, as_json: JsonFlag = False) -> None:
         print(json.dumps([_as_data(record) for record in records]))
         return
     print(f"{'version':>7} {'parent':>6}  {'state':11}  {'weights':12}  {'staleness':>10} {'size':>8} {'checkpoint':>10}  evaluations")
-    for one in records:
-        print(_row(one).rstrip())
-        if one.verdict is not None:
-            print(f"        gate: {one_line(one.verdict.outcome)}: {one_line(one.verdict.reason)}")
-            for case in one.verdict.regressions:
+    for version in records:
+        print(_row(version).rstrip())
+        if version.verdict is not None:
+            print(f"        gate: {one_line(version.verdict.outcome)}: {one_line(version.verdict.reason)}")
+            for case in version.verdict.regressions:
                 turn = "the transcripts are equal" if case.turn is None else f"turn {case.turn} is the first that differs"
                 print(
                     f"        case {one_line(case.case)}: {turn} ({one_line(case.before_episode)} passed, {one_line(case.episode)} did not)"
@@ -113,8 +113,8 @@ def diff(
     versions = [known_version(registry, number) for number in (before, after)]
     for version in versions:
         require_weights(registry, version)
-    records = {one.number: one for one in read_versions(run)}
-    common, back, forth = lineage([one.version for one in records.values()], before, after)
+    records = {record.number: record for record in read_versions(run)}
+    common, back, forth = lineage([record.version for record in records.values()], before, after)
     try:
         tensors = list(compare_weights(*(registry.path(version) for version in versions)))
     except (ValueError, OSError) as error:
@@ -126,36 +126,37 @@ def diff(
     if as_json:
         data = {"before": before, "after": after, "common": common, "only_before": back, "only_after": forth, "totals": totals}
         data |= {"metrics": {str(number): dict(records[number].metrics) for number in (before, after)}}
-        data |= {"tensors": [asdict(one) | {"relative": one.relative} for one in tensors]}
-        print(json.dumps(data | {"evaluations": [asdict(one) for one in evaluations]}))
+        data |= {"tensors": [asdict(tensor) | {"relative": tensor.relative} for tensor in tensors]}
+        print(json.dumps(data | {"evaluations": [asdict(evaluation) for evaluation in evaluations]}))
         return
     way = f"; version {before} is {len(back)} steps from it on a different branch" if back else ""
     print(f"version {after} continues from version {common} with {len(forth)} steps{way}")
     print("  " + ", ".join(f"{value:,.0f} {name}" for name, value in totals.items()))
     _print_metrics(records[before], records[after])
     _print_tensors(tensors, most=len(tensors) if all_tensors else _TENSORS_SHOWN)
-    for one in evaluations:
-        _print_evaluation(one)
+    for evaluation in evaluations:
+        _print_evaluation(evaluation)
     if not evaluations:
         print(f"no recorded evaluation includes both versions; to evaluate both: agentrl versions compare {run} {before} {after}")
 
 
 def _print_metrics(before: VersionRecord, after: VersionRecord) -> None:
     for name in _METRICS:
-        values = [one.metrics.get(name) for one in (before, after)]
+        values = [record.metrics.get(name) for record in (before, after)]
         if any(value is not None for value in values):
             print(f"  {name:15} " + " -> ".join("-" if value is None else f"{value:.4g}" for value in values))
 
 
 def _print_tensors(tensors: Sequence[TensorChange], *, most: int) -> None:
-    changed = sorted((one for one in tensors if one.changed), key=lambda one: (-one.relative, one.name))
-    norms = [sum(getattr(one, name) ** 2 for one in tensors) ** 0.5 for name in ("difference", "before")]
-    share = f" ({norms[0] / norms[1]:.3g} of the weights before)" if norms[1] else ""
-    print(f"{len(changed)} of {len(tensors)} tensors changed, with norm {norms[0]:.4g}{share}")
+    changed = sorted((tensor for tensor in tensors if tensor.changed), key=lambda tensor: (-tensor.relative, tensor.name))
+    norms = [sum(getattr(tensor, name) ** 2 for tensor in tensors) ** 0.5 for name in ("difference", "before")]
+    relative = f" ({norms[0] / norms[1]:.3g} of the weights before)" if norms[1] else ""
+    print(f"{len(changed)} of {len(tensors)} tensors changed, with norm {norms[0]:.4g}{relative}")
     if changed:
         print(f"  {'relative':>9} {'norm':>10} {'largest':>10} {'changed':>8}  tensor")
-    for one in changed[:most]:
-        print(f"  {one.relative:9.3g} {one.difference:10.3g} {one.largest:10.3g} {one.changed / one.numbers:8.1%}  {one_line(one.name)}")
+    for tensor in changed[:most]:
+        share = tensor.changed / tensor.numbers
+        print(f"  {tensor.relative:9.3g} {tensor.difference:10.3g} {tensor.largest:10.3g} {share:8.1%}  {one_line(tensor.name)}")
     if len(changed) > most:
         print(f"  and {len(changed) - most} more; --all lists them")
 
@@ -372,15 +373,15 @@ def show_league(run: RunFolder, as_json: JsonFlag = False) -> None:
         raise UserError(f"{run} has no league", fix="train with rollout.agent=players and past versions as opponents")
     table = LeagueTable(run)
     rated = table.ratings()
-    weights = table.weights(max(one.version for one in rated))
+    weights = table.weights(max(rating.version for rating in rated))
     if as_json:
-        print(json.dumps([asdict(one) | {"draw": weights.get(one.version)} for one in rated]))
+        print(json.dumps([asdict(rating) | {"draw": weights.get(rating.version)} for rating in rated]))
         return
     print(f"{'version':>7} {'Elo':>6}  {'95% interval':>16} {'games':>7} {'draw':>6}")
-    for one in rated:
-        low, high = one.interval
-        name, draw = f"{'*' if one.version in weights else ''}{one.version}", weights.get(one.version)
-        print(f"{name:>7} {one.elo:6.0f}  [{low:6.0f}, {high:6.0f}] {one.games:7d} {'' if draw is None else f'{draw:6.2f}'}".rstrip())
+    for rating in rated:
+        low, high = rating.interval
+        name, draw = f"{'*' if rating.version in weights else ''}{rating.version}", weights.get(rating.version)
+        print(f"{name:>7} {rating.elo:6.0f}  [{low:6.0f}, {high:6.0f}] {rating.games:7d} {'' if draw is None else f'{draw:6.2f}'}".rstrip())
 
 
 def _size(size: int) -> str:

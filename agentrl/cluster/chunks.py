@@ -52,7 +52,7 @@ class FileChunks(Record):
         parts = self.name.split("/")
         if len(parts) > _DEPTH or not all(_PART.fullmatch(part) for part in parts) or self.name in _RECORDS:
             raise ValueError(f"{self.name[:200]!a} is not a valid file name in a version or checkpoint")
-        if self.size < 0 or len(self.chunks) != -(-self.size // CHUNK) or not all(_SHA256.fullmatch(one) for one in self.chunks):
+        if self.size < 0 or len(self.chunks) != -(-self.size // CHUNK) or not all(_SHA256.fullmatch(sha256) for sha256 in self.chunks):
             raise ValueError(f"{self.name}: {self.size} bytes do not have {len(self.chunks)} checksums")
 
 
@@ -64,8 +64,8 @@ class FolderListing(Record):
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)
-        names = [one.name for one in self.files]
-        if names != sorted(set(names)) or len(names) > MAX_FILES or sum(len(one.chunks) for one in self.files) > MAX_CHUNKS:
+        names = [file.name for file in self.files]
+        if names != sorted(set(names)) or len(names) > MAX_FILES or sum(len(file.chunks) for file in self.files) > MAX_CHUNKS:
             raise ValueError(f"a folder must have at most {MAX_FILES} files, sorted by name")
         folders = {"/".join(parts[:end]) for parts in (name.split("/") for name in names) for end in range(1, len(parts))}
         if both := folders & set(names):
@@ -74,7 +74,7 @@ class FolderListing(Record):
     @property
     def size(self) -> int:
         """Bytes of all files."""
-        return sum(one.size for one in self.files)
+        return sum(file.size for file in self.files)
 
 
 def folder_path(root: Path, kind: str, number: str) -> Path:
@@ -246,13 +246,13 @@ class ArrivingFolder:
             raise ValueError(f"{self.final.name} is not complete: {missing} chunks are missing")
         commit_folder(self.part, self.final)
         self._index.forget(self.part)
-        for one in self.listing.files:
-            self._index.remember(self.final / one.name, one)
+        for file in self.listing.files:
+            self._index.remember(self.final / file.name, file)
         self.unchanged = True
 
     def _has_final(self) -> bool:
         """Whether the final folder has all files of the listing. If so, deletes its other files."""
-        wanted = {one.name: one for one in self.listing.files}
+        wanted = {file.name: file for file in self.listing.files}
         try:
             present = {path.relative_to(self.final).as_posix(): path for path in _visible(self.final)}
             if not wanted.keys() <= present.keys() or any(self._index.file(present[name], name) != one for name, one in wanted.items()):
@@ -268,23 +268,23 @@ class ArrivingFolder:
             self.part.unlink()
         self.part.mkdir(parents=True, exist_ok=True)
         self._drop_others()
-        for one in self.listing.files:
-            path = self.part / one.name
+        for file in self.listing.files:
+            path = self.part / file.name
             path.parent.mkdir(parents=True, exist_ok=True)
-            if not path.exists() and self._is_final(one):
-                _link_or_copy(self.final / one.name, path)
-            missing = list(self._missing_of(one, path))
+            if not path.exists() and self._is_final(file):
+                _link_or_copy(self.final / file.name, path)
+            missing = list(self._missing_of(file, path))
             if missing and path.exists() and path.stat().st_nlink > 1:  # a damaged file of the earlier folder
                 path.unlink()
-                missing = list(range(len(one.chunks)))
+                missing = list(range(len(file.chunks)))
             path.touch()
-            os.truncate(path, min(path.stat().st_size, one.size))
+            os.truncate(path, min(path.stat().st_size, file.size))
             for number in missing:
-                self._slots.setdefault(one.chunks[number], []).append((path, number * CHUNK))
+                self._slots.setdefault(file.chunks[number], []).append((path, number * CHUNK))
 
     def _drop_others(self) -> None:
         """Removes files and folders of an earlier attempt that are not in the listing."""
-        files = {one.name for one in self.listing.files}
+        files = {file.name for file in self.listing.files}
         folders = {"/".join(parts[:end]) for parts in (name.split("/") for name in files) for end in range(1, len(parts))}
         for path in sorted(self.part.rglob("*"), reverse=True):
             name = path.relative_to(self.part).as_posix()

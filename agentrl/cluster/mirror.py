@@ -168,7 +168,7 @@ class Mirror:
         final = into or fetched_path(self.folder, kind, number)
         listing = codec.from_json(FolderListing, self.link.call("GET", f"/files/{name}", timeout_s=_left(deadline)))
         if not weights:
-            listing = FolderListing(files=tuple(one for one in listing.files if not one.name.endswith(_WEIGHTS)))
+            listing = FolderListing(files=tuple(file for file in listing.files if not file.name.endswith(_WEIGHTS)))
         final.parent.mkdir(exist_ok=True, parents=True)
         arriving = ArrivingFolder(final, listing, self.index)
         if missing := arriving.missing:
@@ -203,10 +203,10 @@ class Mirror:
         """Reads missing chunks from the object store. Chunks that the store lacks, damages or does not return stay missing."""
         missing, per_piece = set(arriving.missing), PIECE // CHUNK
         pieces = [
-            (one, first)
-            for one in arriving.listing.files
-            for first in range(0, len(one.chunks), per_piece)
-            if missing.intersection(one.chunks[first : first + per_piece])
+            (file, first)
+            for file in arriving.listing.files
+            for first in range(0, len(file.chunks), per_piece)
+            if missing.intersection(file.chunks[first : first + per_piece])
         ]
 
         def fetch(piece: tuple[FileChunks, int]) -> None:
@@ -264,8 +264,8 @@ class Mirror:
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="mirror") as pool:
             working = [pool.submit(work) for _ in range(_THREADS)]
             wait(working, return_when=FIRST_EXCEPTION)
-        for one in working:
-            one.result()
+        for task in working:
+            task.result()
 
     @contextmanager
     def _locked(self, timeout_s: float) -> Iterator[None]:

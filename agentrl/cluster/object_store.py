@@ -95,9 +95,9 @@ class ObjectStore:
                     return
             with contextlib.suppress(FileNotFoundError):
                 self._files.rm(target, recursive=True)
-            for one in listing.files:
-                self._make_parent(f"{target}/{one.name}")
-                self._files.put_file(str(folder / one.name), f"{target}/{one.name}")
+            for file in listing.files:
+                self._make_parent(f"{target}/{file.name}")
+                self._files.put_file(str(folder / file.name), f"{target}/{file.name}")
             self._write(f"{target}/{_MARK}", mark)
 
         self._call(upload, UPLOAD_S)

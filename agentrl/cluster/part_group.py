@@ -76,8 +76,8 @@ class PartGroup:
             try:
                 await asyncio.wait(ending, timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                for one in ending:
-                    one.cancel()
+                for process in ending:
+                    process.cancel()
                 await asyncio.gather(*ending, return_exceptions=True)
         return code
 

@@ -51,14 +51,14 @@ class ProcessHost:
 
     def start(self, command: PartCommand) -> HostedProcess:
         """Starts a part and returns at once. Raises `LaunchError` if no port is free, and `OSError` if the program cannot be executed."""
-        self._running = [one for one in self._running if not one.cleaned]
+        self._running = [process for process in self._running if not process.cleaned]
         process = HostedProcess(command, self._folder, root=self._root, host=self._host, locked=self._locked)
         self._running.append(process)
         return process
 
     async def close(self) -> None:
         """Kills the processes that still run, and returns when none is left. Raises the errors of `HostedProcess.kill`."""
-        await asyncio.gather(*(one.kill() for one in self._running))
+        await asyncio.gather(*(process.kill() for process in self._running))
         self._running.clear()
 
 

@@ -93,7 +93,7 @@ class RunService:
         """Listens during the block. Raises `InfrastructureError` if the address is not available."""
         from starlette.applications import Starlette
 
-        self._app = Starlette(routes=[self._route(one) for one in self.routes])
+        self._app = Starlette(routes=[self._route(route_spec) for route_spec in self.routes])
         server = HttpServer(self._app, "interface for the parts of the run", self.host, self.port, connections=MAX_CONNECTIONS)
         await server.start()
         self.url = server.url

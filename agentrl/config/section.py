@@ -195,9 +195,9 @@ def section_of(annotation: Any) -> type[Section] | None:
     """Returns the section class of a field with this annotation; None for other fields."""
     if typing.get_origin(annotation) in (dict, tuple):  # sections by name, or a list of sections
         return None
-    for one in (annotation, *typing.get_args(annotation)):
-        if isinstance(one, type) and issubclass(one, Section):
-            return one
+    for kind in (annotation, *typing.get_args(annotation)):
+        if isinstance(kind, type) and issubclass(kind, Section):
+            return kind
     return None
 
 

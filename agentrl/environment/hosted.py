@@ -152,7 +152,7 @@ def score_of(result: Mapping[str, Any]) -> Score:
         numbers = {str(name)[:200]: _number(value, f"part {str(name)[:80]!a}") for name, value in parts.items()}
         evidence = str(result.get("evidence") or "")[:MAX_EVIDENCE]
         if result.get("value") is None:
-            blame = next((each for each in Blame if each.value == result.get("blame") and each is not Blame.POLICY), None)
+            blame = next((kind for kind in Blame if kind.value == result.get("blame") and kind is not Blame.POLICY), None)
             reason = str(result.get("reason") or "the environment returned no score")[:2000]
             return Score(value=None, reason=reason, parts=numbers, evidence=evidence, blame=blame)
         return Score(value=_number(result["value"], "the value"), parts=numbers, evidence=evidence)

@@ -96,9 +96,9 @@ class InspectFamily:
         self._spec = EnvironmentSpec(ref=ref, options={**options, "wall_s": self._limits.wall_s})
         samples = describe(host_spec(self._spec))["samples"]
         self._samples = split_samples(samples, seed=seed, heldout=heldout)
-        used = [each for each in samples if each["sandbox"] is not None]
+        used = [sample for sample in samples if sample["sandbox"] is not None]
         if (used or tools) and not image:
-            config = next((f" (with {each['sandbox']})" for each in used if each["sandbox"]), "")
+            config = next((f" (with {sample['sandbox']})" for sample in used if sample["sandbox"]), "")
             raise UserError(
                 f"{ref}: its samples use a sandbox{config}, but no image is set",
                 fix='set tasks.family.options.image to a folder with an image.toml or a Dockerfile, such as "sandboxes/tables"',
@@ -117,7 +117,7 @@ class InspectFamily:
         return Task(
             id=f"{self.name}/{sample['id']}"[:300],
             family=self.name,
-            prompt=tuple(Message(role=each["role"], content=each["content"] or "-") for each in sample["prompt"]),
+            prompt=tuple(Message(role=message["role"], content=message["content"] or "-") for message in sample["prompt"]),
             tools=self._tools,
             sandbox=self._sandbox,
             verifiers=(self._verifier,),
@@ -190,9 +190,9 @@ def split_samples(samples: Sequence[Mapping[str, Any]], *, seed: int, heldout: f
         raise PluginError(f"tasks.family.options.heldout must be at least 0 and below 1, got {heldout!r}", fix="heldout=0.25")
     order = sorted(samples, key=lambda each: hashlib.sha256(f"{seed}/{each['id']}".encode()).digest())
     count = min(max(1, round(heldout * len(order))), len(order) - 1) if heldout and len(order) > 1 else 0
-    held = {each["id"] for each in order[:count]}
+    held = {sample["id"] for sample in order[:count]}
     return {
-        Split.HELDOUT: [each for each in samples if each["id"] in held],
-        Split.TRAIN: [each for each in samples if each["id"] not in held],
+        Split.HELDOUT: [sample for sample in samples if sample["id"] in held],
+        Split.TRAIN: [sample for sample in samples if sample["id"] not in held],
         Split.HELDOUT_REAL: [],
     }

@@ -94,7 +94,7 @@ class NemoGymSession(Session):
         info = answer.get("info")
         outputs: Any = info.get("tool_outputs") if isinstance(info, dict) else None
         outputs = outputs if isinstance(outputs, list) else []
-        texts = [one["output"] for one in outputs if isinstance(one, dict) and isinstance(one.get("output"), str)]
+        texts = [output["output"] for output in outputs if isinstance(output, dict) and isinstance(output.get("output"), str)]
         texts += [answer["observation"]] if isinstance(answer.get("observation"), str) else []
         truncated = need(answer.get("truncated", False), bool, "truncated of /step")
         terminated = need(answer.get("terminated", False), bool, "terminated of /step")

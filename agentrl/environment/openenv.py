@@ -189,7 +189,11 @@ class OpenEnvSession(Session):
         if code == "VALIDATION_ERROR" and kind == "step":
             if await self._action_schema() != self.server.cache["schema"]:
                 return EnvironmentFault(f"{self.server.what} changed the schema of its actions during the run")
-            problems = [f"{_path(one)}: {clean(one.get('msg'), 200)}" for one in content.get("errors", [])[:8] if isinstance(one, dict)]
+            problems = [
+                f"{_path(problem)}: {clean(problem.get('msg'), 200)}"
+                for problem in content.get("errors", [])[:8]
+                if isinstance(problem, dict)
+            ]
             return PolicyFault("; ".join(problems) or text or "an invalid action")
         return EnvironmentFault(f"{self.server.what}: {code}: {text}")
 
@@ -254,9 +258,9 @@ def _choices(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
     low, high = schema.get("minimum"), schema.get("maximum")
     if values is None and schema.get("type") == "integer" and type(low) is int and type(high) is int and 0 < high - low < _MOST_CHOICES:
         values = list(range(low, high + 1))
-    if not isinstance(values, list) or not 1 < len(values) <= _MOST_CHOICES or not all(isinstance(one, str | int) for one in values):
+    if not isinstance(values, list) or not 1 < len(values) <= _MOST_CHOICES or not all(isinstance(value, str | int) for value in values):
         return {}
-    texts = {one if isinstance(one, str) else json.dumps(one): one for one in values}
+    texts = {value if isinstance(value, str) else json.dumps(value): value for value in values}
     return texts if len(texts) == len(values) and all(texts) else {}
 
 
@@ -275,7 +279,7 @@ def _text(data: Mapping[str, Any]) -> str:
         if isinstance(error, dict):
             return f"error: {error.get('message')}"
         blocks = result.get("content") if isinstance(result, dict) else None
-        texts = [str(one.get("text", "")) for one in blocks if isinstance(one, dict)] if isinstance(blocks, list) else []
+        texts = [str(block.get("text", "")) for block in blocks if isinstance(block, dict)] if isinstance(blocks, list) else []
         return "\n".join(texts) if texts else result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
     shown = {name: value for name, value in observation.items() if name != "metadata" and value is not None}
     shown = shown or dict(observation.get("metadata") or {})

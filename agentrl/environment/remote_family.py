@@ -130,8 +130,8 @@ class RemoteFamily(EnvironmentFamily):
         path, other = f"/{quote(str(name), safe='')}", self._heldout_split or ""
         if not other:
             splits = need(await http.json("GET", f"{path}/splits"), list, "the splits")
-            others = (one for one in splits if isinstance(one, dict) and one.get("type") in ("test", "validation"))
-            other = next((str(one.get("name")) for one in others if one.get("name") != self._split), "")
+            others = (split for split in splits if isinstance(split, dict) and split.get("type") in ("test", "validation"))
+            other = next((str(split.get("name")) for split in others if split.get("name") != self._split), "")
         counts = []
         for split in (self._split, *([other] if other else [])):
             answer = need(await http.json("POST", f"{path}/num_tasks", {"split": split}), dict, "/num_tasks")

@@ -17,13 +17,19 @@ async def episode_return(task: Task, episode: Episode) -> Score:
     rewards = tuple(
         tuple(sum(result.reward or 0.0 for result in turn.tool_results) for turn in trajectory.turns) for trajectory in episode.trajectories
     )
-    results = [result for line in episode.trajectories for turn in line.turns for result in turn.tool_results if result.reward is not None]
+    results = [
+        result
+        for trajectory in episode.trajectories
+        for turn in trajectory.turns
+        for result in turn.tool_results
+        if result.reward is not None
+    ]
     evidence = f"{len(results)} steps, {episode.stop_reason}"
     gains = _returns_by_role(episode)
     if len(gains) > 1:
-        trained = {line.agent for line in episode.trajectories if not line.policy and line.agent in gains}
+        trained = {trajectory.agent for trajectory in episode.trajectories if not trajectory.policy and trajectory.agent in gains}
         value = sum(gains[role] for role in trained) / len(trained) if trained else 0.0
-        branches = tuple(gains.get(line.agent) for line in episode.trajectories)
+        branches = tuple(gains.get(trajectory.agent) for trajectory in episode.trajectories)
         return Score(value=value, parts=gains, evidence=evidence, turn_rewards=rewards, branches=branches)
     parts = Counter[str]()
     for result in results:

@@ -23,7 +23,7 @@ def kind_of(space: Any) -> str:
     """Returns the first class name in the MRO of a space's class that `_SCHEMAS` contains; empty if there is none."""
     kind = type(space)
     if kind not in _kinds:
-        _kinds[kind] = next((one.__name__ for one in kind.__mro__ if one.__name__ in _SCHEMAS), "")
+        _kinds[kind] = next((base.__name__ for base in kind.__mro__ if base.__name__ in _SCHEMAS), "")
     return _kinds[kind]
 
 

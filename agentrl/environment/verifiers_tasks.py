@@ -103,8 +103,8 @@ class VerifiersFamily:
             self._limits = Limits(**{"turns": 16, **(limits or {})})
             self._sandbox = SandboxSpec(image=image, **(sandbox or {})) if image else None
         described: list[dict[str, Any]] = describe(host_spec(self._spec))["tasks"]
-        drawn = split_samples([each for each in described if not each["split"]], seed=seed, heldout=heldout)
-        self._tasks = {split: [*drawn[split], *(each for each in described if each["split"] == split.value)] for split in Split}
+        drawn = split_samples([sample for sample in described if not sample["split"]], seed=seed, heldout=heldout)
+        self._tasks = {split: [*drawn[split], *(sample for sample in described if sample["split"] == split.value)] for split in Split}
 
     def size(self, split: Split) -> int:
         """Returns the number of tasks in the split."""

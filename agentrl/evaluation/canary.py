@@ -170,7 +170,7 @@ def _by_case(slots: Iterable[Slot]) -> dict[str, list[int]]:
 def _result(
     comparison: VersionComparison, units: Sequence[CanaryUnit], attempts: tuple[list[SuiteAttempt], list[SuiteAttempt]], *, most: int
 ) -> CanaryResult:
-    scores = [{(one.attempt.case, one.attempt.number): one.attempt.score for one in side} for side in attempts]
+    scores = [{(result.attempt.case, result.attempt.number): result.attempt.score for result in side} for side in attempts]
     differences = list[float]()
     for unit in units:
         score = scores[CANDIDATE][unit.candidate]

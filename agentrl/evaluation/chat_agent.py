@@ -109,7 +109,7 @@ class ChatAgent:
     async def _turns(self, episode: LiveEpisode, tools: Toolbox) -> str:
         main, limits = episode.trajectories[0], episode.task.limits
         prompt = main_prompt(main, episode.task, self.instructions)
-        messages: list[dict[str, Any]] = [{"role": one.role, "content": one.content} for one in prompt]
+        messages: list[dict[str, Any]] = [{"role": message.role, "content": message.content} for message in prompt]
         schemas = {"tools": [tool.schema for tool in tools.values()]} if tools else {}
         context = 0  # tokens, as the server counts them
         room = min(limits.episode_tokens, limits.all_tokens or limits.episode_tokens)
@@ -117,7 +117,7 @@ class ChatAgent:
             most = min(limits.turn_tokens, room - context)
             answer = await self._asked(episode, messages, schemas, most)
             context = answer.prompt_tokens + answer.completion_tokens
-            good = [one.call for one in answer.calls if isinstance(one.call, ToolCall)]
+            good = [call.call for call in answer.calls if isinstance(call.call, ToolCall)]
             message = Message(role="assistant", content=answer.text, tool_calls=tuple(good))
             unknown = Completion(token_ids=(), logprobs=(), versions=(), finish_reason="length" if answer.cut else "stop")
             main.add_turn(unknown, message)
@@ -159,19 +159,19 @@ class ChatAgent:
         results: list[ToolResult] = []
         errors: list[ToolResult] = []  # recorded after the other results, as in the turn loop
         ended = ""
-        for one in calls:
-            if isinstance(one.call, str):
-                output = episode.clip_output(clip(f"error: {one.call}", episode.task.limits.tool_output_chars))
+        for call in calls:
+            if isinstance(call.call, str):
+                output = episode.clip_output(clip(f"error: {call.call}", episode.task.limits.tool_output_chars))
                 errors.append(ToolResult(name="", output=output, ok=False))
             else:
                 started = time.monotonic()
-                outcome = await run_call(episode, tools, one.call, counts)
+                outcome = await run_call(episode, tools, call.call, counts)
                 output = episode.clip_output(outcome.output)
-                results.append(ToolResult(name=one.name[:64], output=output, ok=outcome.ok, wall_s=time.monotonic() - started))
+                results.append(ToolResult(name=call.name[:64], output=output, ok=outcome.ok, wall_s=time.monotonic() - started))
                 if outcome.answer is not None or episode.sandbox_lost:
                     episode.answer, ended = outcome.answer, "submitted" if outcome.answer is not None else "tool_timeout"
                     break
-            messages.append({"role": "tool", "tool_call_id": one.id, "content": output})
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": output})
         episode.trajectories[0].add_results([*results, *errors], wall_s=time.monotonic() - began)
         return ended
 
@@ -211,5 +211,5 @@ def _calls(wanted: Sequence[Any]) -> tuple[RequestedCall, ...]:
 
 def _echo(answer: ChatAnswer) -> dict[str, Any]:
     """Returns the message that repeats a turn of the model in later requests."""
-    calls = [{"id": one.id, "type": "function", "function": {"name": one.name, "arguments": one.arguments}} for one in answer.calls]
+    calls = [{"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in answer.calls]
     return {"role": "assistant", "content": answer.text or None, "tool_calls": calls}

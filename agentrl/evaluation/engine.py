@@ -193,7 +193,9 @@ def suite_attempt(case: Case, number: int, scored: ScoredEpisode, *, phase: str,
     """Returns the record of an attempt. `version` is the only version that may have sampled its tokens; None allows any."""
     episode, value = scored.episode, scored.score.value
     words = transcript(case.task, scored, phase=phase, step=version or 0)
-    others = sorted({span.version for one in episode.trajectories for turn in one.own_turns for span in turn.versions} - {version})
+    others = sorted(
+        {span.version for trajectory in episode.trajectories for turn in trajectory.own_turns for span in turn.versions} - {version}
+    )
     reason = exclusion_reason(scored)
     if others and version is not None:
         reason = f"version {', '.join(map(str, others))} sampled some of its tokens, not only version {version}"
@@ -207,7 +209,7 @@ def suite_attempt(case: Case, number: int, scored: ScoredEpisode, *, phase: str,
         reason="" if counts else reason or "the score is not finite or too large for a mean",
         again=again,
         tokens=episode.completion_tokens,
-        turns=sum(len(one.own_turns) for one in episode.trajectories),
+        turns=sum(len(trajectory.own_turns) for trajectory in episode.trajectories),
         wall_s=episode.wall_s,
         ended=str(words["stop_reason"] or ""),
         versions=tuple(words["versions"]),
@@ -218,8 +220,8 @@ def suite_attempt(case: Case, number: int, scored: ScoredEpisode, *, phase: str,
 def scores_by_case(attempts: Iterable[SuiteAttempt]) -> Scores:
     """Returns the scores of the attempts at each case."""
     scores: dict[str, list[float | None]] = {}
-    for one in attempts:
-        scores.setdefault(one.attempt.case, []).append(one.attempt.score)
+    for attempt in attempts:
+        scores.setdefault(attempt.attempt.case, []).append(attempt.attempt.score)
     return scores
 
 

@@ -224,7 +224,9 @@ async def _not_served(prepared: PreparedEvaluation, *, console: bool) -> AsyncIt
         tasks = with_sub_agent_tools(cases, recipe.rollout.delegation)
         tools = await pin_tools(declared_tools(recipe.mcp, recipe.tools, prepared.root), tasks, sandboxes, every=False, chat=chat)
         if chat is not None:
-            for task in [one for one in cases if one.sandbox is not None and (one.sandbox.image, one.sandbox.runtime) not in broken][:1]:
+            for task in [case for case in cases if case.sandbox is not None and (case.sandbox.image, case.sandbox.runtime) not in broken][
+                :1
+            ]:
                 await check_snapshots(recipe, task, sandboxes)
             check_start_tokens(prepared.suites, chat, tools, recipe.rollout)
         store = await DriverStore.open(partial(open_store, folder, recipe))

@@ -65,7 +65,7 @@ class CaseOutcome:
     @property
     def scores(self) -> tuple[float | None, ...]:
         """The score of each attempt; None means unscored."""
-        return tuple(one.score for one in self.attempts)
+        return tuple(attempt.score for attempt in self.attempts)
 
     @property
     def mean(self) -> float | None:
@@ -93,7 +93,7 @@ class CaseOutcome:
             "threshold": self.threshold,
             "baseline": None if self.case.baseline is None else asdict(self.case.baseline),
             "question": truncate_middle(self.question, _WORDS),
-            "wall_s": sum(one.wall_s for one in self.attempts),
+            "wall_s": sum(attempt.wall_s for attempt in self.attempts),
             "shown": None if self.example is None else asdict(replace(self.example, tail="")),
         }
 
@@ -201,13 +201,13 @@ def junit_xml(outcomes: Sequence[CaseOutcome], *, folder: Path, policy: str, at:
         at: start of the evaluation, ISO 8601.
     """
     root = xml.Element("testsuites", {"name": "agentrl", **_counts(outcomes)})
-    for name in dict.fromkeys(one.suite for one in outcomes):
-        cases = [one for one in outcomes if one.suite == name]
+    for name in dict.fromkeys(outcome.suite for outcome in outcomes):
+        cases = [outcome for outcome in outcomes if outcome.suite == name]
         suite = xml.SubElement(root, "testsuite", {"name": xml_text(name), **_counts(cases), **({"timestamp": xml_text(at)} if at else {})})
         about = xml.SubElement(suite, "properties")
         xml.SubElement(about, "property", name="policy", value=xml_text(policy))
-        for one in cases:
-            _add(suite, one, folder)
+        for outcome in cases:
+            _add(suite, outcome, folder)
     xml.indent(root)
     written: bytes = xml.tostring(root, encoding="utf-8", xml_declaration=True)
     return written + b"\n"
@@ -224,7 +224,7 @@ def _add(suite: xml.Element, one: CaseOutcome, folder: Path) -> None:
         "testcase",
         classname=xml_text(one.suite),
         name=xml_text(one.case.id),
-        time=f"{sum(each.wall_s for each in one.attempts):.3f}",
+        time=f"{sum(attempt.wall_s for attempt in one.attempts):.3f}",
     )
     if one.status is CaseStatus.PASSED:
         return
@@ -236,8 +236,8 @@ def _add(suite: xml.Element, one: CaseOutcome, folder: Path) -> None:
 
 
 def _counts(outcomes: Sequence[CaseOutcome]) -> dict[str, str]:
-    verdicts = [one.status for one in outcomes]
-    spent = sum(each.wall_s for one in outcomes for each in one.attempts)
+    verdicts = [outcome.status for outcome in outcomes]
+    spent = sum(attempt.wall_s for outcome in outcomes for attempt in outcome.attempts)
     return {
         "tests": str(len(verdicts)),
         "failures": str(verdicts.count(CaseStatus.FAILED)),

@@ -222,10 +222,12 @@ class SuitePlugin:
         """Prints the result of each suite."""
         if self.evaluation is not None and self.evaluation.error is not None:
             terminalreporter.write_line(f"agentrl: the evaluation failed and is not stored: {describe_error(self.evaluation.error)}")
-        for one in () if self.evaluation is None else self.evaluation.done:
-            passed = sum(outcome.status is CaseStatus.PASSED for outcome in one.outcomes)
-            name = one_line(one.suite.name, 80)
-            terminalreporter.write_line(f"agentrl: {name}: {passed} of {len(one.outcomes)} cases passed; evaluation {one.folder}")
+        for completed in () if self.evaluation is None else self.evaluation.done:
+            passed = sum(outcome.status is CaseStatus.PASSED for outcome in completed.outcomes)
+            name = one_line(completed.suite.name, 80)
+            terminalreporter.write_line(
+                f"agentrl: {name}: {passed} of {len(completed.outcomes)} cases passed; evaluation {completed.folder}"
+            )
 
 
 def _policy_of(config: pytest.Config, suites: Sequence[Suite]) -> NamedPolicy:

@@ -113,7 +113,7 @@ async def replay_state(trace: Trace, turn: int, stage: ReplaySetup) -> EpisodeSt
     assert task is not None and episode is not None, "start_turn checks this"
     if turn == 0:
         return None
-    if any(call.name == _SESSION for one in episode.trajectories[0].turns[:turn] for call in one.message.tool_calls):
+    if any(call.name == _SESSION for earlier in episode.trajectories[0].turns[:turn] for call in earlier.message.tool_calls):
         raise _refused(trace, turn, f"tool {_SESSION} stores variables in a running program, which snapshots do not contain")
     recorded = episode.trajectories[0].turns
     player, states = _Player(recorded[: turn + 1]), list[EpisodeState | None]()
@@ -137,7 +137,7 @@ async def replay_state(trace: Trace, turn: int, stage: ReplaySetup) -> EpisodeSt
     memory = None if episode.memory is None else ReplayedMemory(episode.memory, recorded[:turn])
     played = await runner.run(task, episode_id=trace.id, on_turn=on_turn, memory=memory)
     if not states:
-        faults = [one.message for one in played.failures if one.blame is not Blame.POLICY]
+        faults = [failure.message for failure in played.failures if failure.blame is not Blame.POLICY]
         raise _refused(trace, turn, faults[-1] if faults else f"it ended before turn {turn + 1}")
     if states[0] is None:
         raise _refused(trace, turn, "its working directory or its tools' state is too large")
@@ -151,7 +151,9 @@ def _differs(state: EpisodeState, recorded: Sequence[Turn], turn: int) -> str:
     for number, (mine, theirs) in enumerate(zip(state.trajectories[0].turns, recorded, strict=False)):
         if mine.message != theirs.message:
             return f"turn {number + 1} is parsed as a different message"
-        if [(one.name, one.output) for one in mine.tool_results] != [(one.name, one.output) for one in theirs.tool_results]:
+        if [(tool_result.name, tool_result.output) for tool_result in mine.tool_results] != [
+            (tool_result.name, tool_result.output) for tool_result in theirs.tool_results
+        ]:
             return f"the tools of turn {number + 1} return different results than recorded"
     return "" if state.prompt_ids == (recorded[turn].prompt_ids,) else f"turn {turn + 1} starts with different tokens than recorded"
 
@@ -234,7 +236,7 @@ def _foreign(
         memory = None if start.memory is None else EmptyMemory(start.memory)
         schemas = [tool.schema for tool in load_tools(case.task.tools, None, tools, memory=memory).values()]
         prompt = with_instructions(case.task.prompt, instructions)
-        if prompts[0] not in [chat.opening(prompt, some) for some in (schemas, [*schemas, delegate])]:
+        if prompts[0] not in [chat.opening(prompt, candidate) for candidate in (schemas, [*schemas, delegate])]:
             return "its prompt has different tokens"
         for number, turn in enumerate(turns):
             if turn.completion_ids[-1:] not in [(token,) for token in chat.stop_token_ids]:

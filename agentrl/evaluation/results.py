@@ -158,7 +158,7 @@ def same_cases(before: SuiteResults, after: SuiteResults) -> tuple[Scores, Score
     """Returns the scores of both evaluations, without cases whose content differs, and the names of the excluded cases."""
     ones, others = before.task_keys, after.task_keys
     changed = sorted(case for case in ones.keys() & others.keys() if ones[case] != others[case])
-    shared = [{case: scores for case, scores in one.scores().items() if case not in changed} for one in (before, after)]
+    shared = [{case: scores for case, scores in results.scores().items() if case not in changed} for results in (before, after)]
     return shared[0], shared[1], changed
 
 
@@ -206,11 +206,13 @@ def load_results(folder: Path) -> SuiteResults:
 def _check(attempts: Iterable[CaseAttempt]) -> None:
     """Raises `ValueError` if an attempt is repeated, or if a score or count exceeds its limit."""
     seen: set[tuple[str, int]] = set()
-    for one in attempts:
-        if (one.case, one.number) in seen or one.number < 0:
-            raise ValueError(f"attempt {one.number} at {one.case!r} occurs twice, or has a negative number")
-        if one.score is not None and math.isfinite(one.score) and abs(one.score) > LARGEST_SCORE:
-            raise ValueError(f"attempt {one.number} at {one.case!r} has the score {one.score:g}, which is too large")
-        if not all(0 <= count < LARGEST_COUNT for count in (one.tokens, one.turns, one.wall_s)):
-            raise ValueError(f"attempt {one.number} at {one.case!r} took {one.tokens} tokens, {one.turns} turns and {one.wall_s:g} s")
-        seen.add((one.case, one.number))
+    for attempt in attempts:
+        if (attempt.case, attempt.number) in seen or attempt.number < 0:
+            raise ValueError(f"attempt {attempt.number} at {attempt.case!r} occurs twice, or has a negative number")
+        if attempt.score is not None and math.isfinite(attempt.score) and abs(attempt.score) > LARGEST_SCORE:
+            raise ValueError(f"attempt {attempt.number} at {attempt.case!r} has the score {attempt.score:g}, which is too large")
+        if not all(0 <= count < LARGEST_COUNT for count in (attempt.tokens, attempt.turns, attempt.wall_s)):
+            raise ValueError(
+                f"attempt {attempt.number} at {attempt.case!r} took {attempt.tokens} tokens, {attempt.turns} turns and {attempt.wall_s:g} s"
+            )
+        seen.add((attempt.case, attempt.number))

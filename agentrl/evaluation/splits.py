@@ -55,12 +55,14 @@ class AttemptTotals:
         """Counts attempts at a task. `threshold` is the task's `pass_threshold`."""
         self.all_have_thresholds &= threshold is not None
         attempts = list(attempts)
-        for one in attempts:
-            value = one.score.value
+        for attempt in attempts:
+            value = attempt.score.value
             if value is None or not math.isfinite(value):
                 self.left_out += 1
                 continue
-            counted = CountedAttempt(passed=threshold is not None and is_at_least(value, threshold), tokens=one.episode.completion_tokens)
+            counted = CountedAttempt(
+                passed=threshold is not None and is_at_least(value, threshold), tokens=attempt.episode.completion_tokens
+            )
             self.scored.setdefault(task, []).append((value, counted))
         self.left_out_reasons = merge_counts(self.left_out_reasons, count_exclusions(attempts))
 
@@ -83,7 +85,7 @@ class AttemptTotals:
     ) -> SplitEvaluation:
         """Returns the totals as an evaluation, with the totals of each kind of task. `attempts` is the number per task."""
         tries = self.tries
-        tokens = [one.tokens for tried in tries for one in tried]
+        tokens = [attempt.tokens for tried in tries for attempt in tried]
         return SplitEvaluation(
             rate=self.rate,
             by_kind={kind: rate for kind, totals in sorted(by_kind.items()) if (rate := totals.rate) is not None},

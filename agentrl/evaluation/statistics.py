@@ -138,7 +138,7 @@ def e_value(differences: Sequence[float], *, null: float = 0.0) -> float:
     if any(not -1 <= difference <= 1 for difference in differences):
         raise ValueError("a difference of scores is outside [-1, 1]: scores must be within [0, 1]")
     scaled = [(difference - null) / (1 - null) for difference in differences]  # at most 1, so no factor is below 1 - stake
-    logs = (math.fsum(math.log1p(-stake * one) for one in scaled) for stake in _STAKES)
+    logs = (math.fsum(math.log1p(-stake * value) for value in scaled) for stake in _STAKES)
     return math.fsum(math.exp(min(log, _MAX_LOG)) for log in logs) / len(_STAKES)
 
 

@@ -130,7 +130,7 @@ def pin_baselines(evaluations: Sequence[SuiteEvaluation]) -> int:
 
 def exit_code(outcomes: Sequence[CaseOutcome]) -> int:
     """Returns 0 if every case passed, otherwise 1."""
-    return 0 if all(one.status is CaseStatus.PASSED for one in outcomes) else 1
+    return 0 if all(outcome.status is CaseStatus.PASSED for outcome in outcomes) else 1
 
 
 class _Evaluation:

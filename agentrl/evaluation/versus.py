@@ -68,7 +68,7 @@ def difference_so_far(
     """
     both = pair_scores(scores_by_case(before), scores_by_case(after))
     by_case = {pair.case: pair for pair in both.pairs}
-    ordered = [by_case[case] for case in dict.fromkeys(one.attempt.case for one in before) if case in by_case]
+    ordered = [by_case[case] for case in dict.fromkeys(result.attempt.case for result in before) if case in by_case]
     changes = [float(pair.difference) for pair in ordered]
     try:
         interval = anytime_interval(changes, level=1 - alpha)
@@ -236,8 +236,8 @@ def save_attempts(comparison: VersionComparison, side: int, version: PolicyVersi
     repeats = prepared.repeats or comparison.suite.repeats
     info = evaluation_info(prepared.recipe, comparison.suite, version, repeats=repeats, threshold=prepared.threshold, began=began)
     info = dataclasses.replace(info, model=f"{comparison.run}@{number}", version=number)
-    evaluation = SuiteResults(about=info, attempts=tuple(one.attempt for one in attempts))
-    results.save_results(comparison.folders[side], evaluation, [one.transcript for one in attempts])
+    evaluation = SuiteResults(about=info, attempts=tuple(attempt.attempt for attempt in attempts))
+    results.save_results(comparison.folders[side], evaluation, [attempt.transcript for attempt in attempts])
 
 
 async def run_attempts_of(

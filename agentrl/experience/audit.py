@@ -122,7 +122,7 @@ def _entry_problems(entry: LedgerEntry, store: ExperienceStore) -> list[str]:
         (group,) = store.groups([entry.index])
         problems = list(_differences(entry, group))
         if problems and entry.pending:  # scores may have arrived since the entry was read
-            newer = next(one for one in store.entries(first=entry.index) if one.index == entry.index)
+            newer = next(current for current in store.entries(first=entry.index) if current.index == entry.index)
             return _entry_problems(newer, store) if newer.pending < entry.pending else problems
     except StoreError as error:
         return [str(error)]

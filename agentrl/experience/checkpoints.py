@@ -155,5 +155,5 @@ def drop_unused_images(run_dir: Path, store: ExperienceStore, checkpoints: Folde
     for entry in store.entries():
         if entry.has_episodes:
             (group,) = store.groups((entry.index,))
-            used |= images_of(line for scored in group.episodes for line in scored.episode.trajectories)
+            used |= images_of(trajectory for scored in group.episodes for trajectory in scored.episode.trajectories)
     return media.keep_only(used)

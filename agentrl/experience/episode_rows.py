@@ -123,7 +123,7 @@ def outcome(scored: ScoredEpisode, threshold: float | None) -> str:
 
 def exclusion(scored: ScoredEpisode) -> tuple[str, str]:
     """Returns the kind and the blame of the failure that excludes an episode; both are empty if it is not excluded."""
-    failure = next((one for one in reversed(scored.episode.failures) if one.blame is not Blame.POLICY), None)
+    failure = next((failure for failure in reversed(scored.episode.failures) if failure.blame is not Blame.POLICY), None)
     if failure is not None:
         return _short(failure.kind), str(failure.blame)
     return ("unscored", str(scored.score.blame or "")) if outcome(scored, None) == "excluded" else ("", "")

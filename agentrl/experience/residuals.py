@@ -29,8 +29,8 @@ def split_group(group: Group) -> tuple[Group, ...]:
     parts = [part for _, _, part in group.pending]
     if not parts or not all(part.residual for part in parts):
         return (group,)
-    late = tuple(ScoredEpisode(episode=one.episode, score=_late_score(one.score)) for one in group.episodes)
-    early = tuple(replace(one, score=_early_score(one.score)) for one in group.episodes)
+    late = tuple(ScoredEpisode(episode=episode.episode, score=_late_score(episode.score)) for episode in group.episodes)
+    early = tuple(replace(episode, score=_early_score(episode.score)) for episode in group.episodes)
     return replace(group, episodes=early), replace(group, index=-1 - group.index, episodes=late, cancelled=())
 
 

@@ -53,9 +53,13 @@ def write_records(run_dir: Path, step: int, rank: int, records: Sequence[TokenRe
     Args:
         step: number of the version that the step produces, from 1.
     """
-    header = json.dumps([[one.group, one.episode_id, one.part, len(one.logprobs)] for one in records], separators=(",", ":")).encode()
-    columns = b"".join(_floats(value for one in records for value in getattr(one, name)) for name in ("logprobs", "entropies", "weights"))
-    flags = bytes(bool(value) for one in records for value in one.clipped)
+    header = json.dumps(
+        [[record.group, record.episode_id, record.part, len(record.logprobs)] for record in records], separators=(",", ":")
+    ).encode()
+    columns = b"".join(
+        _floats(value for record in records for value in getattr(record, name)) for name in ("logprobs", "entropies", "weights")
+    )
+    flags = bytes(bool(value) for record in records for value in record.clipped)
     save_file(run_dir, step, rank, compress(struct.pack("<I", len(header)) + header + columns + flags))
 
 

@@ -176,7 +176,7 @@ class Quarantine:
         line = {"task_id": group.task_id, "task_key": group.task_key, "group": group.index, "message": fault.message}
         append_lines(self._path, [json_line(line)])
         log.warning("task %s is quarantined, and its group %d is excluded: %s", group.task_id, group.index, fault.message)
-        self._added = [one for one in self._added if one[0] > self._groups - QUARANTINE_GROUPS]
+        self._added = [added for added in self._added if added[0] > self._groups - QUARANTINE_GROUPS]
         self._added.append((self._groups, f"{group.task_id}: {fault.message.partition(chr(10))[0]}"))
         if len(self._added) > MAX_QUARANTINED:
             more = f"\n  and {len(self._added) - _MAX_NAMED} more" if len(self._added) > _MAX_NAMED else ""

@@ -139,7 +139,10 @@ def open_practice(
     Args:
         files: suite -> file to read instead of the suite's file.
     """
-    tasks = [[one.task for one in load_practice(root / suite, withheld=withheld, file=files.get(suite))] for suite in config.practice]
+    tasks = [
+        [drawn_task.task for drawn_task in load_practice(root / suite, withheld=withheld, file=files.get(suite))]
+        for suite in config.practice
+    ]
     return PracticeSchedule(tasks, tuple(config.practice.values()), Fraction(config.practice_share).limit_denominator(1000), seed)
 
 

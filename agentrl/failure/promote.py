@@ -106,7 +106,7 @@ def promote(
 
 def task_from_trace(trace: Trace, supplied: UserParts) -> Task:
     """Returns the task of a trace's agent. Raises a `UserError` that lists all missing parts."""
-    messages = [one.message for one in trace.spoken]
+    messages = [utterance.message for utterance in trace.spoken]
     first = next((number for number, message in enumerate(messages) if message.role == "assistant"), len(messages))
     roles = ("system", "developer", "user")
     prompt = tuple(Message(role=message.role, content=message.content) for message in messages[:first] if message.role in roles)
@@ -146,7 +146,7 @@ def task_from_trace(trace: Trace, supplied: UserParts) -> Task:
 
 def describe_excluded_messages(trace: Trace) -> str:
     """Returns a note on the user's messages that the task does not include; empty if it includes all of them."""
-    roles = [one.message.role for one in trace.spoken]
+    roles = [utterance.message.role for utterance in trace.spoken]
     later = sum(role == "user" for role in roles[roles.index("assistant") :]) if "assistant" in roles else 0
     return f"later messages of the user are excluded ({later}): a case contains only the user's first messages" if later else ""
 
@@ -228,15 +228,15 @@ def _recording(trace: Trace) -> Recording:
     calls: list[RecordedCall] = []
     indices: dict[str, int] = {}  # id of a call -> its index in `calls`
     unanswered: list[int] = []  # indices of calls without a result, the oldest first
-    for one in trace.spoken:
-        for number, call in enumerate(one.message.tool_calls):
-            if number < len(one.call_ids):
-                indices[one.call_ids[number]] = len(calls)
+    for utterance in trace.spoken:
+        for number, call in enumerate(utterance.message.tool_calls):
+            if number < len(utterance.call_ids):
+                indices[utterance.call_ids[number]] = len(calls)
             unanswered.append(len(calls))
             calls.append(RecordedCall(name=call.name, arguments=call.arguments, output="", failed=True))
-        if one.message.role == "tool" and unanswered:
-            index = indices.get(one.answers, unanswered[0])
-            calls[index] = replace(calls[index], output=one.message.content, failed=one.failed)
+        if utterance.message.role == "tool" and unanswered:
+            index = indices.get(utterance.answers, unanswered[0])
+            calls[index] = replace(calls[index], output=utterance.message.content, failed=utterance.failed)
             unanswered = [other for other in unanswered if other != index]
     answered = [call for number, call in enumerate(calls) if number not in unanswered]
     return Recording(tools=tuple(_schemas(trace, answered)), calls=tuple(answered))

@@ -242,23 +242,25 @@ def _from_messages(trace: Trace) -> Timeline:
     trajectories: dict[str, int] = {}
     calls_by_id: dict[str, tuple[int, int]] = {}
     more_turns = 0
-    for one in trace.spoken:
-        role = one.message.role
+    for utterance in trace.spoken:
+        role = utterance.message.role
         if role == "assistant" and len(steps) == MAX_TURNS:
             more_turns += 1
         elif role == "assistant":
-            trajectory = trajectories.setdefault(one.agent, len(trajectories))
-            turn = turn_counts[one.agent] = turn_counts.get(one.agent, -1) + 1
-            calls_by_id |= {name: (len(steps), number) for number, name in enumerate(one.call_ids[:MAX_CALLS])}
-            steps.append(TraceStep(trajectory=trajectory, turn=turn, agent=one.agent, text=truncate_middle(one.message.content)))
+            trajectory = trajectories.setdefault(utterance.agent, len(trajectories))
+            turn = turn_counts[utterance.agent] = turn_counts.get(utterance.agent, -1) + 1
+            calls_by_id |= {name: (len(steps), number) for number, name in enumerate(utterance.call_ids[:MAX_CALLS])}
+            steps.append(
+                TraceStep(trajectory=trajectory, turn=turn, agent=utterance.agent, text=truncate_middle(utterance.message.content))
+            )
             answers.append({})
-            replies.append(one)
+            replies.append(utterance)
         elif role == "tool":
-            step, number = calls_by_id.get(one.answers) or _next_unanswered(replies, answers)
+            step, number = calls_by_id.get(utterance.answers) or _next_unanswered(replies, answers)
             if step >= 0:
-                answers[step].setdefault(number, one)
+                answers[step].setdefault(number, utterance)
         elif not steps:
-            prompt.append(one.message)
+            prompt.append(utterance.message)
     steps = [
         replace(step, calls=tuple(_answered(call, results.get(n)) for n, call in enumerate(reply.message.tool_calls[:MAX_CALLS])))
         for step, reply, results in zip(steps, replies, answers, strict=True)

@@ -181,10 +181,10 @@ class Gate:
             return None
         info = evaluation_info(self.recipe, self.suite, version, repeats=config.repeats, threshold=rule.threshold, began=began)
         attempts = (*first, *retries)
-        evaluation = SuiteResults(about=info, attempts=tuple(one.attempt for one in attempts))
+        evaluation = SuiteResults(about=info, attempts=tuple(attempt.attempt for attempt in attempts))
         verdict = await asyncio.to_thread(self._verdict, version, baseline, evaluation, result, attempts)
         record = {FILE: codec.to_json(verdict) + b"\n"}
-        folder, transcripts = evaluation_folder(self.folder, version.number), [one.transcript for one in attempts]
+        folder, transcripts = evaluation_folder(self.folder, version.number), [attempt.transcript for attempt in attempts]
         await asyncio.to_thread(results.save_results, folder, evaluation, transcripts, more=record)
         self._report(verdict, evaluation)
         return verdict
@@ -236,7 +236,7 @@ class Gate:
             version = self.registry.get(number)
             if version is not None and version.state is VersionState.PROMOTED and self.verdict_for(version) is not None:
                 evaluation = results.load_results(evaluation_folder(self.folder, version.number))
-                if unchanged := tuple(one for one in evaluation.attempts if keys.get(one.case) == one.task_key):
+                if unchanged := tuple(attempt for attempt in evaluation.attempts if keys.get(attempt.case) == attempt.task_key):
                     return replace(evaluation, attempts=unchanged)
         return None
 
@@ -276,8 +276,8 @@ class Gate:
             return GateOutcome.PROMOTED, f"no worse: {effect} (p = {result.p_value:.2g})"
         if not self.config.rolls_back or self._last_version() is not None:  # the learner ended and cannot roll back
             return GateOutcome.BLOCKED, result.reason
-        verdicts = (read_verdict(self.folder, one) for one in range(max(0, number - rollback.BUDGET_STEPS + 1), number))
-        rollbacks = sum(one is not None and one.outcome is GateOutcome.ROLLED_BACK for one in verdicts)
+        verdicts = (read_verdict(self.folder, earlier) for earlier in range(max(0, number - rollback.BUDGET_STEPS + 1), number))
+        rollbacks = sum(verdict is not None and verdict.outcome is GateOutcome.ROLLED_BACK for verdict in verdicts)
         if rollbacks >= MAX_ROLLBACKS:
             within = f"after {rollbacks} rollbacks within {rollback.BUDGET_STEPS} versions the gate only blocks"
             return GateOutcome.BLOCKED, f"{result.reason}; {within}"
@@ -322,7 +322,10 @@ class Gate:
             self.tracker.evaluated(f"gate {verdict.version}", {evaluation.about.suite: rate})
         self.tracker.judged(verdict.version, str(verdict.outcome), verdict.reason)
         if not verdict.promoted:
-            turns = "".join(f"; case {one.case} differs from version {verdict.reference} at turn {one.turn}" for one in verdict.regressions)
+            turns = "".join(
+                f"; case {regression.case} differs from version {verdict.reference} at turn {regression.turn}"
+                for regression in verdict.regressions
+            )
             self.tracker.alert(f"version {verdict.version} is {verdict.outcome}: {verdict.reason}{turns}")
 
 

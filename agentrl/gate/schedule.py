@@ -105,7 +105,7 @@ class GateSchedule:
             await self._evaluate_serving(gate)
             return
         # A retracted version may be published again with the same weights, so versions that are not served yet are removed from the set.
-        self._started = {one for one in self._started if one[0] < gate.served.version}
+        self._started = {key for key in self._started if key[0] < gate.served.version}
         while (new := await self._next_due(gate)) is not None:
             await self._wait_idle()
             if self._progress.interrupted:

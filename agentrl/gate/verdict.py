@@ -107,9 +107,9 @@ def case_regressions(
     """
     path = evaluation_folder(folder, baseline.about.version) / EPISODES
     before = {line["episode"]: line for line in read_json_lines(path)}
-    after = {one.attempt.episode: one.transcript for one in attempts}
+    after = {attempt.attempt.episode: attempt.transcript for attempt in attempts}
     drops = sorted((pair.difference, pair.case) for pair in pair_scores(baseline.scores(), evaluation.scores()).pairs)
-    names = [one.case for one in result.regressed] or [case for difference, case in drops if difference < 0][:_CASES_SHOWN]
+    names = [regression.case for regression in result.regressed] or [case for difference, case in drops if difference < 0][:_CASES_SHOWN]
     regressions = []
     for case in names:
         passed, failed = _episode(baseline, case, passed=True), _episode(evaluation, case, passed=False)
@@ -139,5 +139,5 @@ def _turns(transcript: dict[str, Any]) -> list[dict[str, Any]]:
 def _episode(evaluation: SuiteResults, case: str, *, passed: bool) -> str | None:
     """Returns the episode of an attempt at the case that passed or, if `passed` is false, that did not; None if there is none."""
     threshold = evaluation.about.pass_threshold(case)
-    scored = ((one.episode, one.score) for one in evaluation.attempts if one.case == case and one.score is not None)
+    scored = ((attempt.episode, attempt.score) for attempt in evaluation.attempts if attempt.case == case and attempt.score is not None)
     return next((episode for episode, score in scored if attempt_passes(score, threshold) is passed), None)

@@ -143,7 +143,10 @@ class SampledTurn:
         """Returns the messages after this turn as results: first the results of its calls, then all other messages."""
         names = dict(zip(self.all_ids, (call.name for call in self.calls), strict=True))
         tools = [message for message in new if message.message.role == "tool"]
-        results = [ToolResult(name=names.get(each.call_id, "")[:64], output=each.message.content, ok=each.ok) for each in tools]
+        results = [
+            ToolResult(name=names.get(tool_message.call_id, "")[:64], output=tool_message.message.content, ok=tool_message.ok)
+            for tool_message in tools
+        ]
         others = [message.message for message in new if message.message.role != "tool"]
         return [*results, *(ToolResult(name=other.role[:64], output=other.content, ok=True) for other in others)]
 
@@ -381,7 +384,7 @@ def _continues(turn: SampledTurn, context: Context) -> bool:
 
 def _opening(messages: Sequence[RequestMessage]) -> Opening:
     count = next((at for at, each in enumerate(messages) if each.message.role in ("assistant", "tool")), len(messages))
-    text = "\n".join(each.message.content for each in messages[:count] if each.message.role == "user")
+    text = "\n".join(message.message.content for message in messages[:count] if message.message.role == "user")
     return Opening(chars=len(text), digest=_text_digest(text), text=text, more=count < len(messages))
 
 

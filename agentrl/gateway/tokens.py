@@ -182,7 +182,7 @@ class ConversationTokens:
         roles = (*((message.role, len(message.tool_calls)) for message in messages), "tools" if tools else "")
         if roles not in self._ends:
             call = ToolCall(name="a", arguments={})
-            plain = [Message(role=each.role, content="-", tool_calls=(call,) * len(each.tool_calls)) for each in messages]
+            plain = [Message(role=message.role, content="-", tool_calls=(call,) * len(message.tool_calls)) for message in messages]
             named = [{"type": "function", "function": {"name": "a", "description": "", "parameters": {}}}] if tools else []
             self._ends[roles] = self._count(self._open(plain, named))
             if len(self._ends) > 256:

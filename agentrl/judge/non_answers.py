@@ -22,7 +22,7 @@ _OPENINGS = (
     r"(?: (?:this|the|about|through|on|it|that|by|problem|question|task|out|carefully|step by step|step-by-step))*",
     "\u89e3|\u7b54\u6848|\u7b54|\u304b\u3044\u305b\u3064|respuesta|soluci\u00f3n|l\u00f6sung|antwort|r\u00e9ponse|\u043e\u0442\u0432\u0435\u0442",
 )
-_OPENING = re.compile("|".join(f"(?:{one})" for one in _OPENINGS))
+_OPENING = re.compile("|".join(f"(?:{pattern})" for pattern in _OPENINGS))
 _SAYING = frozenset(("Lu", "Ll", "Lt", "Lm", "Lo", "Nd", "Nl", "No", "Sm", "Sc", "So"))  # letters, digits, symbols with a meaning
 _BLANK = frozenset("\u115f\u1160\u2800\u3164\uffa0\ufffc\ufffd")  # characters of these categories that are invisible or replacements
 _WORDLESS = re.compile(r"[^\w' -]+|_+")

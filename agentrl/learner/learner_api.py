@@ -134,7 +134,7 @@ class LearnerApi:
         await self._access(lambda access: access.record_uses(uses))
 
     async def _record_setbacks(self, data: Any) -> None:
-        setbacks = tuple(codec.from_json(UpdateFailure, json.dumps(one)) for one in data["setbacks"])
+        setbacks = tuple(codec.from_json(UpdateFailure, json.dumps(setback)) for setback in data["setbacks"])
         await self._access(lambda access: access.record_setbacks(setbacks))
 
     async def _forget_setbacks(self, data: Any) -> None:

@@ -60,7 +60,7 @@ class RemoteStore:
 
     def entries(self, *, first: int | None = None, step: int | None = None) -> tuple[LedgerEntry, ...]:
         """Returns the ledger's entries; see `ExperienceStore.entries`."""
-        return tuple(codec.from_json(LedgerEntry, json.dumps(one)) for one in self._calls("entries", first=first, step=step))
+        return tuple(codec.from_json(LedgerEntry, json.dumps(entry)) for entry in self._calls("entries", first=first, step=step))
 
     def groups(self, indices: Iterable[int]) -> tuple[Group, ...]:
         """Returns groups in the given order. Reads a few at a time."""
@@ -81,7 +81,7 @@ class RemoteStore:
     def _group(self, index: int) -> Group:
         body = json.dumps({"index": index}).encode()
         group = codec.from_json(Group, self._calls.link.call("POST", "/learner/group", body, timeout_s=CALL_S))
-        for name in images_of(line for scored in group.episodes for line in scored.episode.trajectories):
+        for name in images_of(trajectory for scored in group.episodes for trajectory in scored.episode.trajectories):
             self._media.read(name)  # stores a copy in the mirror
         return group
 
@@ -194,7 +194,7 @@ class RemoteAccess:
         own = self._mirror.index.list_folder(folder) if ranks.is_first_on_host else FolderListing(files=())
         by_name: dict[str, FileChunks] = {}
         for data in reversed(ranks.gather_bytes(codec.to_json(own))):  # if several hosts have a file, the first host's counts
-            by_name |= {one.name: one for one in codec.from_json(FolderListing, data).files}
+            by_name |= {file.name: file for file in codec.from_json(FolderListing, data).files}
         whole = FolderListing(files=tuple(by_name[file] for file in sorted(by_name)))
         missing: list[str] = []
         if ranks.is_first:
@@ -204,7 +204,7 @@ class RemoteAccess:
                 self.prune_checkpoints(1, spare)
                 missing = self._mirror.announce(name, whole)
         missing = json.loads(ranks.gather_bytes(json.dumps(missing).encode())[0])
-        here = {sha256 for one in own.files if by_name[one.name] == one for sha256 in one.chunks}
+        here = {sha256 for file in own.files if by_name[file.name] == file for sha256 in file.chunks}
         self._mirror.send(name, [sha256 for sha256 in missing if sha256 in here])
         ranks.barrier()
         if ranks.is_first:
@@ -246,7 +246,7 @@ class RemoteAccess:
     def record_setbacks(self, setbacks: tuple[UpdateFailure, ...]) -> None:
         """Appends setbacks to the driver's log."""
         if setbacks:
-            self._calls("record_setbacks", setbacks=[codec.to_data(one) for one in setbacks])
+            self._calls("record_setbacks", setbacks=[codec.to_data(setback) for setback in setbacks])
 
     def forget_setbacks(self, step: int) -> None:
         """Removes the setbacks from `step` on."""

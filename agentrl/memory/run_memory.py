@@ -97,7 +97,7 @@ class RunMemory:
         if not entries:
             raise StoreError(f"the notes of step {step} are missing: the ledger has no groups of this step")
         groups = await self._experience.groups(entry.index for entry in entries)
-        episodes = [one for group in groups for one in group.episodes]
+        episodes = [episode for group in groups for episode in group.episodes]
         return notes_to_commit(episodes)
 
     async def _oldest_read(self) -> int:
@@ -182,7 +182,7 @@ def placeholder_memory(recipe: Recipe) -> EpisodeMemory | None:
 
 def memory_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Returns the memory metrics of a step's counted episodes; empty if there is no memory."""
-    memos = [one.episode.memory for group in groups for one in group.scored if one.episode.memory is not None]
+    memos = [attempt.episode.memory for group in groups for attempt in group.scored if attempt.episode.memory is not None]
     if not memos:
         return {}
     return {
@@ -196,7 +196,7 @@ def answer_leaks(task: Task, scored: ScoredEpisode) -> list[str]:
     memo = scored.episode.memory
     if memo is None or not memo.read:
         return []
-    results = (one for line in scored.episode.trajectories for turn in line.turns for one in turn.tool_results)
+    results = (tool_result for trajectory in scored.episode.trajectories for turn in trajectory.turns for tool_result in turn.tool_results)
     text = "\n".join(result.output for result in results if result.name == RECALL)
     return [f"a note {leak.how} {leak.truth.origin}" for leak in find_leaks({RECALL: text.encode()}, hidden_truths(task))]
 
@@ -208,9 +208,9 @@ def record_answer_leaks(folder: Path, task: Task, scored: Sequence[ScoredEpisode
     """
     try:
         lines = [
-            {"phase": phase, "step": step, "episode": one.episode.id, "task": task.id, "how": how}
-            for one in scored
-            if (how := answer_leaks(task, one))
+            {"phase": phase, "step": step, "episode": attempt.episode.id, "task": task.id, "how": how}
+            for attempt in scored
+            if (how := answer_leaks(task, attempt))
         ]
         if lines:
             append_lines(folder / ANSWERS_FILE, map(json_line, lines))

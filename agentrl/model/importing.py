@@ -158,7 +158,9 @@ def _check_target(target: Path, source: Source, *, force: bool) -> None:
         return
     if source.path.resolve().is_relative_to(target.resolve()):
         raise UserError(f"{target} contains the source", fix="choose a different folder")
-    others = sorted(path.name for path in target.iterdir() if not path.is_file() or not any(fnmatch(path.name, one) for one in _OF_A_MODEL))
+    others = sorted(
+        path.name for path in target.iterdir() if not path.is_file() or not any(fnmatch(path.name, pattern) for pattern in _OF_A_MODEL)
+    )
     model = any((target / name).is_file() for name in (RECORD, "config.json"))
     if not force or not model:
         content = "contains a different model, or a modified one" if model else "is not a model folder"
@@ -226,7 +228,7 @@ def _make(source: Source, part: Path, text: str | None, named: str | None, dtype
 
 def _plain(text: str) -> str:
     """Returns third-party text as one short printable line."""
-    return "".join(one for one in " ".join(text[:1000].split()) if one.isprintable())[:100]
+    return "".join(character for character in " ".join(text[:1000].split()) if character.isprintable())[:100]
 
 
 def _check_header(header: GgufHeader) -> None:

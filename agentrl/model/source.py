@@ -126,7 +126,9 @@ def _in_package(text: str) -> Source:
     ours = base64.urlsafe_b64encode(bytes.fromhex(digest)).rstrip(b"=").decode()  # as in a wheel's RECORD
     if stated is not None and stated.mode == "sha256" and stated.value != ours:
         raise UserError(f"{path} is not the file that {name!r} installed", fix=f"pip install --force-reinstall --no-deps {name}")
-    licences = [_inside(package, path) for path in by_path if any(fnmatch(PurePosixPath(path).name.upper(), one) for one in _LICENCES)]
+    licences = [
+        _inside(package, path) for path in by_path if any(fnmatch(PurePosixPath(path).name.upper(), pattern) for pattern in _LICENCES)
+    ]
     return Source(
         path=path,
         name=matches[0],

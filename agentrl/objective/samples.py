@@ -78,7 +78,7 @@ def scale_beside_residuals(batch: Batch, recipe: Recipe) -> Batch:
 
     others = [sample for sample in samples if sample.group_index >= 0]
     aggregation, length = recipe.objective.aggregation, recipe.policy.max_model_len
-    every, *shares = (loss_denominator(some, aggregation, length=length) for some in (samples, residual, others))
+    every, *shares = (loss_denominator(part, aggregation, length=length) for part in (samples, residual, others))
     factor = every / max(shares)
     scaled = (replace(sample, advantages=tuple(factor * value for value in sample.advantages)) for sample in samples)
     return replace(batch, samples=tuple(scaled))
@@ -169,7 +169,7 @@ def _earned_rewards(trajectories: Sequence[Trajectory], score: float, following:
     token, in each trajectory that no other trajectory continues. If there is no environment, the rest is the complete score. Sub-agents get
     the score.
     """
-    rewards = [[sum(result.reward or 0.0 for result in turn.tool_results) for turn in line.turns] for line in trajectories]
+    rewards = [[sum(result.reward or 0.0 for result in turn.tool_results) for turn in trajectory.turns] for trajectory in trajectories]
     rest = score - sum(map(sum, rewards))
     for line, own, after in zip(trajectories, rewards, following, strict=True):
         sampled = [number for number, turn in enumerate(line.turns) if turn.completion_ids]

@@ -56,7 +56,7 @@ class Chart:
     @property
     def ends(self) -> list[str]:
         """The first and last point of each series, for a reader without JavaScript."""
-        ends = [(one.label, one.points[0], one.points[-1]) for one in self.series]
+        ends = [(curve.label, curve.points[0], curve.points[-1]) for curve in self.series]
         return [
             f"{label}: {y:.4g} at {self.x_name} {x:g}, {end_y:.4g} at {self.x_name} {end_x:g}" for label, (x, y), (end_x, end_y) in ends
         ]
@@ -137,7 +137,7 @@ def reward_chart(table: MetricsTable, rates: Mapping[str, Sequence[Rate | None]]
                 intervals.append((float(step), rate.ci_low, rate.ci_high))
         if points:
             series.append(Series(label=label, points=sorted(points.items()), colour=colour, line=False, intervals=intervals))
-    values = [y for one in series for _, y in one.points]
+    values = [y for curve in series for _, y in curve.points]
     y_range = (0.0, 1.0) if values and min(values) >= 0 and max(values) <= 1 else None
     return Chart(title="Reward by step", series=series, form="rate", y_range=y_range, height=300) if series else None
 

@@ -147,17 +147,17 @@ def _gate_row(verdict: Line) -> tuple[str, ...]:
 
 
 def _regressed_cases(folder: Path, verdict: Line, notes: list[str]) -> Iterator[tuple[str, tuple[ShownEpisode, ...]]]:
-    regressions = [one for one in as_list(verdict.get("regressions")) if isinstance(one, dict)]
+    regressions = [regression for regression in as_list(verdict.get("regressions")) if isinstance(regression, dict)]
     version, baseline = verdict["version"], verdict.get("reference")
     if not regressions or not isinstance(baseline, int):
         return
-    ours = _episodes(folder / f"{version:06d}", {str(one.get("episode")) for one in regressions}, notes)
-    theirs = _episodes(folder / f"{baseline:06d}", {str(one.get("before_episode")) for one in regressions}, notes)
-    for one in regressions:
-        before, after = theirs.get(str(one.get("before_episode"))), ours.get(str(one.get("episode")))
+    ours = _episodes(folder / f"{version:06d}", {str(regression.get("episode")) for regression in regressions}, notes)
+    theirs = _episodes(folder / f"{baseline:06d}", {str(regression.get("before_episode")) for regression in regressions}, notes)
+    for regression in regressions:
+        before, after = theirs.get(str(regression.get("before_episode"))), ours.get(str(regression.get("episode")))
         if before is not None and after is not None:
-            turn = f", with the first difference at turn {one['turn']}" if isinstance(one.get("turn"), int) else ""
-            title = f"version {version} was {verdict.get('outcome', '')}: case {one.get('case', '')}{turn}"
+            turn = f", with the first difference at turn {regression['turn']}" if isinstance(regression.get("turn"), int) else ""
+            title = f"version {version} was {verdict.get('outcome', '')}: case {regression.get('case', '')}{turn}"
             yield title, (show_episode(before, f"version {baseline}, passed"), show_episode(after, f"version {version}, failed"))
 
 

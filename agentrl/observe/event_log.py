@@ -232,7 +232,7 @@ def newest_offset(run_dir: Path, *, back: int = 256 << 10) -> int:
     if not segments:
         return 0
     wanted = max(_end(segments) - back, segments[0][0])
-    start, path = max((one for one in segments if one[0] <= wanted), default=segments[0])
+    start, path = max((segment for segment in segments if segment[0] <= wanted), default=segments[0])
     if wanted == start:
         return start
     with open_file(path, inside=run_dir) as file:

@@ -256,7 +256,7 @@ def decode(line: bytes) -> Event | None:
 
 def _limits(kind: type[Event]) -> dict[str, int]:
     """Returns field -> maximum number of characters."""
-    limits = {one.name: _LIMITS.get(one.name, NAME_CHARS) for one in fields(kind)}
+    limits = {attribute.name: _LIMITS.get(attribute.name, NAME_CHARS) for attribute in fields(kind)}
     return limits | {"text": PREVIEW_CHARS} if kind is TurnEnded else limits
 
 

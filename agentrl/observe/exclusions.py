@@ -44,7 +44,7 @@ def exclusion_reason(scored: ScoredEpisode) -> str:
 
     `REACHABLE` marks a reason that the policy can have provoked.
     """
-    failure = next((one for one in reversed(scored.episode.failures) if one.blame is not Blame.POLICY), None)
+    failure = next((failure for failure in reversed(scored.episode.failures) if failure.blame is not Blame.POLICY), None)
     if failure is not None:
         text = f"{failure.blame}: {failure.kind}: {failure.message}"
         return _reachable(text) if failure.policy_reachable else normalize_reason(text)

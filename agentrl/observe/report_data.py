@@ -89,10 +89,10 @@ def _read_thinking(phases: Line) -> Iterator[Curve]:
     """Yields the success of k attempts in the last phase, with each bound on thinking and without a bound."""
     last = _last(phases)
     for phase, split, result in _results(phases):
-        bounded = [one for one in as_list(result.get("thinking")) if isinstance(one, dict)] if phase == last else []
+        bounded = [rate for rate in as_list(result.get("thinking")) if isinstance(rate, dict)] if phase == last else []
         points: dict[int, list[tuple[float, float]]] = {}
-        for one in (*bounded, result) if bounded else ():
-            tokens, shares = one.get("tokens_mean"), one.get("pass_at")
+        for rate in (*bounded, result) if bounded else ():
+            tokens, shares = rate.get("tokens_mean"), rate.get("pass_at")
             for k, share in shares.items() if isinstance(shares, dict) else ():
                 if k.isdecimal() and len(k) < 6 and is_finite(tokens) and is_finite(share):
                     points.setdefault(int(k), []).append((int(k) * tokens, share))

@@ -128,8 +128,8 @@ def _kinds(run: _Run) -> Mapping[str, Rate]:
 
 def _settings(recipes: Sequence[Line]) -> Iterator[tuple[str, tuple[Any, ...]]]:
     flat = [dict(flatten(recipe)) for recipe in recipes]
-    for key in sorted({key for one in flat for key in one}):
-        values = tuple(one.get(key, MISSING) for one in flat)
+    for key in sorted({key for settings in flat for key in settings}):
+        values = tuple(settings.get(key, MISSING) for settings in flat)
         if any(value != values[0] for value in values[1:]):
             yield key, values
 

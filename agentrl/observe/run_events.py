@@ -52,7 +52,7 @@ class EventTracker(Tracker):
 
     def progress(self, index: int, group: Group) -> None:
         """Records a group with its scores."""
-        scores = tuple(None if one.episode.left_out else one.score.value for one in group.episodes)
+        scores = tuple(None if episode.episode.left_out else episode.score.value for episode in group.episodes)
         tokens, cancelled = sampled_tokens(group.episodes), len(group.cancelled)
         self._record(GroupStored(group=index, task_id=group.task_id, kind=group.kind, scores=scores, tokens=tokens, cancelled=cancelled))
 
@@ -136,12 +136,12 @@ class EpisodeEvents(EpisodeListener):
     def ended(self, episode: Episode) -> None:
         """Records the end of an attempt."""
         with self._boundary():
-            failure = next((one for one in reversed(episode.failures) if one.blame is not Blame.POLICY), None)
+            failure = next((failure for failure in reversed(episode.failures) if failure.blame is not Blame.POLICY), None)
             self._record(
                 EpisodeEnded(
                     episode=episode.id,
                     stop_reason=episode.stop_reason,
-                    turns=sum(len(one.own_turns) for one in episode.trajectories),
+                    turns=sum(len(trajectory.own_turns) for trajectory in episode.trajectories),
                     tokens=episode.completion_tokens,
                     seconds=episode.wall_s,
                     failure="" if failure is None else failure.kind,

@@ -67,7 +67,7 @@ class Samples:
 def sample_of(group: Group, scored: ScoredEpisode) -> Sample:
     """Returns an episode of a group as text, without control characters."""
     episode = scored.episode
-    messages = [message for line in episode.trajectories[:1] for message in _messages(line.prompt or group.prompt, line)]
+    messages = [message for trajectory in episode.trajectories[:1] for message in _messages(trajectory.prompt or group.prompt, trajectory)]
     if len(messages) > MAX_MESSAGES:
         gap = {"role": "system", "content": f"[{len(messages) - MAX_MESSAGES} messages omitted]"}
         messages = [*messages[: MAX_MESSAGES - 1], gap, messages[-1]]

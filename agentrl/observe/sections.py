@@ -45,7 +45,9 @@ def failures_section(failures: Mapping[str, Any]) -> FailuresSection | None:
     names = list(tags)
     stored, deleted = (failures.get(key) if isinstance(failures.get(key), int) else 0 for key in ("kept", "dropped"))
     steps, phases, versions = (_entries(failures.get(f"{name}s"), name) for name in ("step", "phase", "version"))
-    examples = [one for one in as_list(failures.get("examples")) if isinstance(one, dict) and isinstance(one.get("messages"), list)]
+    examples = [
+        example for example in as_list(failures.get("examples")) if isinstance(example, dict) and isinstance(example.get("messages"), list)
+    ]
     return FailuresSection(
         note=f"{sum(tags.values()):,} training and evaluation episodes failed. Each is counted by its first problem, as tagged by rules,"
         f" judges or people. {stored:,} traces are stored, and {deleted:,} were deleted to limit their number. `agentrl failures` shows"
@@ -81,11 +83,11 @@ def _by_tag(title: str, entries: list[_Entry], names: list[str]) -> Table:
 
 def _entries(values: Any, name: str) -> list[_Entry]:
     entries = []
-    for one in as_list(values):
-        value, episodes = (one.get(name), one.get("episodes")) if isinstance(one, dict) else (None, None)
+    for item in as_list(values):
+        value, episodes = (item.get(name), item.get("episodes")) if isinstance(item, dict) else (None, None)
         if isinstance(value, int | str) and not isinstance(value, bool) and isinstance(episodes, int):
             number = float(value) if isinstance(value, int) else 0.0
-            entries.append(_Entry(name=str(value), value=number, episodes=episodes, tags=_counts(one.get("tags"))))
+            entries.append(_Entry(name=str(value), value=number, episodes=episodes, tags=_counts(item.get("tags"))))
     return entries
 
 

@@ -83,7 +83,7 @@ def open_wandb(run_dir: Path, recipe: Recipe, *, samples: int = SAMPLES, **optio
     usual = {"project": _TITLE, "name": run_dir.name, "id": number, "resume": "allow", "dir": str(run_dir), "config": _config(recipe)}
 
     def show(samples: Sequence[Sample]) -> Any:
-        rows = [[*one.facts.values(), one.text()] for one in samples]
+        rows = [[*sample.facts.values(), sample.text()] for sample in samples]
         return wandb.Table(columns=[*samples[0].facts, "transcript"], data=rows)
 
     return ExperimentRun(wandb.init(**usual | options), show, samples=samples)
@@ -99,7 +99,10 @@ def open_trackio(run_dir: Path, recipe: Recipe, *, samples: int = SAMPLES, **opt
     usual = {"project": _TITLE, "name": name, "resume": "allow", "config": _config(recipe), "auto_log_gpu": False, "auto_log_cpu": False}
 
     def show(samples: Sequence[Sample]) -> Any:
-        return [trackio.Trace(messages=list(one.messages), metadata=one.facts | {"duration_ms": 1000 * one.seconds}) for one in samples]
+        return [
+            trackio.Trace(messages=list(sample.messages), metadata=sample.facts | {"duration_ms": 1000 * sample.seconds})
+            for sample in samples
+        ]
 
     with redirect_stdout(sys.stderr):
         return ExperimentRun(trackio.init(**usual | options), show, samples=samples)

@@ -134,7 +134,13 @@ def loop_latency(counted: Sequence[ScoredEpisode], now: float) -> dict[str, floa
 
     Both are absent if the time of no token is known.
     """
-    turns = [turn for one in counted for line in one.episode.trajectories for turn in line.own_turns if turn.ended_at and turn.sampled]
+    turns = [
+        turn
+        for attempt in counted
+        for trajectory in attempt.episode.trajectories
+        for turn in trajectory.own_turns
+        if turn.ended_at and turn.sampled
+    ]
     if not turns:
         return {}
     waits = [max(0.0, now - turn.ended_at) for turn in turns]

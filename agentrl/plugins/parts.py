@@ -307,6 +307,6 @@ def _how(kind: PartKind, protocol: type) -> str:
 def _unfit(kind: PartKind, name: str, subject: str, lacks: list[ProtocolError]) -> PluginError:
     protocol = kind.protocol.rpartition(":")[2]
     return PluginError(
-        f"{kind.key} {name!r}: {subject} does not implement agentrl.protocols.{protocol}: {'; '.join(one.problem for one in lacks)}",
-        fix="\n       ".join(one.fix for one in lacks),
+        f"{kind.key} {name!r}: {subject} does not implement agentrl.protocols.{protocol}: {'; '.join(lack.problem for lack in lacks)}",
+        fix="\n       ".join(lack.fix for lack in lacks),
     )

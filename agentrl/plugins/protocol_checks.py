@@ -47,8 +47,12 @@ def signature_error(function: Callable[..., Any], *arguments: Any, **named: Any)
         signature = inspect.signature(_constructor(function))
     except (TypeError, ValueError):
         return ""
-    names = [one.name for one in signature.parameters.values() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
-    takes_any = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
+    names = [
+        parameter.name
+        for parameter in signature.parameters.values()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    ]
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
     for name in named:
         if name not in names and not takes_any:
             return f"{name}: {unknown_name(name, names, what='argument')}"
@@ -103,10 +107,15 @@ def _is_unbound(candidate: Any, name: str) -> bool:
 def _misfit(name: str, theirs: Callable[..., Any], wanted: Callable[..., Any], *, unbound: bool, options: Mapping[str, Any]) -> str:
     """Returns why a method does not match the method of the protocol: their arguments differ, or only one of them is async."""
     ours = list(inspect.signature(wanted).parameters.values())[1:]
-    arguments = [None] * (len([one for one in ours if one.kind is one.POSITIONAL_OR_KEYWORD]) + unbound)
-    fewest = [None] * (len([one for one in ours if one.kind is one.POSITIONAL_OR_KEYWORD and one.default is one.empty]) + unbound)
-    named = {one.name: None for one in ours if one.kind is one.KEYWORD_ONLY}
-    needed = {one.name: None for one in ours if one.kind is one.KEYWORD_ONLY and one.default is one.empty}
+    arguments = [None] * (len([parameter for parameter in ours if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]) + unbound)
+    fewest = [None] * (
+        len([parameter for parameter in ours if parameter.kind is parameter.POSITIONAL_OR_KEYWORD and parameter.default is parameter.empty])
+        + unbound
+    )
+    named = {parameter.name: None for parameter in ours if parameter.kind is parameter.KEYWORD_ONLY}
+    needed = {
+        parameter.name: None for parameter in ours if parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty
+    }
     for positional, keywords in ((arguments, named), (fewest, needed)):
         if problem := signature_error(theirs, *positional, **keywords, **(options if name == "__call__" else {})):
             return f"{name} cannot be called as required: {problem}"
@@ -136,7 +145,7 @@ class _Raw(str):
 def _written(name: str, wanted: Callable[..., Any]) -> str:
     """Returns the first line of a method of the protocol, as in a class body."""
     signature = inspect.signature(wanted)
-    parameters = [one.replace(annotation=_raw(one.annotation)) for one in signature.parameters.values()]
+    parameters = [parameter.replace(annotation=_raw(parameter.annotation)) for parameter in signature.parameters.values()]
     shown = signature.replace(parameters=parameters, return_annotation=_raw(signature.return_annotation))
     return f"`{'async ' if _is_async(wanted) else ''}def {name}{shown}`"
 

@@ -26,7 +26,7 @@ class ScoredEpisode(Record):
     def __post_init__(self) -> None:
         Record.__post_init__(self)
         turns = tuple(len(trajectory.turns) for trajectory in self.episode.trajectories)
-        rewards = tuple(len(some) for some in self.score.turn_rewards)
+        rewards = tuple(len(turn_rewards) for turn_rewards in self.score.turn_rewards)
         if rewards and rewards != turns:
             raise ValueError(f"episode {self.episode.id}: turn rewards for {rewards} turns, but its trajectories have {turns}")
         if {len(self.score.branches), len(self.score.without)} - {0, len(turns)}:

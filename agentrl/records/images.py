@@ -71,7 +71,7 @@ def count_images(token_ids: Sequence[int]) -> int:
 
 def images_of(trajectories: Iterable[Trajectory], prompts: Iterable[Sequence[int]] = ()) -> set[str]:
     """Returns the names of the images in the contexts of trajectories, and in prompts."""
-    contexts = [ids for line in trajectories for ids in (line.last_state, *(turn.prompt_ids for turn in line.turns))]
+    contexts = [ids for trajectory in trajectories for ids in (trajectory.last_state, *(turn.prompt_ids for turn in trajectory.turns))]
     return {name for ids in (*contexts, *prompts) if max(ids, default=0) >= FIRST for *_, name in image_blocks(ids)}
 
 

@@ -142,7 +142,7 @@ class EpisodeRunner:
             episode.stage = "collect"
             return stop_reason, *await _collect(episode)
         assert fault.error is not None
-        if wall.expired() or all(isinstance(one, OutOfTime) for one in group_members(fault.error)):
+        if wall.expired() or all(isinstance(member, OutOfTime) for member in group_members(fault.error)):
             return _out_of_time(episode)
         return "failed", nothing, (failure_from_error(fault.error, stage=episode.stage, turn=episode.turn_count),)
 

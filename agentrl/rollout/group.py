@@ -144,7 +144,8 @@ class GroupRunner:
         scored = race.episodes
         if self.group_scoring is not None:
             scored = await self._judged(self.group_scoring, task, scored)
-            if (broken := next((one for each in scored for one in each.episode.failures if one.blame is Blame.TASK), None)) is not None:
+            faults = (failure for attempt in scored for failure in attempt.episode.failures)
+            if (broken := next((fault for fault in faults if fault.blame is Blame.TASK), None)) is not None:
                 return excluded_group(index, task.id, task.key, broken, size=self.group_size)
         scored = _capped(scored, task.pass_threshold)
         return Group(index=index, task_id=task.id, task_key=task.key, episodes=scored, cancelled=race.cancelled)
@@ -155,9 +156,8 @@ class GroupRunner:
             scores = await judge.score_group(task, scored)
         if fault.error is not None:
             why = failure_from_error(fault.error, stage="score")
-            scores = [
-                one.score if one.episode.left_out else Score(value=None, reason=f"group judge: {why.message}"[:2000]) for one in scored
-            ]
+            unscored = Score(value=None, reason=f"group judge: {why.message}"[:2000])
+            scores = [attempt.score if attempt.episode.left_out else unscored for attempt in scored]
         judged = []
         for one, score in zip(scored, scores, strict=True):
             if one.episode.left_out:  # `on_attempt` was called when it ended
@@ -223,7 +223,7 @@ class GroupRunner:
                 if final:
                     self.on_attempt(unscored)
                 return self._ended(ScoredEpisode(episode=episode, score=score), final=final)
-            failure = next(one for one in reversed(episode.failures) if one.blame is not Blame.POLICY)
+            failure = next(failure for failure in reversed(episode.failures) if failure.blame is not Blame.POLICY)
             if failure.blame is Blame.TASK:
                 break
             self.on_attempt(failure)
@@ -232,7 +232,7 @@ class GroupRunner:
                 since = self.history.events
             faults.append(failure)
             repeats = may_be_provoked(failure)
-            alone = failure.kind == EnvironmentCrash.__name__ or [one.kind for one in faults[-2:]] == [NEIGHBOR_CRASH] * 2
+            alone = failure.kind == EnvironmentCrash.__name__ or [fault.kind for fault in faults[-2:]] == [NEIGHBOR_CRASH] * 2
             sampled.end_attempt(repeat=repeats, alone=alone)
             if slot is not None:
                 slot.suspect = repeats
@@ -270,7 +270,7 @@ class GroupRunner:
 
     async def _score_provoked(self, task: Task, episode: Episode, provoked: Failure, scorer: EpisodeScorer) -> ScoredEpisode:
         """Scores an episode that the policy ended by provoking a fault. If scoring fails, the episode is excluded."""
-        own = tuple(one for one in episode.failures if one.blame is Blame.POLICY)
+        own = tuple(failure for failure in episode.failures if failure.blame is Blame.POLICY)
         episode = replace(episode, failures=(*own, provoked))
         with user_code.fault_boundary() as fault:
             return ScoredEpisode(episode=episode, score=await scorer(task, episode))
@@ -411,14 +411,15 @@ def _capped(scored: tuple[ScoredEpisode, ...], threshold: float | None) -> tuple
     def ended_itself(one: ScoredEpisode) -> bool:
         return any(failure.kind in (NOT_TAKEN, PROVOKED, NO_ACTION) and failure.blame is Blame.POLICY for failure in one.episode.failures)
 
-    values = [one.score.value for one in scored if not one.episode.left_out and not ended_itself(one) and one.score.value is not None]
+    others = (attempt.score.value for attempt in scored if not attempt.episode.left_out and not ended_itself(attempt))
+    values = [value for value in others if value is not None]
     if threshold is not None and threshold <= 0:
         values.append(math.nextafter(threshold, -math.inf))
     return tuple(
-        replace(one, score=replace(one.score, value=min(one.score.value, *values)))
-        if values and one.score.value is not None and ended_itself(one)
-        else one
-        for one in scored
+        replace(attempt, score=replace(attempt.score, value=min(attempt.score.value, *values)))
+        if values and attempt.score.value is not None and ended_itself(attempt)
+        else attempt
+        for attempt in scored
     )
 
 

@@ -63,8 +63,8 @@ class _Job:
     def accepts(self, group: Group) -> bool:
         """Whether a complete group that was sampled under a different lease may be the result."""
         episodes = [scored.episode for scored in group.episodes]
-        fresh = all(one.oldest_version is None or one.oldest_version >= self.oldest_version for one in episodes)
-        return self.is_for(group) and fresh and not any(one.left_out for one in episodes)
+        fresh = all(episode.oldest_version is None or episode.oldest_version >= self.oldest_version for episode in episodes)
+        return self.is_for(group) and fresh and not any(episode.left_out for episode in episodes)
 
 
 class GroupLeases:

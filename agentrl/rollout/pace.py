@@ -137,7 +137,7 @@ class _History:
             history._kept = [(float(one), float(all_), float(tokens)) for one, all_, tokens in data["requests"]]
         except (TypeError, LookupError, ValueError, OverflowError) as error:
             raise ValueError(f"not a history of requests: {error}") from None
-        numbers = [value for one in history._kept for value in one]
+        numbers = [value for entry in history._kept for value in entry]
         if history._stride < 1 or len(history._kept) > _KEPT or not all(0 < value < math.inf for value in numbers):
             raise ValueError("not a history of requests: a number is out of range")
         history._newer = len(history._kept)
@@ -241,7 +241,7 @@ class Pace:
         if not self._all:
             return None
         size = tokens.bit_length()
-        smaller = [one for one in self._sizes if one <= size]
+        smaller = [known_size for known_size in self._sizes if known_size <= size]
         if cut or not self._sizes:
             least, history = tokens, self._all
         elif smaller:

@@ -108,16 +108,20 @@ class AttemptScheduler:
     def episodes(self) -> tuple[ScoredEpisode, ...]:
         """The attempts of the group in order: those that count, and those that were excluded or have no score."""
         counted = {attempt.number for attempt in self.counted}
-        return tuple(one.scored for one in self.attempts if one.scored and (one.number in counted or not counts_for_group(one.scored)))
+        return tuple(
+            attempt.scored
+            for attempt in self.attempts
+            if attempt.scored and (attempt.number in counted or not counts_for_group(attempt.scored))
+        )
 
     @property
     def cancelled(self) -> tuple[Cancelled, ...]:
         """The records of the cancelled attempts, in order."""
         counted = {attempt.number for attempt in self.counted}
         return tuple(
-            _cancelled(one, self._reason)
-            for one in self.attempts
-            if one.number not in counted and (one.scored is None or counts_for_group(one.scored))
+            _cancelled(attempt, self._reason)
+            for attempt in self.attempts
+            if attempt.number not in counted and (attempt.scored is None or counts_for_group(attempt.scored))
         )
 
     def _advance(self) -> None:
@@ -163,7 +167,7 @@ def counts_for_group(scored: ScoredEpisode) -> bool:
 def _cancelled(attempt: GroupAttempt, reason: str) -> Cancelled:
     if attempt.scored is not None:  # it ended when it was no longer needed
         episode = attempt.scored.episode
-        turns = sum(len(line.own_turns) for line in episode.trajectories)
+        turns = sum(len(trajectory.own_turns) for trajectory in episode.trajectories)
         return Cancelled(episode_id=episode.id, reason=reason, turns=turns, tokens=episode.completion_tokens, wall_s=episode.wall_s)
     if attempt.episode is None:
         return Cancelled(episode_id=f"{attempt.name}-a0", reason=reason, begun=False)

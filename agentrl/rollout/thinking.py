@@ -73,7 +73,7 @@ def join_completions(first: Completion, rest: Completion, forced: tuple[int, ...
     spans = list(first.versions)
     if forced:
         spans[-1] = VersionSpan(version=spans[-1].version, start=spans[-1].start, end=end)
-    spans += [VersionSpan(version=one.version, start=end + one.start, end=end + one.end) for one in rest.versions]
+    spans += [VersionSpan(version=version.version, start=end + version.start, end=end + version.end) for version in rest.versions]
     supports = (part.supports or len(part.token_ids) for part in (first, rest))
     return Completion(
         token_ids=(*first.token_ids, *forced, *rest.token_ids),

@@ -175,11 +175,11 @@ class Outbox:
             try:
                 await self._add(batch)
             except GroupTooLarge:
-                for one in batch:
+                for group in batch:
                     try:
-                        await self._add([one])
+                        await self._add([group])
                     except GroupTooLarge:
-                        _resolve(one[2], False)
+                        _resolve(group[2], False)
 
     async def _add(self, batch: list[tuple[str, Group, asyncio.Future[bool]]]) -> None:
         groups, leases = [group for _, group, _ in batch], [lease for lease, _, _ in batch]

@@ -94,8 +94,8 @@ async def _pipeline(run: Run) -> None:
             watching.append(watch_daemon(run.tracker.alert))
         if run.workers is not None:
             watching.append(run.workers.watch())
-        watching += [one.policy.watch(on_loss=run.learner.kill) for one in run.version_servers]
-        watchers = [parts.create_task(one) for one in watching]
+        watching += [server.policy.watch(on_loss=run.learner.kill) for server in run.version_servers]
+        watchers = [parts.create_task(coroutine) for coroutine in watching]
         if not concluded:
             await records.finish_serving()
         await records.record_missing()

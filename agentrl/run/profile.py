@@ -168,10 +168,10 @@ def _episode_times(episodes: Sequence[ScoredEpisode]) -> dict[str, float]:
     """Returns the mean times of episodes; empty if there are no episodes."""
     if not episodes:
         return {}
-    turns = [[turn for line in scored.episode.trajectories for turn in line.own_turns] for scored in episodes]
+    turns = [[turn for trajectory in scored.episode.trajectories for turn in trajectory.own_turns] for scored in episodes]
     whole = fmean(scored.episode.wall_s for scored in episodes)
-    sampling = fmean(sum(turn.generate_s for turn in some) for some in turns)
-    tools = fmean(sum(turn.tool_s for turn in some) for some in turns)
+    sampling = fmean(sum(turn.generate_s for turn in episode_turns) for episode_turns in turns)
+    tools = fmean(sum(turn.tool_s for turn in episode_turns) for episode_turns in turns)
     return {"all": whole, "sampling": sampling, "tools": tools, "other": max(0.0, whole - sampling - tools)}
 
 

@@ -56,7 +56,7 @@ class SampleTotals(AttemptTotals):
     @property
     def solved(self) -> int:
         """Tasks that at least one attempt solved."""
-        return sum(any(one.passed for one in tries) for tries in self.tries)
+        return sum(any(attempt.passed for attempt in tries) for tries in self.tries)
 
     def add_group(self, group: Group, task: Task | None, *, min_group_size: int) -> None:
         """Counts a group. `task` is None if the task could not be created."""
@@ -137,7 +137,7 @@ async def _served(run: Run, indices: Sequence[int]) -> None:
             watching.append(watch_daemon(run.tracker.alert))
         if run.workers is not None:
             watching.append(run.workers.watch())
-        watchers = [parts.create_task(one) for one in watching]
+        watchers = [parts.create_task(coroutine) for coroutine in watching]
         await sample_groups(run, indices)
         for watcher in watchers:
             watcher.cancel()
@@ -187,7 +187,7 @@ async def sample_result(run: Run, requested: int) -> SampleResult:
 
 
 def _append_transcripts(path: Path, task: Task, group: Group) -> None:
-    append_transcripts(path, (transcript(task, one, phase="train", step=0) for one in group.episodes))
+    append_transcripts(path, (transcript(task, episode, phase="train", step=0) for episode in group.episodes))
 
 
 async def _stored(run: Run, requested: int) -> AsyncIterator[tuple[Group, Task | None]]:

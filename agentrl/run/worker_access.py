@@ -157,7 +157,7 @@ class DriverNotes:
     def search(self, query: str, *, scope: str, version: int, task_key: str) -> tuple[NoteMatch, ...]:
         """See `NoteStore.search`. Raises `InfrastructureError` if the driver does not answer."""
         data = {"query": query, "scope": scope, "version": version, "task_key": task_key}
-        return tuple(NoteMatch(**one) for one in self._link.json("POST", "/notes", data, timeout_s=_NOTES_S))
+        return tuple(NoteMatch(**note) for note in self._link.json("POST", "/notes", data, timeout_s=_NOTES_S))
 
 
 def read_address(folder: Path) -> tuple[str, str]:

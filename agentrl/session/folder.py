@@ -208,7 +208,7 @@ def _flat(section: Section | dict[str, Any], prefix: str = "") -> dict[str, Any]
             case Part():
                 flat |= {key: value.ref, **_flat(value.options, f"{key}.options.")}
             case tuple():
-                flat[key] = tuple(one.as_data() if isinstance(one, Part) else one for one in value)
+                flat[key] = tuple(item.as_data() if isinstance(item, Part) else item for item in value)
             case _:
                 flat[key] = value
     return flat

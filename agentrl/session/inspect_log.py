@@ -79,7 +79,7 @@ def write_log(records: Iterable[EpisodeRecord], path: Path, *, run: str, part: s
 
 def safe_name(text: str) -> str:
     """Converts a string of a run to a safe part of a file name: letters, digits, `-` and `_`, at most 80 characters."""
-    return "".join(one if one.isascii() and (one.isalnum() or one in "-_") else "_" for one in text)[:80]
+    return "".join(character if character.isascii() and (character.isalnum() or character in "-_") else "_" for character in text)[:80]
 
 
 def _put(archive: zipfile.ZipFile, name: str, value: Any) -> None:
@@ -144,7 +144,7 @@ def _sample(record: EpisodeRecord) -> dict[str, Any]:
         "scores": scores if row.score is not None else {},
         "metadata": {
             **{"task_id": row.task_id, "kind": row.kind, "split": row.split, "outcome": row.outcome, "step": row.step},
-            METADATA: _exact(record, [_messages(one.prompt, one) for one in others]),
+            METADATA: _exact(record, [_messages(trajectory.prompt, trajectory) for trajectory in others]),
         },
         "started_at": started,
         "completed_at": ended,

@@ -67,7 +67,7 @@ def declare_judge_servers(recipe: Recipe, folders: Mapping[str, Path], *, weight
 def is_reward_model(config: Mapping[str, Any]) -> bool:
     """Whether a model returns numbers instead of text, according to its config.json."""
     architectures = config.get("architectures")
-    return isinstance(architectures, list) and any(isinstance(one, str) and one.endswith(_CLASSIFIES) for one in architectures)
+    return isinstance(architectures, list) and any(isinstance(name, str) and name.endswith(_CLASSIFIES) for name in architectures)
 
 
 def check_judge_servers_used() -> None:

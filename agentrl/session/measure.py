@@ -111,7 +111,7 @@ def step_metrics(
         "episodes": len(episodes),
         "episodes_left_out": len(episodes) - len(counted),
         "episode_retries": sum(scored.episode.attempt for scored in episodes),
-        "tool_failures": sum(1 for scored in episodes for one in scored.episode.failures if one.stage == "tool"),
+        "tool_failures": sum(1 for scored in episodes for failure in scored.episode.failures if failure.stage == "tool"),
         "groups_quarantined": sum(1 for group in groups if group.fault is not None),
         "groups_without_signal": sum(all_equal(e.score.value or 0.0 for e in group.scored) for group in groups),
         "tokens_sampled": sampled,
@@ -128,7 +128,8 @@ def step_metrics(
     metrics |= score_part_means(counted)
     if ages:
         metrics |= {"staleness_mean": statistics.fmean(ages), "staleness_max": max(ages)}
-    if ended := sum(bool(turn.forced) for one in episodes for line in one.episode.trajectories for turn in line.own_turns):
+    trajectories = [trajectory for scored in episodes for trajectory in scored.episode.trajectories]
+    if ended := sum(bool(turn.forced) for trajectory in trajectories for turn in trajectory.own_turns):
         metrics["thoughts_ended"] = ended
     metrics |= cancelled_metrics(groups)
     if report is not None:
@@ -148,20 +149,20 @@ def cancelled_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
     The lengths end at the cancellation, so complete attempts would be longer.
     """
-    cancelled = [one for group in groups for one in group.cancelled]
+    cancelled = [attempt for group in groups for attempt in group.cancelled]
     if not cancelled:
         return {}
-    begun = [one for one in cancelled if one.begun]
+    begun = [attempt for attempt in cancelled if attempt.begun]
     metrics = {
         "attempts_cancelled": float(len(begun)),
         "attempts_not_begun": float(len(cancelled) - len(begun)),
-        "tokens_cancelled": float(sum(one.tokens for one in begun)),
-        "groups_stopped": float(sum(any(one.reason == "equal" for one in group.cancelled) for group in groups)),
+        "tokens_cancelled": float(sum(attempt.tokens for attempt in begun)),
+        "groups_stopped": float(sum(any(attempt.reason == "equal" for attempt in group.cancelled) for group in groups)),
     }
     if begun:
         metrics["cancelled_tokens_mean"] = metrics["tokens_cancelled"] / len(begun)
-        metrics["cancelled_wall_s_mean"] = statistics.fmean(one.wall_s for one in begun)
-    if counted := [one.episode.wall_s for group in groups for one in group.scored]:
+        metrics["cancelled_wall_s_mean"] = statistics.fmean(attempt.wall_s for attempt in begun)
+    if counted := [attempt.episode.wall_s for group in groups for attempt in group.scored]:
         metrics["counted_wall_s_mean"] = statistics.fmean(counted)
     return metrics
 
@@ -185,9 +186,8 @@ def score_part_means(counted: Sequence[ScoredEpisode]) -> dict[str, float]:
 
 def step_alerts(folder: Path, step: int, limits: Sequence[Limit] = ()) -> list[str]:
     """Returns the alerts of a learner step: excluded or rolled-back groups with reasons, drift, and violated `limits`."""
-    lines = (
-        json.loads(line) for line in tail_bytes(folder / "metrics.jsonl", most=_ALERT_BYTES).splitlines() if line[:1] + line[-1:] == "{}"
-    )
+    tail = tail_bytes(folder / "metrics.jsonl", most=_ALERT_BYTES).splitlines()
+    lines = (json.loads(line) for line in tail if line[:1] + line[-1:] == "{}")
     steps = sorted((line for line in _last_lines(lines) if line["step"] <= step + 1), key=lambda line: line["step"])[-HISTORY:]
     recorded = bool(steps) and steps[-1]["step"] == step + 1
     alerts = [f"step {step + 1}: {text}" for text in (*drift_alerts(steps), *limit_alerts(steps, limits))] if recorded else []
@@ -201,7 +201,7 @@ def step_alerts(folder: Path, step: int, limits: Sequence[Limit] = ()) -> list[s
 def record_excluded(folder: Path, step: int, groups: Sequence[Group]) -> None:
     """Appends the excluded episodes of a step, reason -> ids, to `failures/left_out.jsonl`. `step` counts from 1."""
     excluded: dict[str, list[str]] = {}
-    for scored in (one for group in groups for one in group.episodes):
+    for scored in (attempt for group in groups for attempt in group.episodes):
         if reason := exclusion_reason(scored):
             excluded.setdefault(reason, []).append(scored.episode.id)
     if excluded:
@@ -264,7 +264,7 @@ def rename_evaluation(folder: Path, phase: str, to: str | None, *, of: str = "")
     phases: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     if (result := phases.pop(phase, None)) is None:
         return
-    if to is not None and to not in phases and all(one.get("of") == of for one in result.values()):
+    if to is not None and to not in phases and all(rate.get("of") == of for rate in result.values()):
         phases[to] = result
         if transcripts.exists():
             transcripts.replace(transcripts.with_stem(to))
@@ -282,7 +282,7 @@ def recorded_rates(folder: Path, phase: str, *, of: str, splits: Iterable[Split]
     path = folder / "evaluations.json"
     recorded: dict[str, Any] = json.loads(path.read_text()).get(phase, {}) if path.exists() else {}
     wanted = {split: recorded.get(str(split), {}) for split in splits}
-    if any(one.get("of") != of or "value" not in one for one in wanted.values()):
+    if any(rate.get("of") != of or "value" not in rate for rate in wanted.values()):
         return None
     return {split: Rate(**{name: one[name] for name in _OF_A_RATE}) for split, one in wanted.items()}
 
@@ -326,7 +326,7 @@ def summarize(
     def total(name: str) -> int:
         return int(sum(line.get(name) or 0 for line in steps))
 
-    early = [one for group in begun for one in group.episodes]
+    early = [attempt for group in begun for attempt in group.episodes]
     left_out = merge_counts(_left_out(folder, steps), count_exclusions(early))
     sessions = read_sessions(folder)
     broken = tuple(f"the run ended early: {session.why}" for session in sessions[-1:] if session.ended == "failed")
@@ -341,8 +341,8 @@ def summarize(
         **_held_out_rates(phases),
         steps=len(steps),
         episodes=total("episodes") + len(early),
-        episodes_left_out=total("episodes_left_out") + sum(exclusion_reason(one) != "" for one in early),
-        attempts_failed=total("attempts_failed") + sum(one.attempts_failed for one in sessions),
+        episodes_left_out=total("episodes_left_out") + sum(exclusion_reason(attempt) != "" for attempt in early),
+        attempts_failed=total("attempts_failed") + sum(session.attempts_failed for session in sessions),
         left_out_reasons=left_out,
         failures=failures_by_tag(folder),
         **{name: total(name) for name in ("attempts_cancelled", "attempts_not_begun", "groups_stopped", "tokens_trained")},
@@ -417,8 +417,9 @@ def recorded_steps(folder: Path) -> frozenset[int]:
 def gate_problems(folder: Path, *, finished: bool) -> tuple[str, ...]:
     """Returns the reason why a finished run has no result, if its gate promoted no version except the base policy."""
     verdicts = read_verdicts(folder)
-    base = {one.sha256 for one in verdicts if one.version == 0}
-    if not finished or any(one.promoted and one.sha256 not in base and not is_zero_version(folder, one.version) for one in verdicts):
+    base = {verdict.sha256 for verdict in verdicts if verdict.version == 0}
+    promoted = (verdict for verdict in verdicts if verdict.promoted and verdict.sha256 not in base)
+    if not finished or any(not is_zero_version(folder, verdict.version) for verdict in promoted):
         return ()
     last = verdicts[-1].reason if verdicts else "no version was evaluated"
     return (f"the gate promoted no version after the first, so the run has no model; last verdict: {last}",)

@@ -107,9 +107,9 @@ def planned_mix(recipe: Recipe, logged: Iterable[LoggedChange]) -> TaskMix:
     Excludes changes that are rejected, or will be because an earlier change was rejected.
     """
     mix = TaskMix.of_family(family_label(recipe.tasks.family.ref))
-    for one in logged:
+    for entry in logged:
         with suppress(UserError):
-            mix = mix if one.start is not None and one.start.rejected else mix.after(one.change)
+            mix = mix if entry.start is not None and entry.start.rejected else mix.after(entry.change)
     return mix
 
 
@@ -118,7 +118,7 @@ def list_tasks(run_dir: Path) -> RunTasks:
     recipe = run_recipe(run_dir)
     logged = read_changes(run_dir)
     mix, base = planned_mix(recipe, logged), family_label(recipe.tasks.family.ref)
-    refs = {base: recipe.tasks.family.ref} | {one.change.name: one.change.family for one in logged if one.change.action == "add"}
+    refs = {base: recipe.tasks.family.ref} | {entry.change.name: entry.change.family for entry in logged if entry.change.action == "add"}
     total = sum(mix.families.values())
     families = (
         FamilyRow(name=name, ref=ref, weight=float(mix.families.get(name, 0)), share=float(mix.families.get(name, 0) / total))
@@ -132,15 +132,15 @@ def _rows(run_dir: Path, mix: TaskMix) -> Iterator[TaskRow]:
     for outcome in _outcomes(run_dir):
         groups[outcome.task, outcome.kind][outcome.group] = outcome  # the last line of a group includes its late scores
     for (task, kind), outcomes in groups.items():
-        scored = [one.mean for one in outcomes.values() if one.counted]
+        scored = [outcome.mean for outcome in outcomes.values() if outcome.counted]
         weight = mix.kinds.get(kind, 1.0) * mix.tasks.get(task, 1.0)
-        broken = any(quarantine.known_fault(one.key) is not None for one in outcomes.values())
+        broken = any(quarantine.known_fault(outcome.key) is not None for outcome in outcomes.values())
         state = "removed" if not weight else "broken" if broken else "in use"
         yield TaskRow(task=task, kind=kind, weight=weight, state=state, groups=len(scored), success=fmean(scored) if scored else None)
 
 
 def _outcomes(run_dir: Path) -> Iterator[GroupOutcome]:
-    return (one for one in map(GroupOutcome.from_line, complete_lines(run_dir / TASKS_FILE)) if one is not None)
+    return (outcome for outcome in map(GroupOutcome.from_line, complete_lines(run_dir / TASKS_FILE)) if outcome is not None)
 
 
 def request_change(run_dir: Path, change: TaskChange) -> TaskChange:
@@ -153,7 +153,7 @@ def request_change(run_dir: Path, change: TaskChange) -> TaskChange:
     with changing(run_dir) as append:
         logged = read_changes(run_dir)
         mix = planned_mix(recipe, logged)
-        families = {one.name: one for one in (_base(recipe), *(one.change for one in logged if one.change.action == "add"))}
+        families = {family.name: family for family in (_base(recipe), *(entry.change for entry in logged if entry.change.action == "add"))}
         opened = partial(_open, families, recipe, root, run_dir)
         if change.action != "add" and change.name not in mix.families:
             change = replace(change, target=_target(change.name, mix, run_dir, opened))

@@ -88,7 +88,7 @@ def _exporter(name: str) -> Any:
         name = {"grpc": "otlp_proto_grpc", "http/protobuf": "otlp_proto_http"}.get(protocol, protocol)
     matches = list(entry_points(group=_GROUP, name=name))
     if not matches:
-        known = ", ".join(sorted({one.name for one in entry_points(group=_GROUP)})) or "none"
+        known = ", ".join(sorted({entry_point.name for entry_point in entry_points(group=_GROUP)})) or "none"
         raise UserError(
             f"there is no trace exporter {printable(name, 80)!r} (installed: {known})",
             fix="change OTEL_TRACES_EXPORTER or OTEL_EXPORTER_OTLP_PROTOCOL, or install the exporter's package",

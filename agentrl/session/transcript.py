@@ -38,13 +38,13 @@ def transcript(task: Task, scored: ScoredEpisode, *, phase: str, step: int) -> d
         "messages": _messages((main.prompt if main is not None else ()) or task.prompt, main),
         "trajectories": [
             {
-                "agent": one.agent,
-                "parent": None if one.parent is None else asdict(one.parent),
-                "stop_reason": one.stop_reason,
-                "messages": _messages(one.prompt or task.prompt, one),
+                "agent": trajectory.agent,
+                "parent": None if trajectory.parent is None else asdict(trajectory.parent),
+                "stop_reason": trajectory.stop_reason,
+                "messages": _messages(trajectory.prompt or task.prompt, trajectory),
             }
-            for one in others
-            if one is not None
+            for trajectory in others
+            if trajectory is not None
         ],
     }
 

@@ -41,7 +41,7 @@ def known_version(registry: FolderRegistry, number: int) -> PolicyVersion:
     """Returns a version of a run. Raises `UserError` if the version is unknown."""
     version = registry.get(number)
     if version is None:
-        numbers = [one.number for one in registry.versions()]
+        numbers = [version.number for version in registry.versions()]
         fix = f"choose one of its versions: {numbers[0]} to {numbers[-1]}" if numbers else "start the run; it has no versions yet"
         raise UserError(f"{registry.folder.parent} has no version {number}", fix=fix)
     return version
@@ -142,7 +142,7 @@ def request_rollback(run_dir: Path, number: int) -> RequestedRollback:
         raise UserError(f"version {number} of {run_dir} has no intact checkpoint of the learner", fix=_with_checkpoints(run_dir))
     return RequestedRollback(
         to=number,
-        undone=tuple(one.number for one in versions if one.number > number and one.state is not VersionState.ROLLED_BACK),
+        undone=tuple(version.number for version in versions if version.number > number and version.state is not VersionState.ROLLED_BACK),
         live=is_driven(run_dir),
         needs_steps=newest.number >= steps,
         replaced=None if pending is None else pending.to,

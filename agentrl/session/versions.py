@@ -66,7 +66,7 @@ def read_versions(run_dir: Path) -> tuple[VersionRecord, ...]:
     """
     registry = open_registry(run_dir)
     versions, pinned = registry.versions(), registry.pinned()
-    verdicts = {(one.version, one.sha256): one for one in read_verdicts(run_dir)}
+    verdicts = {(verdict.version, verdict.sha256): verdict for verdict in read_verdicts(run_dir)}
     lines = read_lines(run_dir / "metrics.jsonl", {"step": int}, [])
     metrics = {line["step"]: {key: value for key, value in line.items() if is_finite(value)} for line in lines if "episodes" in line}
     evaluations = _held_out_evaluations(run_dir, {version.sha256 for version in versions})
@@ -162,7 +162,7 @@ def evaluation_differences(run_dir: Path, before: VersionRecord, after: VersionR
     """
     differences = []
     if before.verdict is not None and after.verdict is not None:
-        first, second = (results.load_results(evaluation_folder(run_dir, one.number)) for one in (before, after))
+        first, second = (results.load_results(evaluation_folder(run_dir, version.number)) for version in (before, after))
         ones, others, changed = results.same_cases(first, second)
         if (compared := compare(ones, others)) is not None:
             differences.append(EvaluationDifference(what=f"suite {second.about.suite}", comparison=compared, changed=changed))

@@ -259,7 +259,7 @@ def read_changes(folder: Path) -> list[LoggedChange]:
         raise StoreError(
             f"{CHANGES_FILE} or {STARTS_FILE} in {folder} is damaged: {str(error)[:200]}\n  fix: restore both files"
         ) from error
-    before = ["", *(one.sha256 for one in started)]
+    before = ["", *(group_start.sha256 for group_start in started)]
     hashes = [_chain(last, _hash(line), start) for last, line, start in zip(before, changes, started, strict=False)]
     if hashes != before[1:]:
         raise StoreError(f"{CHANGES_FILE} and {STARTS_FILE} in {folder} do not match\n  fix: restore both files")

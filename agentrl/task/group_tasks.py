@@ -77,7 +77,7 @@ class GroupTasks:
     def record_scores(self, scored: Iterable[tuple[Task, Group]], *, again: bool) -> None:
         """Records the outcomes of groups whose late scores have arrived or expired. `again`: skips outcomes that are already recorded."""
         recorded = self._read() if again else {}
-        taught = [GroupOutcome.from_group(*one) for one in scored if not self._schedule.is_practice(self._order.position(one[1].index))]
+        taught = [GroupOutcome.from_group(*pair) for pair in scored if not self._schedule.is_practice(self._order.position(pair[1].index))]
         append_lines(self._path, [codec.to_json(line) + b"\n" for line in taught if line != recorded.get(line.group)])
 
     async def _needed_groups(self, entries: Sequence[LedgerEntry]) -> dict[int, Group]:

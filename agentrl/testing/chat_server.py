@@ -83,7 +83,7 @@ class ChatServer:
 
     def prompts(self) -> list[str]:
         """Returns the text of each request's messages."""
-        return ["\n".join(str(message["content"]) for message in one["body"]["messages"]) for one in self.requests]
+        return ["\n".join(str(message["content"]) for message in request["body"]["messages"]) for request in self.requests]
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
         outer = self

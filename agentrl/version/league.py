@@ -145,7 +145,7 @@ class LeagueTable:
     def _beats(self, version: int, member: int) -> float:
         """Returns p_j."""
         known = [one for (player, other), one in self.results.items() if other == member and version - WINDOW < player <= version]
-        return (sum(one.points for one in known) + 1) / (sum(one.games for one in known) + 2)
+        return (sum(record.points for record in known) + 1) / (sum(record.games for record in known) + 2)
 
     def ratings(self) -> list[Rating]:
         """Returns the rating of version 0 and of each version that has played, in order."""

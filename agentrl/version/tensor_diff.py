@@ -104,7 +104,7 @@ def _entry(path: Path, name: str, entry: Mapping[str, Any], first: int, size: in
     dtype, offsets = entry.get("dtype"), entry.get("data_offsets")
     if dtype not in _DTYPES:
         raise ValueError(f"{path}: tensor {name[:200]} has dtype {str(dtype)[:40]}; only {', '.join(_DTYPES)} can be compared")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(one) is int for one in offsets):
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(offset) is int for offset in offsets):
         raise ValueError(f"{path}: tensor {name[:200]} has no valid offsets")
     start, end = offsets
     width = int(_DTYPES[dtype][-1])

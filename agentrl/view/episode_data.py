@@ -47,7 +47,7 @@ def episode_data(source: RunSource, index: int, attempt: int, *, offset: int = 0
         "reason": explain(reason)[:400] if reason else "",
         "task": group.task_id[:400],
         "kind": source.tasks.kind(max(index, -1 - index)),
-        "group_scores": [finite(one.score.value) for one in group.episodes],
+        "group_scores": [finite(episode.score.value) for episode in group.episodes],
         "advantage": finite(training.advantages[attempt]),
         "trajectories": episode_tree(episode, budget, vocabulary, samples=samples, offset=offset),
         "turns": sum(len(trajectory.turns) for trajectory in episode.trajectories),
@@ -263,7 +263,9 @@ def _trained(sample: Sample | None, trajectory: Trajectory, turn: int) -> Data:
 
 def _bounds(trajectory: Trajectory, turn: int) -> tuple[int, int]:
     """Returns the start and end of a turn's completion in the tokens of its trajectory."""
-    start = sum(len(one.prompt_ids) + len(one.completion_ids) for one in trajectory.turns[:turn]) + len(trajectory.turns[turn].prompt_ids)
+    start = sum(len(earlier.prompt_ids) + len(earlier.completion_ids) for earlier in trajectory.turns[:turn]) + len(
+        trajectory.turns[turn].prompt_ids
+    )
     return start, start + len(trajectory.turns[turn].completion_ids)
 
 
@@ -335,5 +337,5 @@ def _memory(episode: Episode, budget: Budget) -> Data | None:
     return {
         "scope": memo.scope[:200],
         "notes": [budget.cut(note) for note in memo.notes[:50]],
-        "read": [one[:200] for one in memo.read[:100]],
+        "read": [note[:200] for note in memo.read[:100]],
     }

@@ -69,7 +69,7 @@ def clusters_data(source: RunSource, query: Query) -> dict[str, Any]:
     if done.returncode:
         raise StoreError(f"clustering failed: {done.stderr.decode('utf-8', 'replace')[-600:]}")
     clusters = json.loads(done.stdout)
-    shown = [{**one, "ids": one["ids"][:20], "count": len(one["ids"])} for one in clusters[:_CLUSTERS]]
+    shown = [{**cluster, "ids": cluster["ids"][:20], "count": len(cluster["ids"])} for cluster in clusters[:_CLUSTERS]]
     return {"run": source.id, "clusters": shown, "total": len(clusters)}
 
 
@@ -99,11 +99,11 @@ def _content(source: RunSource, trace: Trace) -> dict[str, Any]:
     if trace.episode is None or trace.task is None:
         spoken = [
             {
-                "role": one.message.role[:40],
-                "content": budget.cut(one.message.content),
-                "calls": [call.name for call in one.message.tool_calls],
+                "role": utterance.message.role[:40],
+                "content": budget.cut(utterance.message.content),
+                "calls": [call.name for call in utterance.message.tool_calls],
             }
-            for one in trace.spoken[:400]
+            for utterance in trace.spoken[:400]
         ]
         return {"spoken": spoken, "trajectories": [], "score": None, "failures": [], "truth": None, "prompt": []}
     vocabulary, _ = source.vocabulary()

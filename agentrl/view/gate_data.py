@@ -40,16 +40,20 @@ def gate_data(source: RunSource, version: int) -> dict[str, Any]:
     if verdict is None:
         raise Missing(f"the gate has no verdict on version {version}", fix="choose a version under Gate on the run's page")
     shown = verdict.regressions[:_GATE_CASES]
-    after = _gate_episodes(source.path, version, {one.episode for one in shown})
-    before = _gate_episodes(source.path, verdict.reference, {one.before_episode for one in shown}) if verdict.reference is not None else {}
+    after = _gate_episodes(source.path, version, {regression.episode for regression in shown})
+    before = (
+        _gate_episodes(source.path, verdict.reference, {regression.before_episode for regression in shown})
+        if verdict.reference is not None
+        else {}
+    )
     cases = [
         {
-            "case": one.case[:200],
-            "turn": one.turn,
-            "before": _transcript(before, one.before_episode, f"version {verdict.reference}"),
-            "after": _transcript(after, one.episode, f"version {version}"),
+            "case": regression.case[:200],
+            "turn": regression.turn,
+            "before": _transcript(before, regression.before_episode, f"version {verdict.reference}"),
+            "after": _transcript(after, regression.episode, f"version {version}"),
         }
-        for one in shown
+        for regression in shown
     ]
     return {
         "run": source.id,

@@ -119,8 +119,14 @@ def group_data(source: RunSource, index: int) -> Data:
         "question": question[:20_000],
         "attempts": attempts,
         "cancelled": [
-            {"episode": one.episode_id, "reason": one.reason, "begun": one.begun, "turns": one.turns, "tokens": one.tokens}
-            for one in group.cancelled
+            {
+                "episode": attempt.episode_id,
+                "reason": attempt.reason,
+                "begun": attempt.begun,
+                "turns": attempt.turns,
+                "tokens": attempt.tokens,
+            }
+            for attempt in group.cancelled
         ],
         "neighbours": _neighbours(source, entry),
         "notes": [*notes, *training.notes, *([why] if vocabulary is None else [])],

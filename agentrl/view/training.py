@@ -133,7 +133,11 @@ def sample_of(training: GroupTraining, episode_id: str, trajectory: Trajectory, 
     same = [sample for sample in training.samples.get(episode_id, ()) if sample.token_ids == ids]
     if len(same) < 2:
         return same[0] if same else None
-    alike = [one for one in trajectories if tuple(t for turn in one.turns for t in (*turn.prompt_ids, *turn.completion_ids)) == ids]
+    alike = [
+        trajectory
+        for trajectory in trajectories
+        if tuple(t for turn in trajectory.turns for t in (*turn.prompt_ids, *turn.completion_ids)) == ids
+    ]
     position = next(number for number, one in enumerate(alike) if one is trajectory)
     return same[position] if position < len(same) else None
 
@@ -147,7 +151,7 @@ def recorded_tokens(source: RunSource, step: int | None, training: GroupTraining
         records = read_records(source.path, step, sample.group_index)
     except (OSError, ValueError) as error:
         return None, f"The record of the trained tokens of step {step} cannot be read: {str(error)[:200]}."
-    record = next((one for one in records if one.episode_id == sample.episode_id and one.part == part), None)
+    record = next((record for record in records if record.episode_id == sample.episode_id and record.part == part), None)
     if record is None:
         return None, f"Ratios and entropies of step {step} were not recorded, or were removed. Only the newest records are stored."
     if len(record.logprobs) != sum(sample.loss_mask):

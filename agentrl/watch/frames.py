@@ -278,7 +278,7 @@ def _curves(curves: Sequence[Curve], width: int) -> list[Text]:
     columns = 2 if width >= 72 else 1
     room = width // columns
     cells = []
-    for curve in (one for one in curves if one.values):
+    for curve in (curve for curve in curves if curve.values):
         spark = max(4, room - 26)
         head = f"{shown(curve.label, 13):14}{curve.form(curve.values[-1]):>8}  "
         cells.append(Text(head, style="dim").append(_padded(sparkline(_binned(curve.values, spark), spark), spark + 2), style="blue"))
@@ -287,7 +287,7 @@ def _curves(curves: Sequence[Curve], width: int) -> list[Text]:
 
 def _episode_list(run: RunFrame, width: int, room: int) -> list[Text]:
     wide = width >= 72
-    names = [shown(one.id, 60) for one in run.episodes]
+    names = [shown(episode.id, 60) for episode in run.episodes]
     id_width = max(16, min(width - 56, max(map(cell_len, names), default=0))) if wide else 16
     if wide:
         rows = [f"{'episode':{id_width}}  {'kind':14}  {'score':>6}  {'outcome':9}  {'turns':>5}  {'tokens':>6}  {'ver':>4}"]

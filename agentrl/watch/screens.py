@@ -320,11 +320,11 @@ def transcript_of(group: Group, scored: ScoredEpisode) -> Transcript:
         if number:
             parts.append(Part(who=f"agent {line.agent}, trajectory {number}", text=""))
         parts += _messages(group, line)
-    parts += [Part(who=f"failure: {one.blame} {one.kind}", text=one.message, style="red") for one in episode.failures]
+    parts += [Part(who=f"failure: {failure.blame} {failure.kind}", text=failure.message, style="red") for failure in episode.failures]
     why = score.evidence or score.reason
     parts.append(Part(who="score", text="\n".join([*(f"{name} {value:g}" for name, value in score.parts.items()), why]).strip()))
     value = "no score" if score.value is None else f"score {score.value:g}"
-    versions = sorted({span.version for line in episode.trajectories for turn in line.turns for span in turn.versions})
+    versions = sorted({span.version for trajectory in episode.trajectories for turn in trajectory.turns for span in turn.versions})
     of = f"version {versions[0]}" + (f" to {versions[-1]}" if len(versions) > 1 else "") if versions else "no tokens"
     facts = [value, episode.stop_reason, f"{episode.completion_tokens} tokens", of, f"{episode.wall_s:.1f} s"]
     return Transcript(title=f"{episode.id}  {group.kind}  {group.task_id}", facts=" · ".join(filter(None, facts)), parts=tuple(parts))

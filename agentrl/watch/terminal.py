@@ -116,7 +116,9 @@ def _next_keys(keys: int | None) -> Iterator[str]:
     if data.endswith(b"\x1b") and select.select([keys], [], [], _ESCAPE_S)[0]:
         data += _read(keys)
     while data:
-        sequence = next((one for one in sorted(_SEQUENCES, key=len, reverse=True) if data.startswith(one)), data[:1])
+        sequence = next(
+            (known_sequence for known_sequence in sorted(_SEQUENCES, key=len, reverse=True) if data.startswith(known_sequence)), data[:1]
+        )
         data = data[len(sequence) :]
         yield _SEQUENCES.get(sequence) or sequence.decode("latin-1")
 

@@ -211,7 +211,7 @@ def _measured(program: Program, way: Way, agent: Watched, policy: Competent, epi
         "requests": dict(Counter(_kind(exchange) for exchange in seen)),
         "options": sorted({option for exchange in seen for option in options(exchange[2])}),
         "errors": [_error(exchange) for exchange in seen if exchange[3] >= 400],
-        "trajectories": [[line.agent, len(line.turns)] for line in episode.trajectories],
+        "trajectories": [[trajectory.agent, len(trajectory.turns)] for trajectory in episode.trajectories],
         "counts": {} if session is None else {key: count for key, count in session.counts.items() if count},
         "failures": [f"{fault.blame}: {fault.kind}: {fault.message}"[:SHOWN] for fault in episode.failures],
         "exit": None if ended is None else ended.exit_code,

@@ -83,11 +83,11 @@ def test_images_reach_server_and_learner_exactly(tmp_path: Path, forked: tuple[s
     assert (result["steps"], result["weight_swaps"], result["episodes_left_out"], result["delivered_share"]) == (2, 2, 0, 1.0)
     with closing(SqliteStore(run / "experience.sqlite")) as store:
         groups = store.groups(indices(store))
-    lines = [line for group in groups for scored in group.episodes for line in scored.episode.trajectories]
+    lines = [trajectory for group in groups for scored in group.episodes for trajectory in scored.episode.trajectories]
     names = images_of(lines)
     assert {path.stem for path in (run / "media").iterdir()} == names and unused[:10] not in names and len(names) >= 6
     assert {path.stem for path in (disks / "learner" / "media").iterdir()} >= images_of(
-        line for group in groups[:6] for scored in group.episodes for line in scored.episode.trajectories
+        trajectory for group in groups[:6] for scored in group.episodes for trajectory in scored.episode.trajectories
     )
     for line in lines:
         assert [len(images_of([], [turn.prompt_ids])) for turn in line.turns] == [1, 1, 1]

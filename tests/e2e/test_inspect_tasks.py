@@ -30,7 +30,7 @@ def test_a_task_set_of_inspect_is_trained_on_exactly_its_tokens(tmp_path: Path, 
     store.close()
     scored = [e for group in groups for e in group.episodes]
     assert {e.score.value for e in scored} == {0.0, 1.0}
-    turns = [turn for e in scored for line in e.episode.trajectories for turn in line.turns]
+    turns = [turn for e in scored for trajectory in e.episode.trajectories for turn in trajectory.turns]
     assert any(turn.tool_results for turn in turns)
     varied = [group for group in groups if len({e.score.value for e in group.scored}) > 1]
     sampled = sum(sum(sample.loss_mask) for sample in counted_samples(varied))

@@ -36,7 +36,7 @@ def test_an_outside_program_is_trained_on_exactly_its_tokens(tmp_path: Path, for
     store.close()
     episodes = [scored.episode for group in groups for scored in group.episodes]
     assert {episode.trajectories[0].stop_reason for episode in episodes} <= {"answered", "failed", "turn_limit"}
-    lines = [line for episode in episodes for line in episode.trajectories]
+    lines = [trajectory for episode in episodes for trajectory in episode.trajectories]
     assert max(len(line.turns) for line in lines) > 1 and any(turn.tool_results for line in lines for turn in line.turns)
     sampled = sum(sum(sample.loss_mask) for sample in counted_samples([group for group in groups if varied(group)]))
     assert step["tokens_captured"] == step["tokens_delivered"] == step["tokens_trained"] == sampled > 0

@@ -37,19 +37,19 @@ def test_a_policy_trains_against_itself_and_a_past_version(
     groups = store.groups(indices(store))
     store.close()
     games = [scored.episode for group in groups for scored in group.episodes]
-    rivals = [line for game in games for line in game.trajectories if line.policy]
+    rivals = [trajectory for game in games for trajectory in game.trajectories if trajectory.policy]
     assert 0 < len(rivals) < len(games) and {line.policy for line in rivals} == {"version 0"}
     assert not any(turn.completion_ids for line in rivals for turn in line.turns)
     for scored in (scored for group in groups for scored in group.episodes):
         assert scored.score.branches and sum(map(float, scored.score.branches)) == 0.0, "each role receives what the other pays"
     [step] = [line for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "episodes" in line]
-    own = sum(turn.sampled for game in games for line in game.trajectories if not line.policy for turn in line.turns)
+    own = sum(turn.sampled for game in games for trajectory in game.trajectories if not trajectory.policy for turn in trajectory.turns)
     assert step["tokens_sampled"] == own and step["tokens_trained"] > 0
     assert abs(step["ratio_mean"] - 1) < 1e-3, "choices are scored over the actions that were allowed"
     assert sum(results.games for results in LeagueTable(run).results.values()) == len(rivals)
     base = run / "versions" / "000000"
     table, tokenizer = bets(base, load_chat(str(base))), AutoTokenizer.from_pretrained(base)
-    for turn in (turn for game in games for line in game.trajectories if not line.policy for turn in line.turns):
+    for turn in (turn for game in games for trajectory in game.trajectories if not trajectory.policy for turn in trajectory.turns):
         bet = table[re.findall(r"card \w moves [-pb]+", tokenizer.decode(list(turn.prompt_ids)))[-1]]
         expected = bet if turn.message.content == "b" else 1 - bet
         assert turn.logprobs[0] == pytest.approx(math.log(expected), abs=1e-3), "the benchmark scores what the server samples"

@@ -40,7 +40,7 @@ def test_every_token_of_sub_agents_and_summaries_is_trained_once(tmp_path: Path,
     store = SqliteStore(run / "experience.sqlite")
     groups = store.groups(indices(store))
     store.close()
-    lines = [line for group in groups for scored in group.episodes for line in scored.episode.trajectories]
+    lines = [trajectory for group in groups for scored in group.episodes for trajectory in scored.episode.trajectories]
     agents = Counter(line.agent for line in lines)
     assert agents["worker"] >= 8 and agents["summary"] >= 1, agents
     sampled = sum(turn.sampled for line in lines for turn in line.turns)

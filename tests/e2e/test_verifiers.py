@@ -30,7 +30,7 @@ def test_a_taskset_is_trained_on_exactly_its_tokens(tmp_path: Path, forked: tupl
     posted = "agentrl.gateway:posted_reward"
     assert {name for e in scored for name in e.score.parts} == {posted, f"{posted}/right", f"{posted}/column"}
     assert max(e.score.value or 0.0 for e in scored) > 0, "the shipped policy writes some of these programs"
-    assert any(turn.message.tool_calls for e in scored for line in e.episode.trajectories for turn in line.turns)
+    assert any(turn.message.tool_calls for e in scored for trajectory in e.episode.trajectories for turn in trajectory.turns)
     steps = [line for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "episodes" in line]
     assert all(step["tokens_captured"] == step["tokens_trained"] for step in steps)
     assert all(abs(step["ratio_mean"] - 1) < 1e-3 for step in steps), "tokens are trained with the probability that they were sampled with"

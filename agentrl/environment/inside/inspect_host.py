@@ -191,11 +191,11 @@ def ended_episode() -> Any:
         async def solve(state: Any, generate: Any) -> Any:
             given = SAMPLES.current().ended
             state.messages = []
-            for each in given["messages"]:
-                more = {name: each[name] for name in ("tool_call_id",) if name in each}
-                if each.get("tool_calls"):
-                    more["tool_calls"] = [ToolCall(**call) for call in each["tool_calls"]]
-                state.messages.append(kinds[each["role"]](content=each["content"], **more))
+            for message in given["messages"]:
+                more = {name: message[name] for name in ("tool_call_id",) if name in message}
+                if message.get("tool_calls"):
+                    more["tool_calls"] = [ToolCall(**call) for call in message["tool_calls"]]
+                state.messages.append(kinds[message["role"]](content=message["content"], **more))
             state.output = ModelOutput.from_content("agentrl/policy", given["answer"])
             return state
 

@@ -106,7 +106,7 @@ def describe(config: dict[str, Any]) -> Any:
         described.append(
             {
                 "id": name,
-                "prompt": [{"role": each["role"], "content": _text(each["content"])} for each in messages],
+                "prompt": [{"role": message["role"], "content": _text(message["content"])} for message in messages],
                 "sha256": hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode("utf-8", "surrogatepass")).hexdigest(),
                 "sandbox": None if sandbox is None else sandbox.config if isinstance(sandbox.config, str) else "",
                 "files": _files(sample, name) if config["solver"] == OWN_SOLVER else {},

@@ -24,10 +24,10 @@ def load_hint(error: BaseException) -> str:
         if cause is None:
             break
         chain.append(cause)
-    text = " ".join(f"{type(each).__module__} {describe_error(each)}" for each in chain).lower()
+    text = " ".join(f"{type(cause).__module__} {describe_error(cause)}" for cause in chain).lower()
     if not isinstance(error, ImportError) and any(word in text for word in _OFFLINE):
         return "; if it loads data from a hub, the hub cannot be reached"
-    missing = (each.name for each in chain if isinstance(each, ModuleNotFoundError) and each.name)
+    missing = (cause.name for cause in chain if isinstance(cause, ModuleNotFoundError) and cause.name)
     return _hint_for_module(str(next(missing, "")))
 
 
@@ -51,5 +51,9 @@ def add_command(package: str, version: str = "") -> str:
     requested: list[str] = []
     with contextlib.suppress(OSError), open(os.path.join(sys.prefix, "agentrl.lock"), encoding="utf-8") as lock:
         requested = [line.removeprefix("# requires: ").strip() for line in lock if line.startswith("# requires: ")]
-    others = [each for each in requested if re.split(r"[^A-Za-z0-9._-]", each)[0].replace("-", "_").lower() != package.lower()]
+    others = [
+        requirement
+        for requirement in requested
+        if re.split(r"[^A-Za-z0-9._-]", requirement)[0].replace("-", "_").lower() != package.lower()
+    ]
     return f"agentrl env add {shlex.join([*others, package + version])} --name {os.path.basename(sys.prefix)}"

@@ -79,7 +79,7 @@ class Legacy:
 async def _strict_reward(self: Any, func: Any, state: Any) -> float:
     """Computes a reward. Replaces a method of verifiers 0.3 that logs an exception of a reward function and counts 0."""
     signature, merged = inspect.signature(func), self.score_objects(state)
-    if not any(each.kind == each.VAR_KEYWORD for each in signature.parameters.values()):
+    if not any(parameter.kind == parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
         merged = {name: value for name, value in merged.items() if name in signature.parameters}
     try:
         return float(await maybe_await(func, **merged))

@@ -46,22 +46,22 @@ def conversations_of(trace: Trace) -> tuple[Conversation, ...]:
     if trace.task is not None and trace.episode is not None:
         return _from_episode(trace.task, trace.episode.trajectories)
     if is_single_conversation(trace.spoken):
-        return (Conversation(label="", messages=[ConversationMessage(imported=one) for one in trace.spoken]),)
+        return (Conversation(label="", messages=[ConversationMessage(imported=utterance) for utterance in trace.spoken]),)
     return _from_messages(trace.spoken)
 
 
 def is_single_conversation(spoken: Sequence[ImportedMessage]) -> bool:
     """Whether messages are one conversation, even if several agents wrote them."""
-    return all(one.agent == "" for one in spoken if one.message.role != "assistant")
+    return all(utterance.agent == "" for utterance in spoken if utterance.message.role != "assistant")
 
 
 def build_trace(
     source: str, messages: Sequence[ImportedMessage], origin: Mapping[str, str], gaps: Gaps, *, tools: Sequence[JsonObject] = ()
 ) -> Trace:
     """Builds the trace of imported messages. Its id is a hash of the content and of the id in the source."""
-    if not tools and any(one.message.tool_calls for one in messages):
+    if not tools and any(message.message.tool_calls for message in messages):
         gaps.add("schemas of the tools")
-    if broken := sum(UNPARSED in call.arguments for one in messages for call in one.message.tool_calls):
+    if broken := sum(UNPARSED in call.arguments for message in messages for call in message.message.tool_calls):
         gaps.add(f"arguments of a call as an object: their text is kept as {UNPARSED}", broken)
     content = codec.to_json([source, origin.get("id", ""), tools, messages])
     return Trace(

@@ -89,24 +89,24 @@ class SpanCollector:
 
     def add(self, document: Document) -> Iterator[UnreadableDocument]:
         """Adds an export, and yields its unreadable parts. Raises `UserError` if a limit is exceeded."""
-        for one in entries(document):
-            if isinstance(one, UnreadableDocument):
-                yield one
+        for entry in entries(document):
+            if isinstance(entry, UnreadableDocument):
+                yield entry
                 continue
             self.records += 1
             if self.records > MOST_SPANS:
                 fix = "keep only spans of generative AI and their ancestors, or import the files one by one"
                 raise UserError(f"{document.location.path} and earlier files contain more than {MOST_SPANS} spans and records", fix=fix)
             try:
-                if isinstance(one, Span):
-                    self._add_span(one)
+                if isinstance(entry, Span):
+                    self._add_span(entry)
                 else:
-                    self._add_event(one)
+                    self._add_event(entry)
             except UserError:
                 raise
             except (ValueError, RecursionError) as error:
-                position = f"{'span' if isinstance(one, Span) else 'record of span'} {printable_label(one.key[1])}"
-                yield one.location.unreadable(error, position=position, fix="export it again; other spans are read")
+                position = f"{'span' if isinstance(entry, Span) else 'record of span'} {printable_label(entry.key[1])}"
+                yield entry.location.unreadable(error, position=position, fix="export it again; other spans are read")
 
     def traces(self) -> Iterator[Trace | UnreadableDocument]:
         """Yields the trace of each conversation, ordered by start."""

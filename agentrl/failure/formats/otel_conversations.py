@@ -166,7 +166,7 @@ def trace_of_calls(group: CallGroup, location: Mapping[str, str], parents: Mappi
     base = min((at for _, at in messages if at), default=0)
     started = (datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=base // 1000)).isoformat() if base else ""
     origin = build_origin(id=group.id, service=first.service, conversation=first.conversation, model=first.model, started=started)
-    models = {f"model:{draft.label}": draft.calls[0].model for some in drafts.values() for draft in some if draft.label}
+    models = {f"model:{draft.label}": draft.calls[0].model for group in drafts.values() for draft in group if draft.label}
     timed = tuple(replace(one, at_s=(at - base) / 1e9 if at and base else None) for one, at in messages)
     tools = next((call.tools for call in group.calls if call.tools), ())
     return build_trace("otel", timed, {**location, **origin, **build_origin(**models)}, gaps, tools=[dict(tool) for tool in tools])
@@ -329,7 +329,7 @@ def _in_order(drafts: Mapping[SpanKey | None, list[DraftConversation]]) -> Itera
 
     A sub-agent's messages come before the result that they produced. Agents without a caller are ordered by time.
     """
-    called = {key for some in drafts.values() for draft in some for keys in (*draft.before.values(), draft.after) for key in keys}
+    called = {key for group in drafts.values() for draft in group for keys in (*draft.before.values(), draft.after) for key in keys}
     remaining = dict.fromkeys(drafts)
 
     def messages(key: SpanKey | None, depth: int) -> Iterator[tuple[ImportedMessage, int]]:

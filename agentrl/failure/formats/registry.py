@@ -62,11 +62,11 @@ def read_all(path: Path | str, format: str | None = None) -> tuple[list[Trace], 
     """
     traces: list[Trace] = []
     unreadable: list[UnreadableDocument] = []
-    for one in read(path, format):
-        if isinstance(one, Trace):
-            traces.append(one)
+    for document in read(path, format):
+        if isinstance(document, Trace):
+            traces.append(document)
         else:
-            unreadable.append(one)
+            unreadable.append(document)
     if not traces:
         raise unreadable[0] if unreadable else UserError(f"{path} contains no traces", fix=f"give files in one of {', '.join(FORMATS)}")
     return traces, unreadable

@@ -82,12 +82,15 @@ def equality_check() -> Callable[[type, Any], bool]:
 def guard() -> Callable[[], str]:
     """Returns a function that describes the changes by the code under test, or returns "". It uses no name that such code can replace."""
     listed, sort, function_type, text, get = list, type, type(guard), str, getattr
-    objects, known = gc.get_objects, {id(one) for one in gc.get_objects() if isinstance(one, type)}
+    objects, known = gc.get_objects, {id(kind) for kind in gc.get_objects() if isinstance(kind, type)}
     traced, profiled = sys.gettrace, sys.getprofile
     missing, proxy, equals = object(), unittest.mock.MagicProxy, equality_check()
 
     def parts(module: ModuleType) -> Iterator[tuple[dict[str, Any], str, Any, Any]]:
-        for owner in (module, *(one for one in vars(module).values() if isinstance(one, type) and one.__module__ == module.__name__)):
+        for owner in (
+            module,
+            *(value for value in vars(module).values() if isinstance(value, type) and value.__module__ == module.__name__),
+        ):
             for name, value in list(vars(owner).items()):
                 if callable(value) and name not in CHANGING:
                     yield vars(owner), name, value, getattr(value, "__code__", None)
@@ -102,12 +105,14 @@ def guard() -> Callable[[], str]:
                 return f"{name} of pytest or Python was replaced during the tests"
         if traced() is not None or profiled() is not None:
             return "the tests are traced"
-        for one in listed(objects()):
-            if sort in sort(one).__mro__ and id_of(one) not in known and "__eq__" in one.__dict__:  # a class with any metaclass
-                compare = one.__dict__["__eq__"]
+        for function in listed(objects()):
+            if (
+                sort in sort(function).__mro__ and id_of(function) not in known and "__eq__" in function.__dict__
+            ):  # a class with any metaclass
+                compare = function.__dict__["__eq__"]
                 of_tests = text(get(get(compare, "__code__", None), "co_filename", "")).startswith(TESTS)
-                if not of_tests and sort(compare) is not proxy and equals(one, compare):  # a comparison would call a mock
-                    return f"instances of {text(one.__qualname__)} are equal to different things"
+                if not of_tests and sort(compare) is not proxy and equals(function, compare):  # a comparison would call a mock
+                    return f"instances of {text(function.__qualname__)} are equal to different things"
         return ""
 
     id_of = id
@@ -125,7 +130,7 @@ class Reports:
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Records the code of all tests."""
         functions = [item.function for item in session.items if isinstance(item, pytest.Function)]
-        self.tests = [(one, one.__code__) for one in functions if hasattr(one, "__code__")]
+        self.tests = [(function, function.__code__) for function in functions if hasattr(function, "__code__")]
 
     def wrong(self) -> str:
         """Returns the changes by the code under test; empty if there are none."""

@@ -254,12 +254,16 @@ class ClaimBackend(CellBackend):
 def _conditions(claim: Mapping[str, Any] | None) -> list[dict[str, Any]]:
     status = (claim or {}).get("status")
     listed = status.get("conditions") if isinstance(status, dict) else None
-    return [one for one in listed if isinstance(one, dict) and one.get("type") == "Ready"] if isinstance(listed, list) else []
+    return (
+        [condition for condition in listed if isinstance(condition, dict) and condition.get("type") == "Ready"]
+        if isinstance(listed, list)
+        else []
+    )
 
 
 def _address(claim: Mapping[str, Any] | None) -> str:
     """Returns the address of a claim's pod; empty if the claim has no ready pod."""
-    if claim is None or not any(one.get("status") == "True" for one in _conditions(claim)):
+    if claim is None or not any(condition.get("status") == "True" for condition in _conditions(claim)):
         return ""
     try:
         return str(ipaddress.ip_address(claim["status"]["sandbox"]["podIPs"][0]))
@@ -268,7 +272,9 @@ def _address(claim: Mapping[str, Any] | None) -> str:
 
 
 def _reason(claim: Mapping[str, Any] | None) -> str:
-    return "; ".join(f"{one.get('reason')}: {one.get('message')}"[:300] for one in _conditions(claim)) or "it has no status"
+    return (
+        "; ".join(f"{condition.get('reason')}: {condition.get('message')}"[:300] for condition in _conditions(claim)) or "it has no status"
+    )
 
 
 def open_claims(
