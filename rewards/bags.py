@@ -79,8 +79,8 @@ def _by_texts(rows: Iterable[Row], cells: Cells, *, whole: bool = False) -> dict
 
 
 def _split(some: list[_Item], true: list[_Item], relative: float, *, pairs: bool) -> Iterator[tuple[list[_Item], list[_Item]]]:
-    """Yields parts of both sides such that rows of different parts are not near each other. With `pairs`, does not continue to split
-    parts of different sizes.
+    """Splits both sides together and yields pairs (rows of `some`, rows of `true`). No row of a pair is near a row of a different pair.
+    With `pairs`, a pair of different sizes is not split further.
     """
     pending = [(some, true, 0, 0)]
     while pending:

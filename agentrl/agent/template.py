@@ -145,7 +145,7 @@ def _child() -> None:
 
 
 def try_within(text: str | None, folder: str | None, cpu_s: float) -> None:
-    """Runs the test in the current process. Returns normally if template or tokenizer raise an exception.
+    """Runs the test in the current process. Exceptions of the template or the tokenizer are not raised.
 
     Exits with `_TOO_MUCH` if memory or a range exceeds its bound, and with `_GAVE_UP` after a panic. At the bound on CPU time, the process
     is killed.

@@ -86,8 +86,8 @@ class Liveness:
         self._current, self.silent_s = None, 0.0
 
     def spent_s(self) -> dict[str, float]:
-        """Returns the seconds of each kind of work so far, including the current one. Work that was not reported counts as the work before
-        it."""
+        """Returns the seconds spent so far on each kind of work, including the work in progress. Work that was not reported counts as the
+        work before it."""
         spent = dict(self._spent)
         if self._current is not None:
             spent[self.work] = spent.get(self.work, 0.0) + max(self._clock() - self._since, 0.0)

@@ -138,7 +138,7 @@ async def _measure(folder: Path) -> dict[str, Any]:
     workload = (
         f"{GROUPS} groups of {SIZE} episodes at once on vLLM: {TURNS} turns of the main agent, and {workers} sub-agents of"
         f" {WORKERS_TURNS} turns in each, {WORKERS} at a time. First seen are tokens that were in no prompt before and that the server did"
-        f" not sample itself. It shares whole blocks of {BLOCK} tokens, the least that vLLM takes on a CPU."
+        f" not sample itself. It shares only whole blocks of {BLOCK} tokens, the smallest size that vLLM supports on a CPU."
     )
     return {"rows": rows, "workload": workload}
 

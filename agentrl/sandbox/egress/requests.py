@@ -40,7 +40,7 @@ _lookups = ThreadPoolExecutor(8, thread_name_prefix="egress-names")
 
 
 class Refusal(Exception):
-    """The proxy refuses a request. Has the status and the reason for the program."""
+    """The proxy refuses a request. Contains the status and the reason that the program receives."""
 
     def __init__(self, status: HTTPStatus, reason: str) -> None:
         super().__init__(reason)
