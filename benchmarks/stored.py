@@ -111,7 +111,9 @@ def machine() -> dict[str, Any]:
 def describe_machines(machines: Iterable[Mapping[str, Any]]) -> str:
     """Describes the machines of several runs in a line, with the range of their speed and load. Old results lack speed and load."""
     hosts = list(machines)
-    names = " and ".join(sorted({f"{host['cores']} cores ({host['processor']}), {host['memory_gib']} GiB" for host in hosts}))
+    processors = [str(host["processor"]).replace("not recorded", "processor not recorded") for host in hosts]
+    pairs = zip(hosts, processors, strict=True)
+    names = " and ".join(sorted({f"{host['cores']} cores ({processor}), {host['memory_gib']} GiB" for host, processor in pairs}))
     if not all({"gflops", "busy_cores"} <= host.keys() for host in hosts):
         return f"{names}; speed and load not recorded"
     speeds, busy = [host["gflops"] for host in hosts], [host["busy_cores"] for host in hosts]

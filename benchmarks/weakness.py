@@ -394,12 +394,12 @@ def main() -> int:
             f"```text\n{phases}\n```",
             f"Before and after are success rates on held-out questions of kind `{KIND}`: one greedy attempt each, 95% intervals."
             " The gate evaluates every fourth version; after two rollbacks it only blocks.",
-            table(experiments) + (f"\n\nMade with `{' '.join(args.overrides)}`." if args.overrides else ""),
-            f"`tagged by the rule`: failures that submitted the whole part, and those of them tagged `{CAUSE}`. The rule checks the same"
+            table(experiments) + (f"\n\nRun with `{' '.join(args.overrides)}`." if args.overrides else ""),
+            f"`tagged by the rule`: how many of the failures that submitted the whole part were tagged `{CAUSE}`. The rule checks the same"
             " condition.",
             f"Targets: at least {TARGETS['tagged right']:.0%} tagged {CAUSE}; success from below {TARGETS['before']} to above"
-            f" {TARGETS['after']}, also after the gate, which rolls back; no contradiction by the audit. Alarms are those of the relapse:"
-            " the reward rises while the audit falls ([verifiers.md](verifiers.md#an-audit)).",
+            f" {TARGETS['after']}, also after the gate, which rolls back; no contradiction by the audit. An alarm means"
+            " that the reward rises while the audit score falls ([verifiers.md](verifiers.md#an-audit)).",
         ]
     )
     print(text)

@@ -1,4 +1,4 @@
-"""The command line. Exit codes: 0 done, 1 failed, 2 wrong use, 130 interrupted.
+"""The command line. Exit codes: 0 done, 1 failed, 2 usage error, 130 interrupted.
 
 A module is imported when its command is used: `agentrl --help` imports none.
 """

@@ -53,7 +53,7 @@ class ObjectStore:
     """
 
     def __init__(self, url: str) -> None:
-        """`url`: the URL of the store, including the run's id. Raises `UserError` if the package for this kind of store is not installed."""
+        """`url`: the URL of the store, including the run's id. Raises `UserError` if the package for such a store is missing."""
         self.url = url
 
         def open_store() -> tuple[Any, str]:
