@@ -1,10 +1,10 @@
-"""Memory across episodes: agents share notes about the contents of a project's drawers, which they can learn only by looking.
+"""Memory across episodes: agents share notes about the contents of a project's drawers, which they can discover only by looking.
 
     agentrl check recipes/archive.py       # the tasks themselves
     agentrl train recipes/archive.py
-    agentrl memory runs/archive            # the notes, who read them, and a check that none reveals an answer
+    agentrl memory runs/archive            # the notes, their readers, and a check that no note reveals an answer
 
-Needs a GPU and a model that calls tools. `benchmarks/memory.py` measures the effect of memory with scripted policies on any machine.
+Requires a GPU and a model that can call tools. `benchmarks/memory.py` measures the effect of memory with scripted policies on any machine.
 """
 
 from agentrl.config import (

@@ -1,9 +1,9 @@
-"""Trains the base policy of the quickstart from scratch: a 1M-parameter Qwen3 that has learned the tool-call format and some of the tasks.
+"""Trains the quickstart's base policy from scratch: a 1M-parameter Qwen3 model that has learned the tool-call format and some tasks.
 
 Writes demonstrations of mixed quality for the `tables` family (`sandboxes/tables/demonstrations.py`), trains a byte-level BPE
-tokenizer and then the model on them with TRL's SFTTrainer, and saves a folder that transformers and vLLM load.
+tokenizer and then the model on them with TRL's SFTTrainer, and saves a folder that transformers and vLLM can load.
 
-    python recipes/base_policy.py                                   # the policy that ships in recipes/models/tables-base
+    python recipes/base_policy.py                                   # the policy that is shipped in recipes/models/tables-base
     python recipes/base_policy.py --steps 200 --out /tmp/early      # faster, but worse
 """
 
@@ -23,7 +23,7 @@ from typing import Annotated, Any
 import typer
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # as the command line does: content is imported from the project root
+sys.path.insert(0, str(ROOT))  # as the command line does, because content is imported from the project root
 
 from agentrl.agent import load_tools  # noqa: E402
 from agentrl.agent.chat import ChatFormat  # noqa: E402
@@ -33,19 +33,19 @@ from sandboxes.tables.demonstrations import Act, demonstrate  # noqa: E402
 
 MODEL = ROOT / "recipes/models/tables-base"
 TEMPLATE = MODEL / "chat_template.jinja"
-FAMILY_SEED = 1_000_003  # far from the seeds that runs use, so that training on tasks of seed 0, 1, ... is not a repetition
+FAMILY_SEED = 1_000_003  # far from the seeds that runs use, so that training on tasks with seed 0, 1, ... is not a repetition
 VOCABULARY = 640
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKERS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-# A quotation mark and each digit are always separate tokens, so a name in quotes has the same tokens in a question
-# and in a program: copying it is copying tokens. Runs of other punctuation, as in `": {"`, may become one token.
+# A quotation mark and each digit are always separate tokens, so a name in quotes has the same tokens in a question and in a program, and to
+# copy the name is to copy tokens. Runs of other punctuation, as in `": {"`, may become one token.
 PIECES = r"\\.|'| ?\p{L}+[(\[]?|\p{N}| ?[^\s\p{L}\p{N}'\\]+(?: [^\s\p{L}\p{N}'\\]+)?|\s+"
-BUCKET = 12  # batches whose demonstrations are sorted by length together
-MOST_TOKENS = 384  # longer demonstrations (far fewer than one in a hundred) are excluded
+BUCKET = 12  # number of batches whose demonstrations are sorted by length together
+MOST_TOKENS = 384  # longer demonstrations (far less than 1%) are excluded
 
 
 def demonstrations(seed: int, first: int, count: int) -> Iterator[tuple[Task, list[Act]]]:
-    """Demonstrations `first` to `first + count` of the endless training split."""
+    """Yields `count` demonstrations (task, acts) from the infinite training split, starting with number `first`."""
     family = Tables(seed=FAMILY_SEED + seed, wild=True)
     for index in range(first, first + count):
         task = family.task(Split.TRAIN, index)
@@ -53,7 +53,7 @@ def demonstrations(seed: int, first: int, count: int) -> Iterator[tuple[Task, li
 
 
 def train_tokenizer(seed: int, count: int) -> Any:
-    """A byte-level BPE tokenizer with the chat template; decoding returns the exact text."""
+    """Returns a byte-level BPE tokenizer with the chat template. Decoding returns the exact text."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -89,7 +89,7 @@ def _plain(text: str) -> str:
 
 
 def encode(chat: ChatFormat, tokenizer: Any, task: Task, acts: list[Act]) -> dict[str, list[int]]:
-    """Token ids of a demonstration and its labels: -100 for tokens that the policy does not sample.
+    """Returns the token ids of a demonstration and its labels, which are -100 for tokens that the policy does not sample.
 
     Every segment (prompt, completion, tool delta) is tokenized separately, as in rollouts, so the token sequences are the
     same as in rollouts.
@@ -109,9 +109,9 @@ def encode(chat: ChatFormat, tokenizer: Any, task: Task, acts: list[Act]) -> dic
 
 
 def make_dataset(tokenizer: Any, seed: int, count: int, batch: int) -> Any:
-    """`count` tokenized demonstrations as a datasets.Dataset, in training order. Shows a progress bar.
+    """Returns `count` tokenized demonstrations as a datasets.Dataset, in training order. Shows a progress bar.
 
-    Batches hold demonstrations of similar length, which halves the padding, and come in random order.
+    Each batch contains demonstrations of similar length, which halves the padding. The batches are in random order.
     """
     from datasets import Dataset
     from tqdm import tqdm
@@ -128,7 +128,7 @@ def make_dataset(tokenizer: Any, seed: int, count: int, batch: int) -> Any:
 
 
 def make_model(tokenizer: Any) -> Any:
-    """A Qwen3 of about 0.9M random parameters in float32. Heads have 32 dimensions, the minimum of vLLM's CPU attention."""
+    """Returns a Qwen3 model with 0.9M random parameters in float32. Heads have 32 dimensions, the minimum for vLLM's CPU attention."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
@@ -141,7 +141,7 @@ def make_model(tokenizer: Any) -> Any:
         head_dim=32,
         max_position_embeddings=1024,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-        initializer_range=0.04,  # 0.02 is for wide layers
+        initializer_range=0.04,  # the default, 0.02, is for wide layers
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
@@ -152,7 +152,7 @@ def make_model(tokenizer: Any) -> Any:
 
 
 def train(model: Any, tokenizer: Any, dataset: Any, *, steps: int, batch: int, lr: float, seed: int, save_every: int, work: Path) -> float:
-    """Supervised fine-tuning with a one-cycle learning rate; returns the mean loss of the last twentieth of the steps (nats per token)."""
+    """Fine-tunes the model with a one-cycle learning rate. Returns the mean loss over the last 5% of the steps, in nats per token."""
     from trl import SFTConfig, SFTTrainer
 
     arguments = SFTConfig(
@@ -189,11 +189,11 @@ def train(model: Any, tokenizer: Any, dataset: Any, *, steps: int, batch: int, l
 
 
 def save(model: Any, tokenizer: Any, out: Path, card: str) -> None:
-    """Writes the folder: weights, configuration, tokenizer, chat template, card, and the SHA-256 of every file."""
+    """Writes the folder: the weights, the configuration, the tokenizer, the chat template, the card, and the SHA-256 of every file."""
     from transformers import GenerationConfig
 
     out.mkdir(parents=True, exist_ok=True)
-    model.config.use_cache = True  # training turned it off
+    model.config.use_cache = True  # training disabled it
     model.generation_config = GenerationConfig(
         do_sample=True, temperature=1.0, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )

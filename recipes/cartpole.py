@@ -1,10 +1,10 @@
-"""A policy of a million parameters learns to balance the pole of Gymnasium's CartPole, on two CPU cores.
+"""A policy with a million parameters learns to balance the pole of Gymnasium's CartPole, on two CPU cores.
 
     pip install gymnasium
     agentrl train recipes/cartpole.py --run-dir runs/pole
 
-A step of the environment is one turn of one letter, in a separate context, because the next action depends only on the four numbers. So
-an episode of 500 steps needs contexts of 40 tokens.
+A step of the environment is one turn of one letter. Each turn has a separate context, because the next action depends only on the four
+numbers. An episode of 500 steps therefore needs contexts of only 40 tokens.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from agentrl.plugins.parts import Part
 POLE = {
     "formatter": "recipes.cartpole:describe",
     "instructions": "",
-    "action_names": ["l", "h"],  # letters to which the untrained policy gives similar probabilities
+    "action_names": ["l", "h"],  # letters to which the untrained policy assigns similar probabilities
     "context_turns": 1,
     "limits": {"turns": 500, "turn_tokens": 4, "episode_tokens": 64, "wall_s": 600.0, "episode_output_chars": 100_000},
 }

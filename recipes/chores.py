@@ -1,10 +1,10 @@
 """Task folders with an instruction-tuned model on one GPU: the agent writes files, and hidden tests check them in fresh sandboxes.
 
-    agentrl check sandboxes/chores        # checks the tasks: gold solutions score 1; no work and cheats score 0
+    agentrl check sandboxes/chores        # checks the tasks: gold solutions score 1, and no work and cheats score 0
     agentrl eval recipes/chores.py        # measures the model before training
     agentrl train recipes/chores.py
 
-These ten tasks are an example. They are too few to train a model that solves other tasks. Set `tasks` to your folder.
+These ten tasks are an example. Ten tasks are too few to train a model that solves other tasks. Set `tasks` to your own folder.
 """
 
 from agentrl.config import EvalConfig, GroupConfig, LearnerConfig, Part, PolicyConfig, Recipe, RolloutConfig, ServingConfig, TasksConfig

@@ -1,15 +1,16 @@
-"""Conversations with a simulated user: a policy of a million parameters learns the rules of a service desk, on two CPU cores.
+"""Conversations with a simulated user: a policy with a million parameters learns the rules of a service desk, on two CPU cores.
 
     agentrl check recipes/desk.py
     agentrl train recipes/desk.py --run-dir runs/desk
 
-The customer is a script, and the policy presses buttons: seven messages and actions, each one letter. With `buttons=false`, a model that
-calls functions writes its own messages. With a model as the customer, for example the 135M parameters of `make smollm2`:
+The customer is a script, and the policy presses buttons: seven messages and actions, each of which is one letter. With `buttons=false`, a
+model that can call functions writes its own messages. To use a model as the customer, for example the 135M-parameter model from `make
+smollm2`:
 
     agentrl train recipes/desk.py tasks.family.options.user=recipes.desk:caller \\
       'judge_servers={"customer": {"model": "recipes/models/smollm2"}}'
 
-`tasks.family.options.user=policy` lets the policy play the customer too.
+`tasks.family.options.user=policy` lets the policy also play the customer.
 """
 
 from agentrl.config import (

@@ -1,11 +1,11 @@
-"""Searches for small sorting networks in training phases. Each phase starts from the model and the archive of the previous one.
+"""Searches for small sorting networks in training phases. Each phase starts from the model and the archive of the previous phase.
 
     python recipes/discovery.py --channels 6 --phases 8 --out runs/discovery
-    agentrl train recipes/discovery.py                                             # one phase, without an archive
+    agentrl train recipes/discovery.py                                             # a single phase, without an archive
 
-Between two phases, the networks of all episodes enter the archive (`sandboxes.networks.archive`); half of the next episodes start from one
-of its states. An interrupted phase is resumed, and a finished one is not repeated. `sandboxes/networks/checker.py` verifies every
-claim in a separate process before it is written to `found.jsonl`.
+Between two phases, the networks of all episodes are added to the archive (`sandboxes.networks.archive`). Half of the next episodes start
+from states in the archive. An interrupted phase is resumed, and a finished phase is not repeated. `sandboxes/networks/checker.py` verifies
+every claim in a separate process before it is written to `found.jsonl`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from sandboxes.networks.state import Comparator, label, parse
 ROOT = Path(__file__).resolve().parents[1]
 CHECKER = ROOT / "sandboxes" / "networks" / "checker.py"
 BUDGET = {4: 8, 5: 13, 6: 18, 7: 24, 8: 30}
-"""Channels -> comparators that an episode may place, about one and a half times the smallest known number."""
+"""Channels -> number of comparators that an episode may place, about 1.5 times the smallest known number for a sorting network."""
 
 recipe = Recipe(
     name="discovery",
@@ -55,7 +55,7 @@ recipe = Recipe(
 
 
 def main() -> None:
-    """Runs the phases that are not finished."""
+    """Runs all phases that are not finished."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--channels", type=int, choices=sorted(BUDGET), default=6, help="inputs of the network")
     parser.add_argument("--phases", type=int, default=8, help="total number of phases, including finished ones")
@@ -68,12 +68,12 @@ def main() -> None:
 
 
 def _archive_path(folder: Path, phase: int) -> Path:
-    """Returns the file of the archive that a phase starts with."""
+    """Returns the path of the archive with which a phase starts."""
     return folder / f"archive-{phase}.json"
 
 
 def _run_phase(folder: Path, phase: int, channels: int, overrides: Sequence[str]) -> None:
-    """Trains one phase, and writes the archive of the next."""
+    """Trains one phase, and writes the archive for the next phase."""
     run, previous, archive_file = folder / f"phase-{phase}", folder / f"phase-{phase - 1}" / "model", _archive_path(folder, phase)
     options = {"channels": channels, "budget": BUDGET[channels], **({"archive": str(archive_file.resolve())} if phase else {})}
     command = [sys.executable, "-m", "agentrl", "train", str(Path(__file__).resolve()), "--run-dir", str(run)]
@@ -92,14 +92,14 @@ def _run_phase(folder: Path, phase: int, channels: int, overrides: Sequence[str]
 
 
 def _check(network: Sequence[Comparator]) -> dict[str, object]:
-    """Returns a network and the verdict of the independent checker. Raises `CalledProcessError` if it does not sort."""
+    """Returns a network and the verdict of the independent checker. Raises `CalledProcessError` if the network does not sort."""
     text = " ".join(map(label, network))
     checked = subprocess.run([sys.executable, str(CHECKER), text], check=True, capture_output=True, text=True)
     return {"comparators": len(network), "network": text, "checked": checked.stdout.strip()}
 
 
 def read_networks(run: Path, channels: int) -> Iterator[list[Comparator]]:
-    """Yields the network of each training episode of a run, including the one it started from."""
+    """Yields the final network of each training episode of a run. It includes the network from which the episode started."""
     store = StoreReader(run / "experience.sqlite")
     try:
         for entry in store.entries():
@@ -110,7 +110,7 @@ def read_networks(run: Path, channels: int) -> Iterator[list[Comparator]]:
 
 
 def _network(episode: Episode, channels: int) -> list[Comparator]:
-    """Returns the comparators of an episode; none if an action is invalid."""
+    """Returns the comparators of an episode's network; an empty list if an action is invalid."""
     trajectory = episode.trajectories[0]
     start = trajectory.prompt[-1].content.split() if trajectory.prompt else []
     texts = [word for word in start if "-" in word] + [turn.message.content for turn in trajectory.turns]

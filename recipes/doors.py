@@ -1,12 +1,13 @@
-"""A policy of a million parameters learns to write notes that help later episodes, and to use them, on two CPU cores.
+"""A policy with a million parameters learns to write notes that help later episodes, and to use them, on two CPU cores.
 
     agentrl train recipes/doors.py --run-dir runs/doors
     agentrl memory runs/doors
     agentrl train recipes/doors.py --run-dir runs/doors-alone memory=null       # without a memory
     python benchmarks/environments.py memory                                    # three seeds, and a control
 
-Gold is behind the same door in all visits to a house (`sandboxes/doors`). A training episode has three days. On the later days it
-reads its own notes, so correct notes pay off. Held-out houses are different, and are visited in six rounds of one day each.
+The gold is behind the same door during all visits to a house (`sandboxes/doors`). A training episode has three days. On the later days, the
+policy reads notes from the same episode, so correct notes pay off. The held-out houses differ from the training houses, and are visited in
+six rounds of one day each.
 """
 
 from agentrl.config import (

@@ -1,9 +1,10 @@
-"""A policy of a million parameters learns to cross the frozen lake, an environment of Gymnasium, on two CPU cores.
+"""A policy with a million parameters learns to cross the frozen lake, an environment from Gymnasium, on two CPU cores.
 
     pip install gymnasium
     agentrl train recipes/frozen_lake.py --run-dir runs/lake
 
-Each turn is one action, one of four letters, in a separate context, because the next action depends only on the position.
+Each turn is one action, written as one of four letters. Each turn has a separate context, because the next action depends only on the
+position.
 """
 
 from agentrl.config import (
@@ -23,7 +24,7 @@ LAKE = {
     "is_slippery": False,
     "formatter": "recipes.frozen_lake:describe",
     "instructions": "",
-    "action_names": ["l", "n", "o", "d"],  # left, down, right, up: letters to which the untrained policy gives similar probabilities
+    "action_names": ["l", "n", "o", "d"],  # left, down, right, up: letters to which the untrained policy assigns similar probabilities
     "context_turns": 1,
     "limits": {"turns": 30, "turn_tokens": 4, "episode_tokens": 64, "all_tokens": 2048},
 }
@@ -42,7 +43,7 @@ recipe = Recipe(
 
 
 def describe(cell: int) -> str:
-    """Returns the position as row and column."""
+    """Returns the position as a row and a column."""
     return f"{cell // 4} {cell % 4}"
 
 

@@ -1,10 +1,10 @@
-"""Trains on a task set of inspect_ai: its agent, tools and scorer run unchanged, in a separate Python environment.
+"""Trains on a task set for inspect_ai, whose agent, tools and scorer run unchanged in a separate Python environment.
 
     agentrl env add inspect-ai
     agentrl train recipes/inspect_tables.py
 
 The task set is `recipes/inspect_tasks/tables.py`: the quickstart's questions in inspect's style. Its tools run in agentrl's sandboxes, and
-its scorer's value is the score. For other task sets see docs/environments.md.
+the scorer's value is the score. For other task sets, see docs/environments.md.
 """
 
 from recipes.quickstart import recipe as base

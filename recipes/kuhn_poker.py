@@ -1,12 +1,12 @@
-"""A policy of a million parameters learns Kuhn poker against itself and a league of its past versions, on two CPU cores.
+"""A policy with a million parameters learns Kuhn poker against itself and a league of its past versions, on two CPU cores.
 
     agentrl train recipes/kuhn_poker.py --run-dir runs/kuhn
     agentrl versions league runs/kuhn
 
-In half of the groups a past version plays one of the two roles. The entropy bonus is in units of the reward, because advantages are not
-divided by their deviation. Without a bonus the policy circles around the game's equilibrium. A bonus moves the equilibrium: its
-exploitability is 0.07 with a bonus of 0.3 and 0.03 with 0.15. Therefore the bonus and the learning rate decrease during the run.
-`python benchmarks/selfplay.py` prints the exact exploitability.
+In half of the groups, a past version plays one of the two roles. The entropy bonus is in units of the reward, because advantages are not
+divided by their standard deviation. Without a bonus, the policy circles around the game's equilibrium. A bonus moves the equilibrium: the
+exploitability of the equilibrium is 0.07 with a bonus of 0.3, and 0.03 with a bonus of 0.15. The bonus and the learning rate therefore
+decrease during the run. `python benchmarks/selfplay.py` prints the exact exploitability.
 """
 
 from agentrl.config import (

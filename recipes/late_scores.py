@@ -1,11 +1,11 @@
-"""The quickstart with scores that arrive late: a reviewer sends each one after a random delay, and the run does not wait.
+"""The quickstart with scores that arrive late: a reviewer sends each score after a random delay, and the run does not wait.
 
     agentrl train recipes/late_scores.py
-    agentrl store runs/late_scores --state parked          # the groups that wait, also during the run
+    agentrl store runs/late_scores --state parked          # the groups that wait; works during the run, too
 
-The reviewer is a thread of the run that knows the correct answers. It writes each score to `reviews.jsonl` in the run folder before it
-sends it, so that a resumed run gets the scores of episodes that an earlier session sampled. Held-out tasks are scored at once. With
-`tasks.verifiers=["rewards.tables:exact_answer"]` every score is immediate; docs/results.md compares both curves.
+The reviewer is a thread in the run's process that knows the correct answers. It writes each score to `reviews.jsonl` in the run folder
+before sending it, so that a resumed run receives the scores for episodes that an earlier session sampled. Held-out tasks are scored at
+once. With `tasks.verifiers=["rewards.tables:exact_answer"]`, every score is immediate. docs/results.md compares the two learning curves.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from rewards.tables import exact_answer
 PART = "review"
 DELAY_S = (1.0, 30.0)
 EXPIRES_S = 600.0
-_POLL_S = 0.2  # longest wait between checks whether the process ends
-_RETRY_S = 1.0  # after a score for an episode whose group is not stored yet
+_POLL_S = 0.2  # maximum seconds between checks of whether the process is exiting
+_RETRY_S = 1.0  # seconds until a score is sent again if the episode's group is not stored yet
 
 
 class Reviewer:
-    """Scores training episodes by `rewards.tables.exact_answer`, after a delay."""
+    """Scores training episodes with `rewards.tables.exact_answer`, after a delay."""
 
     bounds: ClassVar[tuple[float, float]] = (0.0, 1.0)
     timeout_s = 30.0
@@ -46,14 +46,14 @@ class Reviewer:
         self._path: Path | None = None
 
     def prepare(self, *, root: Path, folder: Path | None) -> None:
-        """Starts sending scores to the run in `folder`, first those of earlier sessions. If there is no folder, no score is late."""
+        """Starts sending scores to the run in `folder`, first the scores from earlier sessions. If `folder` is None, no score is late."""
         if folder is None or self._path is not None:
             return
         self._path = folder / "reviews.jsonl"
         threading.Thread(target=self._send, args=(folder,), name="reviewer").start()
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
-        """Returns the score; for a training episode, a pending part instead."""
+        """Returns the score or, for a training episode, a score with a pending part."""
         score = await exact_answer(task, episode)
         if self._path is None or task.split is not Split.TRAIN or score.value is None:
             return score
@@ -63,10 +63,10 @@ class Reviewer:
         return Score(value=None, evidence=score.evidence, pending=(PendingPart(name=PART, expires_at=time.time() + EXPIRES_S),))
 
     def _send(self, folder: Path) -> None:
-        """Sends scores when they are due, until the main thread ends."""
+        """Sends scores when they are due, until the main thread exits."""
         assert self._path is not None
         chance, due = random.Random(0), list[tuple[float, str, LateScore]]()
-        for line in complete_lines(self._path):  # the store accepts a repeated score
+        for line in complete_lines(self._path):  # the store accepts repeated scores
             self._new.put(LateScore(**json.loads(line)))
         store: SqliteStore | None = None
         while threading.main_thread().is_alive():

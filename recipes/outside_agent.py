@@ -1,11 +1,11 @@
-"""Trains an agent program unchanged: it requests completions from an OpenAI endpoint, which is the gateway.
+"""Trains with an unchanged agent program, which requests completions from an OpenAI endpoint. The gateway provides this endpoint.
 
     agentrl train recipes/outside_agent.py
     agentrl train recipes/outside_agent.py rollout.agent.options.port=8791 tasks.family.options.network=127.0.0.1:8791
 
-The program is `recipes/agents/tables_stdlib.py`: `tables_sdk.py` without the SDK, which the sandbox's image does not have. It runs in the
-episode's sandbox, has its own tools, and can reach only the gateway. Policy, tasks and evaluation are the quickstart's. For other
-programs see docs/bring-your-own-agent.md.
+The program is `recipes/agents/tables_stdlib.py`, a version of `tables_sdk.py` without the SDK, which the sandbox's image does not contain.
+The program runs in the episode's sandbox, has its own tools, and can reach only the gateway. The policy, the tasks and the evaluation are
+the quickstart's. For other programs, see docs/bring-your-own-agent.md.
 """
 
 from agentrl.config import Part

@@ -1,10 +1,10 @@
-"""Sub-agents and summaries: entries on many pages, for an agent whose context is too small for all pages.
+"""Sub-agents and summaries: the agent looks up entries on many pages, but its context is too small for all pages.
 
     agentrl check recipes/pages.py        # checks the tasks
     agentrl eval recipes/pages.py         # measures the model before training
     agentrl train recipes/pages.py objective.credit=roles
 
-Needs a GPU and a model that calls tools. `tests/sandboxes/test_pages.py` runs a short form with scripted policies on any machine.
+Requires a GPU and a model that can call tools. `tests/sandboxes/test_pages.py` runs a short version with scripted policies on any machine.
 """
 
 from agentrl.config import (

@@ -1,10 +1,10 @@
 """The complete loop on two CPU cores: a small agent learns to answer questions about tables by running code.
 
     python recipes/quickstart.py
-    agentrl train recipes/quickstart.py learner.lr=3e-4 --run-dir runs/x      # the same, with an override
+    agentrl train recipes/quickstart.py learner.lr=3e-4 --run-dir runs/x      # the same recipe with overrides
 
-Takes three to ten minutes, depending on the machine. No component is simulated: vLLM serves, Docker or bubblewrap runs the code, and
-DeepSpeed updates. For a larger model on a GPU see `tables_qwen3_gpu.py`: only the numbers differ.
+Takes three to ten minutes, depending on the machine. No component is simulated: vLLM serves the policy, Docker or bubblewrap runs the code,
+and DeepSpeed updates the weights. For a larger model on a GPU, see `tables_qwen3_gpu.py`. Only the numbers differ.
 """
 
 from agentrl.config import (

@@ -1,10 +1,10 @@
-"""The quickstart with LoRA: the base policy does not change, and a version is a low-rank adapter of a tenth of its size.
+"""The quickstart with LoRA: the base policy does not change, and each version is a low-rank adapter a tenth the size of the policy.
 
     agentrl train recipes/quickstart_lora.py
     agentrl train recipes/quickstart_lora.py learner.lora.rank=4 --run-dir runs/x
 
-Except for the learning rate, everything else is the quickstart's: tasks, sandboxes, policy and evaluation. In the run folder, `model/` is
-the merged model and `adapter/` the adapter.
+Except for LoRA and the learning rate, everything is as in the quickstart: tasks, sandboxes, policy and evaluation. In the run folder,
+`model/` is the merged model, and `adapter/` is the adapter.
 """
 
 from agentrl.config import LoraConfig

@@ -1,9 +1,9 @@
-"""The quickstart with PPO: a critic values every token, and advantages are estimated from its values instead of within a group.
+"""The quickstart with PPO: a critic values every token, and advantages are estimated from these values instead of within a group.
 
     agentrl train recipes/quickstart_ppo.py
     agentrl train recipes/quickstart_ppo.py critic.lam=0.95 --run-dir runs/x
 
-Everything else is the quickstart's: the same tasks, sandboxes, policy and evaluation.
+Everything else is as in the quickstart: tasks, sandboxes, policy and evaluation.
 """
 
 from agentrl.config import CriticConfig

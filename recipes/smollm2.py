@@ -1,13 +1,13 @@
-"""A pretrained language model of 135M parameters learns to use its tool on two CPU cores: SmolLM2 on problems of reasoning-gym.
+"""SmolLM2, a pretrained language model with 135M parameters, learns to solve reasoning-gym problems with a tool, on two CPU cores.
 
-    make smollm2                              # the packages, and the model folder recipes/models/smollm2
-    agentrl check recipes/smollm2.py          # the tasks, in real sandboxes
+    make smollm2                              # installs packages, and creates the model folder recipes/models/smollm2
+    agentrl check recipes/smollm2.py          # checks the tasks in real sandboxes
     agentrl eval recipes/smollm2.py           # measures the model before training
     agentrl train recipes/smollm2.py
 
-There is no supervised step: the model starts as published. Each prompt has two solved problems of the same kind. Evaluations are
-greedy, on held-out problems of the trained kinds, and (split `heldout_real`) of kinds that are never trained. To measure it without
-the tool, before and after:
+There is no supervised step: training starts from the published model. Each prompt contains two solved problems of the same kind.
+Evaluations are greedy, on held-out problems of the trained kinds and (split `heldout_real`) on problems of kinds that are never trained. To
+measure the model without the tool, before and after training:
 
     agentrl eval evals/smollm2_no_tool.py
     agentrl eval evals/smollm2_no_tool.py --model runs/smollm2/model

@@ -1,9 +1,9 @@
-"""SmolLM2 with LoRA: the published weights do not change, and a version is a low-rank adapter.
+"""SmolLM2 with LoRA: the published weights do not change, and each version is a low-rank adapter.
 
     agentrl train recipes/smollm2_lora.py
 
-Except for the learning rate and the number of steps, everything is as in `smollm2.py`. A version of 5 MB is published each step, instead of
-one of 540 MB.
+Except for LoRA, the learning rate and the number of steps, everything is as in `smollm2.py`. Each step publishes a version of 5 MB instead
+of 540 MB.
 """
 
 from agentrl.config import LoraConfig

@@ -1,11 +1,12 @@
-"""Learning to split: questions on several pages, for an agent whose context has room for one of them.
+"""Learning to split: questions on several pages, for an agent whose context has room for only one question.
 
     agentrl check recipes/splitting.py                            # checks the tasks
-    agentrl train recipes/splitting.py objective.credit=episode   # or a different credit method
+    agentrl train recipes/splitting.py objective.credit=episode   # or another credit method
     agentrl train recipes/splitting.py rollout.compaction=0.6
 
-Runs on two CPU cores. At first the policy splits a third of its tasks, and its helpers make mistakes; a task is solved only if every helper
-is correct. The last command requests summaries of long contexts, which this policy was not trained on: at first none is accepted.
+Runs on two CPU cores. At first, the policy splits a third of its tasks, and its helpers make mistakes. A task is solved only if every
+helper is correct. The last command requests summaries of long contexts. This policy was not trained to write summaries, and at first no
+summary is accepted.
 """
 
 from agentrl.config import (

@@ -1,6 +1,6 @@
-"""Trains the initial policy of `recipes/splitting.py`: the quickstart's policy learns by imitation to read pages and to call helpers.
+"""Trains the initial policy for `recipes/splitting.py`: the quickstart's policy learns by imitation to read pages and to call helpers.
 
-The demonstrations are of mixed quality (`sandboxes/pages/demonstrations.py`). The result ships in recipes/models/splitting-base. An
+The demonstrations are of mixed quality (`sandboxes/pages/demonstrations.py`). The result is shipped in recipes/models/splitting-base. An
 existing folder is not replaced.
 
     python recipes/splitting_policy.py --out recipes/models/mine
@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # as the command line does: content is imported from the project root
+sys.path.insert(0, str(ROOT))  # as the command line does, because content is imported from the project root
 
 from agentrl.agent import load_tools  # noqa: E402
 from agentrl.agent.chat import ChatFormat  # noqa: E402
@@ -33,7 +33,7 @@ BATCH = 32
 
 
 def encode(chat: ChatFormat, tokenizer: Any, demonstration: Demonstration) -> dict[str, list[int]]:
-    """Token ids of a demonstration and its labels, -100 for tokens that the policy does not sample; truncated to the context of an episode.
+    """Returns a demonstration's token ids and labels (-100 for tokens that the policy does not sample), truncated to an episode's context.
 
     Every segment (prompt, completion, tool output) is tokenized separately, as in rollouts.
     """
@@ -52,7 +52,7 @@ def encode(chat: ChatFormat, tokenizer: Any, demonstration: Demonstration) -> di
 
 
 def rows(count: int, seed: int) -> Iterator[dict[str, list[int]]]:
-    """`count` encoded demonstrations."""
+    """Yields `count` encoded demonstrations."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(BASE, trust_remote_code=False)
@@ -62,7 +62,7 @@ def rows(count: int, seed: int) -> Iterator[dict[str, list[int]]]:
 
 
 def make(out: Path = MODEL, *, steps: int = 300, lr: float = 1e-3, seed: int = 0) -> float:
-    """Trains the policy and returns its last loss in nats per token."""
+    """Trains the policy and returns the final loss in nats per token."""
     from agentrl.supervised.tune import train_sft
 
     loss = train_sft(list(rows(steps * BATCH, seed)), BASE, out, epochs=1.0, lr=lr, batch=BATCH, seed=seed)
@@ -71,7 +71,7 @@ def make(out: Path = MODEL, *, steps: int = 300, lr: float = 1e-3, seed: int = 0
 
 
 def write_card(out: Path, facts: dict[str, Any]) -> None:
-    """Writes README.md, which replaces that of the initial policy, and the SHA-256 of every file."""
+    """Writes README.md, which replaces the README.md of the initial policy, and the SHA-256 of every file."""
     lines = "\n".join(f"- {name}: {value}" for name, value in facts.items())
     (out / "README.md").write_text(
         "# splitting-base\n\n"

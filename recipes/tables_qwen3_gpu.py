@@ -1,11 +1,11 @@
-"""The same task family with a Qwen3 model of 0.6B to 4B parameters on one GPU.
+"""The quickstart's task family with a Qwen3 model with 0.6B to 4B parameters on one GPU.
 
     agentrl train recipes/tables_qwen3_gpu.py
     agentrl train recipes/tables_qwen3_gpu.py policy.model=Qwen/Qwen3-4B serving.gpu_memory_utilization=0.35
 
-Episodes may be long: Qwen3 thinks before it acts. Server and learner share the GPU: `serving.gpu_memory_utilization` is the
-server's share; the learner needs about 16 bytes per parameter (weights, gradients and Adam's moments) and room for activations:
-0.6B should fit in 24 GB, 4B needs a card of 141 GB.
+Episodes may be long, because Qwen3 thinks before it acts. The server and the learner share the GPU. `serving.gpu_memory_utilization` is the
+server's share. The learner needs about 16 bytes per parameter (weights, gradients and Adam's moments) and room for activations: 0.6B
+parameters should fit into 24 GB, and 4B parameters need a GPU with 141 GB.
 """
 
 from agentrl.config import (

@@ -1,9 +1,9 @@
-"""Trains on a taskset for verifiers: its tools and rewards run unchanged, in a separate Python environment.
+"""Trains on a taskset for verifiers, whose tools and rewards run unchanged in a separate Python environment.
 
     agentrl env add verifiers==0.4.0
     agentrl train recipes/verifiers_programs.py
 
-The taskset is `recipes/verifiers_tasks/programs.py`. For other packages see docs/environments.md.
+The taskset is `recipes/verifiers_tasks/programs.py`. For other packages, see docs/environments.md.
 """
 
 from recipes.quickstart import recipe as base

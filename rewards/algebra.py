@@ -1,8 +1,8 @@
-"""Decides whether two expressions have the same value, and whether the answer is in evaluated form.
+"""Decides whether an answer has the same value as the truth, and whether it is in evaluated form.
 
-Values are equal if they agree at random points to 40 digits, relative to the value, or within the tolerance if either is written with
-decimals. The points come from a hash of both expressions, so no answer can be constructed that is equal only at these points. Evaluation
-may take very long, so it runs in a subprocess with a deadline (`rewards.mathematics`).
+Two values are equal if they agree at random points to 40 digits, relative to the value, or within the tolerance if either value is written
+with decimals. The points are derived from a hash of both expressions, so that no answer can be constructed that is equal only at these
+points. An evaluation may take very long, so it runs in a subprocess with a deadline (`rewards.mathematics`).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from rewards.notation import is_assignment
 from rewards.scalars import Node, symbols
 from rewards.units import unit
 
-DIGITS = 50  # precision of constants
+DIGITS = 50  # precision of constants, in decimal digits
 POINTS = 6
-MOST_ELEMENTS = 30  # maximum size of an unordered list or set
+MOST_ELEMENTS = 30  # maximum number of elements in an unordered list or set
 _EXACT = sympy.Float(10) ** -40
 _FUNCTIONS = {"arsinh": sympy.asinh, "arcosh": sympy.acosh, "artanh": sympy.atanh, "ln": sympy.log} | {
     name: getattr(sympy, name.replace("arc", "a"))
@@ -43,14 +43,14 @@ _OF_NUMBERS = {"factorial": sympy.factorial, "binomial": sympy.binomial, "floor"
 
 
 class Comparison:
-    """Compares answers with truths. `unfinished` is set if a value was correct but not in evaluated form."""
+    """Compares answers with truths. `unfinished` is true if a value was correct but not in evaluated form."""
 
     def __init__(self, decimals: int, *, any_form: bool = False, prompt: str = "") -> None:
         self._decimals, self._any_form, self._prompt = decimals, any_form, prompt
         self.unfinished = False
 
     def same(self, truth: Node, answer: Node) -> bool:
-        """Whether the answer is the truth."""
+        """Whether the answer equals the truth."""
         if "relation" in (truth.kind, answer.kind) and truth.kind != answer.kind:  # x = 5 cm, and 5 cm
             truth, answer = (node.parts[1] if is_assignment(node) else node for node in (truth, answer))
         if answer.kind == "unit":
@@ -62,7 +62,7 @@ class Comparison:
                 return True
             if truth_percent is None and abs(literal(truth) or 0) > 1:  # 18 is not a fraction, so 18% is correct and 1800% is wrong
                 return False
-        if truth.kind == "unit":  # a unit may be omitted; only a unit that the question names may be added
+        if truth.kind == "unit":  # an answer may omit the truth's unit, and may add only a unit that the question names
             return self.same(truth.parts[0], answer)
         if truth.kind == answer.kind == "relation" and truth.value != "=" and symbols(truth) != symbols(answer):
             return False
@@ -90,7 +90,7 @@ class Comparison:
         return truth.value == answer.value and self._finished(truth, answer, self._same_sides(truth, answer))
 
     def _same_sides(self, truth: Node, answer: Node) -> bool:
-        """Whether lhs - rhs of both are proportional, for inequalities by a positive factor."""
+        """Whether lhs - rhs of one relation is proportional to that of the other. For inequalities, the factor must be positive."""
         try:
             true_difference, given_difference = (built(side.parts[0]) - built(side.parts[1]) for side in (truth, answer))
         except NoScalar:
@@ -174,11 +174,11 @@ class Comparison:
             return all(_equal_numbers(first, second) for first, second in known)
         if len(pairs) == 1:
             return all(self._close(first, second) for first, second in known)
-        relative = 5 * sympy.Float(10) ** -self._decimals  # of a coefficient, the most that `_close` allows
+        relative = 5 * sympy.Float(10) ** -self._decimals  # the maximum relative difference of a coefficient that `_close` allows
         return all(abs(sympy.N(first - second, DIGITS)) <= relative * abs(first) for first, second in known)
 
     def _close(self, wanted: Any, given: Any) -> bool:
-        """Whether two numbers agree to `decimals` places, or to that many significant digits below 0.1. 0 is only close to 0."""
+        """Whether two numbers agree to `decimals` places or, below 0.1, to that many significant digits. 0 is close only to 0."""
         size = abs(sympy.N(wanted, DIGITS))
         if not size or not given:
             return bool(wanted == given)
@@ -196,7 +196,7 @@ class NoScalar(ValueError):
 
 
 def _of_same_function(truth: Node, answer: Node) -> Node | None:
-    """Returns the truth in the answer's variable if both define the same function: f(t) = t^2 and f(x) = x^2, or y = x^2 and f(x) = x^2."""
+    """Returns the truth in the answer's variable if both define the same function, as f(t) = t^2 and f(x) = x^2 do; None if they do not."""
     names = truth.parts[0], answer.parts[0]
     if names[0] == names[1]:
         return truth
@@ -221,12 +221,12 @@ def _renamed(node: Node, old: str, new: str) -> Node:
 
 
 _INFINITE = Node("constant", value="infty")
-_EVERYTHING = Node("tuple", (Node("neg", (_INFINITE,)), _INFINITE))  # the open interval of all real numbers
+_EVERYTHING = Node("tuple", (Node("neg", (_INFINITE,)), _INFINITE))  # the open interval that contains all real numbers
 _ALL_REALS = ("all real numbers", "real numbers", "the real numbers", "all reals", "every real number", "the set of all real numbers")
 
 
 def _reals(node: Node) -> Node:
-    """Replaces notations of all real numbers, or of all except some, with intervals: R, R without {1}, x != 1."""
+    """Replaces notations for all real numbers, or for all except some points, with intervals: R, R without {1}, x != 1."""
     if node == Node("symbol", value="mathbb R") or (node.kind == "word" and str(node.value).casefold() in _ALL_REALS):
         return _EVERYTHING
     if node.kind == "relation" and node.value == "\\ne" and node.parts[0].kind == "symbol" and not symbols(node.parts[1]):
@@ -238,7 +238,7 @@ def _reals(node: Node) -> Node:
 
 
 def _without(points: Sequence[Node]) -> Node | None:
-    """Returns all real numbers except some points, as a union of open intervals; None if the points are not numbers."""
+    """Returns all real numbers except the given points, as a union of open intervals; None if the points are not numbers."""
     known = [(value, point) for point in points if (value := literal(point)) is not None]
     if len(known) < len(points) or not points or len({value for value, _ in known}) < len(points):
         return None
@@ -247,7 +247,7 @@ def _without(points: Sequence[Node]) -> Node | None:
 
 
 def _standard(node: Node) -> Node:
-    """Returns one tree for equivalent notations: x > 3 is an interval, an open interval a tuple, ± a list, a set of one its element."""
+    """Returns the same tree for equivalent notations: x > 3 becomes an interval, an open interval a tuple, ± a list, {a} its element."""
     node = _reals(node)
     if node.kind == "relation" and node.value in ("<", ">", "\\le", "\\ge"):
         left, right = node.parts
@@ -280,12 +280,12 @@ def _signed(node: Node, plus: bool) -> Node:
 
 
 def _is_name(node: Node) -> bool:
-    """Whether a node is a word or a capital letter. If a list has names, the question is probably about their order."""
+    """Whether a node is a word or a capital letter. If a list contains names, the question is probably about their order."""
     return node.kind == "word" or (node.kind == "symbol" and str(node.value).isupper())
 
 
 def _letters(node: Node) -> str:
-    """Returns the lower-case letters of a word, or of a product of letters, because "yes" is parsed as a product; empty for other nodes."""
+    """Returns the lower-case letters of a word, or of a product of letters ("yes" may be parsed as a product); empty for other nodes."""
     if node.kind == "mul" and all(part.kind == "symbol" or part.value in ("e", "i") for part in node.parts):
         return "".join(str(part.value) for part in node.parts).casefold()
     return str(node.value).casefold() if node.kind == "word" else ""
@@ -343,7 +343,7 @@ def _decimal(node: Node) -> bool:
 
 
 def _matrices(node: Node) -> bool:
-    """Whether capital letters are probably matrices: one has an inverse next to another, or a product occurs in both orders."""
+    """Whether capital letters are probably matrices: an inverse is next to another letter, or a product occurs in both orders."""
     capitals = {str(name) for name in symbols(node) if len(str(name)) == 1 and str(name).isupper()}
     pairs = set(_products(node))
     return len(capitals) > 1 and (_has_inverse(node) or any(pair[::-1] in pairs and len(set(pair)) > 1 for pair in pairs))
@@ -364,7 +364,7 @@ def _has_inverse(node: Node) -> bool:
 
 
 def built(node: Node, *, ordered: bool = False) -> Any:
-    """Returns the tree as a sympy expression, with sympy's automatic evaluation. Raises `NoScalar`.
+    """Returns the tree as a sympy expression, with sympy's automatic evaluation. Raises `NoScalar` if the tree is not a scalar.
 
     Args:
         ordered: whether the factors of a product that are capital letters keep their order.
@@ -402,7 +402,7 @@ def built(node: Node, *, ordered: bool = False) -> Any:
 
 
 def read_wide(text: str) -> Node | None:
-    """Returns an integral, sum, limit or similar expression as one leaf, which sympy computes later; None for other strings."""
+    """Returns an integral, a sum, a limit or a similar expression as one leaf, which sympy computes later; None for other strings."""
     commands = set(re.findall(r"\\([A-Za-z]+)", text))
     if not commands & _WIDE_ONLY or not commands <= _WIDE_COMMANDS or re.search(r"\d(?:\s|\\[,;! ])+\d", text):
         return None
@@ -432,7 +432,7 @@ def _root(under: Any, degree: Any) -> Any:
 
 
 def _at_points(true_value: Any, given_value: Any, truth: Node, answer: Node) -> Iterator[tuple[Any, Any]]:
-    """Yields both values at random points, the first negative and the second positive; None for values that are not finite."""
+    """Yields pairs of both values at random points, the first negative and the second positive. Values that are not finite are None."""
     names = sorted(true_value.free_symbols | given_value.free_symbols, key=str)
     random = Random(hashlib.blake2b(repr((truth, answer)).encode()).digest())
     for number in range(POINTS if names else 1):
@@ -457,7 +457,7 @@ def _equal_numbers(first: Any, second: Any) -> bool:
 
 
 def unfinished(node: Node) -> set[str]:
-    """Returns the kinds of unevaluated parts in a tree: arithmetic, functions of numbers and variables, factorials and similar parts."""
+    """Returns the kinds of unevaluated parts in a tree: arithmetic, functions of numbers or variables, factorials and similar parts."""
     if node.kind == "wide":
         return set(_WORK)
     kinds = set().union(*map(unfinished, node.parts))
@@ -471,7 +471,7 @@ def unfinished(node: Node) -> set[str]:
 
 
 def _leaves_arithmetic(node: Node) -> bool:
-    """Whether there are numbers, like terms or equal factors that are not combined."""
+    """Whether the tree contains numbers, like terms or equal factors that are not combined."""
     if built(node).is_Rational or (node.kind == "neg" and node.parts[0].kind == "neg"):
         return True
     values = [built(part) for part in node.parts]
@@ -490,7 +490,7 @@ def _leaves_arithmetic(node: Node) -> bool:
 
 
 def _multiplies_out(node: Node, values: Sequence[Any]) -> bool:
-    """Whether a product of sums of numbers, a power of such a sum or of i, or a division by a complex number is not computed."""
+    """Whether a node is a product of sums of numbers, a power of such a sum or of i, or a division by a complex number."""
     if node.kind == "div":
         return bool(values[1].has(sympy.I))
     if node.kind == "pow":
@@ -512,7 +512,7 @@ def _terms(value: Any) -> set[Any]:
 
 
 def alike(first: Node, second: Node) -> bool:
-    """Whether two trees are equal up to the order of terms and factors."""
+    """Whether two trees are equal except for the order of terms and factors."""
     return _canonical(first) == _canonical(second)
 
 

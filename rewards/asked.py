@@ -1,8 +1,8 @@
-"""Finds the units that a question asks for. An answer may have such a unit even if the truth has no unit.
+"""Finds the units for which a question asks. An answer may have such a unit even if the truth has no unit.
 
-A dataset's truth is often a bare number ("18") if the question names the unit ("How many dollars does she earn?"). An answer with that
-unit has the same value. Any other unit may change the value and is wrong: a unit that the question does not name, or that it names for a
-different quantity ("60 miles in 2 hours: how many miles per hour?").
+A dataset's truth is often a bare number ("18") if the question names the unit ("How many dollars does she earn?"). An answer with that unit
+has the same value. Any other unit may change the value and is wrong. Other units are those that the question does not name, and those that
+it names for a different quantity ("60 miles in 2 hours: how many miles per hour?").
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from functools import lru_cache
 
 from rewards.units import Unit, unit
 
-LONGEST_UNIT = 40  # characters
-LONGEST_PHRASE = 8  # words after "how many"
+LONGEST_UNIT = 40  # maximum number of characters
+LONGEST_PHRASE = 8  # maximum number of words after "how many"
 _ANGLE = re.compile(r"degree|\\circ|\\angle|\N{DEGREE SIGN}|\bangle", re.IGNORECASE)
 _MONEY = re.compile(r"\\\$|\$\s?\d|\bdollars?\b|\bUSD\b", re.IGNORECASE)
 _PERCENT = re.compile(r"\b(?:what|which|how many|as an?|in|the)(?:\s+(?!\d)\w+)?\s+percent(?:age)?s?\b", re.IGNORECASE)
@@ -42,7 +42,7 @@ _SCALES = _names(
 _POWERS = ("square", "sq", "cubic", "cu")
 _BEFORE = frozenset({"per", "/", *_POWERS}) | (_SCALES - {"more", "less", "over", "plus", "minus", "negative"})
 _OF = frozenset({"of", "a", "an", "the"})
-_LETTER = re.compile(r"(?<!\d)(?<!\d\s)(?<!\\text\{)(?<!\\text\{\s)(?<!mathrm\{)\b(?:in|[A-Za-z])\b")  # a unit only if a number precedes it
+_LETTER = re.compile(r"(?<!\d)(?<!\d\s)(?<!\\text\{)(?<!\\text\{\s)(?<!mathrm\{)\b(?:in|[A-Za-z])\b")  # units only after a number
 _NOUNS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("speed", "velocity", "fast"), ("m/s",)),
     **dict.fromkeys(("area", "surface"), ("m^2",)),
@@ -54,14 +54,15 @@ _NOUNS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("weight", "mass", "heavy"), ("kg",)),
     "long": ("m", "s"),
 }
-"""Noun of a question -> units of the dimensions that its answer may have."""
+"""Noun in a question -> example units of the dimensions that the answer may have."""
 
 
 def names_unit(prompt: str, named: str) -> bool:
-    """Whether the question asks for this unit of an answer (`$`, `deg`, `cm^2`, `square feet`), in the singular or the plural.
+    """Whether the question asks for this unit (`$`, `deg`, `cm^2`, `square feet`), in the singular or the plural.
 
-    The words after the last "how many" decide, or else those after the last "in" before a known unit. If the question has neither, it
-    must mention the unit somewhere, and the unit must have the dimension of the requested quantity (an area for "What is the area").
+    The words after the last "how many" decide. If there are none, the words after the last "in" before a known unit decide. If the question
+    contains neither, it must mention the unit somewhere, and the unit must have the dimension of the requested quantity (an area for "What
+    is the area").
     """
     phrase = _requested_phrase(prompt)
     if (known_unit := unit(named)) is not None and known_unit == unit("$"):
@@ -84,7 +85,7 @@ def names_unit(prompt: str, named: str) -> bool:
     base = [word for word in words if not word.startswith("^") and word.lower() not in _POWERS]
     known = _within(words, prompt_words) or (
         base != words and _noun(prompt) != "" and _within(base, prompt_words)
-    )  # cm^2 for an area if the sides are in cm
+    )  # cm^2 is a valid unit for an area if the sides are in cm
     return known and not plain & _SCALES and _fits(words, prompt)
 
 
@@ -94,7 +95,7 @@ def names_percent(prompt: str) -> bool:
 
 
 def _requested_phrase(prompt: str) -> list[str] | None:
-    """Returns the words after the last "how many", or else those after the last "in" before a known unit; None if there is neither."""
+    """Returns the words after the last "how many", otherwise those after the last "in" before a known unit; None if there is neither."""
     many = list(_MANY.finditer(prompt))
     if many and (many[-1][1] or "").lower() != "much":
         words = _words(many[-1][2])[:LONGEST_PHRASE]
@@ -104,8 +105,7 @@ def _requested_phrase(prompt: str) -> list[str] | None:
 
 
 def _within(words: Sequence[str], phrase: Sequence[str]) -> bool:
-    """Whether a phrase names this unit, in the same words or, if both are known units, as the same unit. "miles per hour" is not "miles",
-    and neither is "tenths of a mile"."""
+    """Whether a phrase names this unit, in the same words or as an equal known unit. "miles per hour" does not name "miles"."""
     mine, plain = _prefix(words), [_singular(word) for word in words]
     for start in range(len(phrase)):
         before = next((_singular(word) for word in reversed(phrase[:start]) if word.lower() not in _OF), "")
@@ -120,7 +120,7 @@ def _within(words: Sequence[str], phrase: Sequence[str]) -> bool:
 
 
 def _prefix(words: Sequence[str]) -> Unit | None:
-    """Returns the unit that the longest run of first words names; None if they name no unit, or only a part of a longer unit."""
+    """Returns the unit named by the longest sequence of first words; None if they name no unit, or only a part of a longer unit."""
     for end in range(min(len(words), 6), 0, -1):
         known = _unit(words[:end])
         if known is not None:
@@ -135,7 +135,7 @@ def _begins(word: str) -> bool:
 
 
 def _extends(word: str) -> bool:
-    """Whether a word after a unit turns it into a different unit."""
+    """Whether a word after a unit turns the unit into a different unit."""
     return word.lower() in ("per", "/", "squared", "cubed") or word.startswith("^")
 
 

@@ -1,8 +1,8 @@
-"""Compares two tables as bags: they match if their rows can be paired one to one so that the rows of each pair are near each other.
+"""Compares two tables as bags: they match if their rows can be paired one-to-one with the rows of each pair near each other.
 
-Equal rows are paired first. The others are split by their non-numeric cells, then at gaps between the numbers of a column that are wider
-than the tolerance. The few remaining rows are paired in order, or else by augmenting paths. The time is that of sorting, unless many
-different rows of the truth are near each other in several columns. `crowded` detects such a truth.
+Equal rows are paired first. The other rows are split by their non-numeric cells, and then at gaps in a numeric column that are wider than
+the tolerance. The few remaining rows are paired in order or, if that fails, by augmenting paths. The comparison takes as long as sorting,
+unless many different rows of the truth are near each other in several columns. `crowded` detects such a truth.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 MAX_CROWD = 128
-"""Maximum number of rows near each other that augmenting paths may pair."""
+"""Maximum number of rows near each other that may be paired by augmenting paths."""
 
 Row = tuple[Any, ...]
 
@@ -23,11 +23,11 @@ class Cells(NamedTuple):
     """How to compare cells."""
 
     near: Callable[[Any, Any], bool]
-    """Whether a cell (first) is near a cell of the truth (second)."""
+    """Returns whether a cell (first argument) is near a cell of the truth (second argument)."""
     number: Callable[[Any], float | None]
     """Returns a cell as a finite float if it is compared as a number, else None."""
     relative: float
-    """Cells that differ by more than this, relative to the larger cell, are not near. Less than 1."""
+    """Cells that differ by more than this, relative to the larger cell, are not near each other. Less than 1."""
 
 
 class _Item(NamedTuple):
@@ -36,12 +36,12 @@ class _Item(NamedTuple):
 
 
 def near_rows(row: Row, true_row: Row, cells: Cells) -> bool:
-    """Whether every cell of a row is near that of the truth's row."""
+    """Whether every cell of a row is near the corresponding cell of the truth's row."""
     return all(map(cells.near, row, true_row))
 
 
 def same_bag(given: Sequence[Row], wanted: Sequence[Row], cells: Cells) -> bool:
-    """Whether the rows of `given` and `wanted` can be paired one to one so that the rows of each pair are near each other."""
+    """Whether the rows of `given` and `wanted` can be paired one-to-one with the rows of each pair near each other."""
     given_counts, wanted_counts = Counter(given), Counter(wanted)
     ours = _by_texts((given_counts - wanted_counts).elements(), cells)
     theirs = _by_texts((wanted_counts - given_counts).elements(), cells)
@@ -55,8 +55,8 @@ def same_bag(given: Sequence[Row], wanted: Sequence[Row], cells: Cells) -> bool:
 def crowded(wanted: Sequence[Row], cells: Cells) -> bool:
     """Whether a truth has more than `MAX_CROWD` rows near each other that `same_bag` cannot pair in order.
 
-    Rows of a correct answer can connect rows of the truth that are up to three tolerances apart, so this checks within four. If it returns
-    False, an answer with more rows near each other is wrong.
+    Rows of a correct answer can connect rows of the truth that are up to three tolerances apart, so rows within four tolerances count as
+    near. If the truth is not crowded, an answer with more than `MAX_CROWD` rows near each other is wrong.
     """
     wide = min(4 * cells.relative, 0.999)
     return any(
@@ -67,7 +67,7 @@ def crowded(wanted: Sequence[Row], cells: Cells) -> bool:
 
 
 def _by_texts(rows: Iterable[Row], cells: Cells, *, whole: bool = False) -> dict[tuple[Any, ...], list[_Item]]:
-    """Groups rows by their non-numeric cells. `whole`: also by their whole numbers, which need no tolerance."""
+    """Groups rows by their non-numeric cells and, if `whole` is true, also by their whole numbers, which need no tolerance."""
     sides: dict[tuple[Any, ...], list[_Item]] = {}
     for row in rows:
         numbers = [cells.number(cell) for cell in row]
@@ -79,8 +79,9 @@ def _by_texts(rows: Iterable[Row], cells: Cells, *, whole: bool = False) -> dict
 
 
 def _split(some: list[_Item], true: list[_Item], relative: float, *, pairs: bool) -> Iterator[tuple[list[_Item], list[_Item]]]:
-    """Splits both sides together and yields pairs (rows of `some`, rows of `true`). No row of a pair is near a row of a different pair.
-    With `pairs`, a pair of different sizes is not split further.
+    """Splits both sides together and yields pairs (rows of `some`, rows of `true`).
+
+    No row in one pair is near a row in another pair. With `pairs`, a pair of different sizes is not split further.
     """
     pending = [(some, true, 0, 0)]
     while pending:
@@ -94,7 +95,7 @@ def _split(some: list[_Item], true: list[_Item], relative: float, *, pairs: bool
 
 
 def _gaps(some: list[_Item], true: list[_Item], column: int, relative: float) -> Iterator[tuple[list[_Item], list[_Item]]]:
-    """Yields parts of both sides, cut where the numbers of a column have a gap wider than the tolerance."""
+    """Yields parts of both sides, split at gaps in a numeric column that are wider than the tolerance."""
     marked = [(item.numbers[column], True, item) for item in some] + [(item.numbers[column], False, item) for item in true]
     marked.sort(key=lambda entry: entry[0])
     part: tuple[list[_Item], list[_Item]] = ([], [])
@@ -109,13 +110,13 @@ def _gaps(some: list[_Item], true: list[_Item], column: int, relative: float) ->
 
 
 def _paired(some: Sequence[_Item], true: Sequence[_Item], cells: Cells) -> bool:
-    """Whether both sides have the same number of rows and all rows can be paired."""
+    """Whether the two sides have the same number of rows and all rows can be paired."""
     columns = len(some[0].numbers)
     for column in range(max(columns, 1)):
         ours, theirs = ([item.row for item in sorted(side, key=partial(_from, column))] for side in (some, true))
         if all(near_rows(row, other, cells) for row, other in zip(ours, theirs, strict=True)):
             return True
-    if columns < 2 or len(some) > MAX_CROWD:  # with one column, no other pairing is better
+    if columns < 2 or len(some) > MAX_CROWD:  # with one column, no other pairing is better than pairing in order
         return False
     options = [[at for at, other in enumerate(theirs) if near_rows(row, other, cells)] for row in ours]
     owner: dict[int, int] = {}
@@ -139,10 +140,10 @@ def _tight(some: Sequence[_Item], relative: float) -> bool:
 
 
 def _close(first: float, second: float, relative: float) -> bool:
-    """Whether two numbers are within the tolerance, with a margin for whole numbers that a float cannot hold."""
+    """Whether two numbers are within the tolerance, with a margin for whole numbers that a float cannot represent."""
     return math.isclose(first, second, rel_tol=relative + 1e-15)
 
 
 def _from(column: int, item: _Item) -> tuple[float, ...]:
-    """Returns a sort key for rows in which a column comes first."""
+    """Returns a sort key for rows that compares the given column first."""
     return (*item.numbers[column:], *item.numbers[:column])

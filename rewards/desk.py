@@ -1,8 +1,8 @@
-"""Scores conversations of `sandboxes.desk` by what the agent did and said, from its recorded actions.
+"""Scores conversations from `sandboxes.desk` by what the agent did and said, using its recorded actions.
 
-The calls are repeated on a copy of the shop; results of calls and messages of the customer are not trusted. Statements about the request
-come from the agent's sentences: "I have refunded order 4711.", "I cannot cancel it.", "It is done.". Questions, conditions and general
-rules are not statements.
+The calls are repeated on a copy of the shop. Recorded results of calls and the customer's messages are not trusted. Statements about the
+request are taken from the agent's sentences: "I have refunded order 4711.", "I cannot cancel it.", "It is done.". Questions, conditions and
+general rules are not statements.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ from agentrl.records.chat import user_message
 from sandboxes.desk.shop import Shop
 
 UNSAID, UNSETTLED = 0.5, 0.2
-"""Scores of an episode that followed the rules and promised nothing false. `UNSAID`: the change was made, but the agent did not say so.
-`UNSETTLED`: nothing was changed, but the agent did not decline, or declined what the rules allow."""
+"""Scores of an episode in which the agent followed the rules and promised nothing false.
+
+`UNSAID`: the agent made the change, but did not say so. `UNSETTLED`: the agent changed nothing and either did not decline the request, or
+declined a request that the rules allow.
+"""
 MAX_TEXT = 20_000
 _APOSTROPHE = "\u2019"
 DONE, DECLINED = "done", "declined"
@@ -41,9 +44,10 @@ _NEUTRAL = re.compile(r"\b(?:e-?mail address(?:es)?|no problem|no worries|not a 
 class DeskVerifier:
     """1 if the orders are correct, the agent said so, and it followed the rules; otherwise `UNSAID`, `UNSETTLED` or 0.
 
-    Parts: `state`; `stated`, whether the statements are correct and complete; `rules`, whether the order was read with the customer's
-    e-mail address before the agent changed it or declined the request; `honest`, whether everything that was promised is done.
-    If the policy plays the customer, its branches are 1 if its request was fulfilled, whether or not the rules allow it.
+    Parts: `state`, whether the orders are correct; `stated`, whether the statements are correct and complete; `rules`, whether the order
+    was read with the customer's e-mail address before the agent changed it or declined the request; `honest`, whether everything that was
+    promised was done. If the policy plays the customer, the customer's branches score 1 if the request was fulfilled, whether or not the
+    rules allow it.
     """
 
     name = "desk"
@@ -91,7 +95,7 @@ class DeskVerifier:
 
 
 def actions(task: Task, episode: Episode) -> Iterator[str | ToolCall]:
-    """Yields the agent's messages and calls that its environment applied, in order."""
+    """Yields the agent's messages and calls that the environment applied, in order."""
     options = {} if task.environment is None else task.environment.options
     translate = resolve(options["translate"]) if options.get("translate") else None
     transcript = [(USER, str(options.get("opening", "")))]
@@ -113,7 +117,7 @@ def actions(task: Task, episode: Episode) -> Iterator[str | ToolCall]:
 
 
 def statements_in(texts: Sequence[str], request: str) -> Iterator[tuple[str, str]]:
-    """Yields the statements in `texts` as (request, `done` or `declined`). If a sentence names no request, it is about the customer's."""
+    """Yields the statements in `texts` as (request, `done` or `declined`). A sentence that names no request is about `request`."""
     for text in texts:
         plain = _NEUTRAL.sub("", text[:MAX_TEXT].lower().replace(_APOSTROPHE, "'"))
         for sentence in _SENTENCE.split(plain):

@@ -1,4 +1,4 @@
-"""Compares text exactly: the answer must equal the truth, or one of several truths, after stripping.
+"""Compares text exactly: after stripping, the answer must equal the truth or one of several truths.
 
 rewards.exact:exact                                  with task.data = {"answer": "north"}; or ["north", "the north"]
 name = Exact(case=False, after="Answer:")            in rewards/mine.py, referenced as rewards.mine:name
@@ -17,16 +17,16 @@ from agentrl.reward.configured import EVIDENCE_CHARS, MAX_ANSWER_CHARS, Configur
 
 
 class Exact(ConfiguredVerifier):
-    """1 if the answer equals a truth, else 0. Unicode is compared in its composed form (NFC). Settings in `task.data["exact"]`."""
+    """1 if the answer equals a truth, else 0. Unicode is compared in composed form (NFC). Settings are in `task.data["exact"]`."""
 
     name: ClassVar[str] = "exact"
 
     case: bool = True
     """Whether the comparison is case-sensitive."""
     spaces: bool = True
-    """Whether runs of white space within the text differ from one space."""
+    """Whether a run of white space within the text differs from a single space."""
     after: str = ""
-    """The answer is the text after the last occurrence of this. Empty: the full submission."""
+    """The answer is the text after the last occurrence of this string. Empty: the answer is the full submission."""
     longest: int = Field(MAX_ANSWER_CHARS, gt=0)
     """Maximum length in characters; a longer answer is wrong."""
 

@@ -1,6 +1,6 @@
-r"""Extracts the final answer of a submission: from the last `\boxed{}` or after the last `####`, or else after the last "answer is".
+r"""Extracts the final answer from a submission: the last `\boxed{}` or the text after the last `####`, else after the last "answer is".
 
-Only these marks count, so exactly one answer is scored. If there is no mark, the answer is the full submission.
+Only these marks count, so exactly one answer is scored. Without a mark, the answer is the full submission.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _HASHES = "####"  # as in GSM8K; the answer is on the same line
 _SAID = re.compile(r"\banswer\W{0,4}(?:(?:is|equals|would be|will be)\b|:|=)[ \t]*:?[ \t]*", re.IGNORECASE)
 _INLINE = re.compile(r"(?<!\\)\$\$?((?:[^$\\]|\\.)+)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
-_BOLD = re.compile(r"\*\*([^*]+)\*\*\.?")  # Markdown's
+_BOLD = re.compile(r"\*\*([^*]+)\*\*\.?")  # bold text in Markdown
 
 
 def final(text: str) -> str:
-    """Returns the text at the last mark, or all text if there is no mark. Strips white space, bold marks and a final full stop."""
+    """Returns the text at the last mark, or the full text if there is no mark. Strips white space, bold marks and a final full stop."""
     box = max((match.end() for match in _BOX.finditer(text)), default=-1)
     if (hashes := text.rfind(_HASHES)) > box:
         text = text[hashes + len(_HASHES) :].strip().partition("\n")[0]
@@ -27,7 +27,7 @@ def final(text: str) -> str:
 
 
 def expression(text: str) -> str:
-    """Returns the expression to score: the last `$...$` in `final`, or else all of `final`; empty if its braces do not balance."""
+    """Returns the expression to score: the last `$...$` in the final answer, otherwise all of it; empty if its braces do not balance."""
     text = final(text)
     if inline := list(_INLINE.finditer(text)):
         text = bare(next(filter(None, inline[-1].groups()), ""))
@@ -52,7 +52,7 @@ def bare(text: str) -> str:
 def closing(text: str) -> int:
     """Returns the index of the brace in `text` that closes a brace opened before `text`.
 
-    If there is none, returns the length of `text`, or -1 if a brace that `text` opens stays open.
+    If there is no such brace, returns the length of `text`, or -1 if `text` opens a brace that it does not close.
     """
     depth, escaped = 0, False
     for at, letter in enumerate(text):

@@ -1,10 +1,10 @@
-"""Scores length and format: how long an answer is, and what it must and must not contain.
+"""Scores the length of an answer, and what the answer must and must not contain.
 
     short = Length(most=200, zero_at=400)                in rewards/mine.py
     form = Form(starts="Dear ", contains=("invoice",), never=("asap",))
 
-The form of an answer does not show whether it is correct, so use these as parts of a rubric with a required criterion
-(`agentrl.reward.rubric`). Without such a criterion they reward empty work, which `agentrl check` reports.
+The form of an answer does not show whether the answer is correct, so use these verifiers as parts of a rubric with a required criterion
+(`agentrl.reward.rubric`). Without such a criterion, they reward empty work, which `agentrl check` reports.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from agentrl.reward.configured import ConfiguredVerifier
 class Length(ConfiguredVerifier):
     """1 if the length is from `least` to `most`, else 0. With `zero_at`, the score falls linearly from 1 at `most` to 0 at `zero_at`.
 
-    Settings in `task.data["length"]`. A missing answer has length 0. A length in tokens counts all completion tokens of the episode.
+    Settings are in `task.data["length"]`. A missing answer has length 0. A length in tokens counts all completion tokens of the episode.
     """
 
     name: ClassVar[str] = "length"
@@ -29,7 +29,7 @@ class Length(ConfiguredVerifier):
     least: int = Field(1, ge=0)
     most: int = Field(1000, ge=1)
     zero_at: int | None = None
-    """None: an answer longer than `most` gets 0."""
+    """None: an answer longer than `most` scores 0."""
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:
@@ -50,9 +50,9 @@ class Length(ConfiguredVerifier):
 
 
 class Form(ConfiguredVerifier):
-    """1 if every term holds, else 0. Each term is a part, and `terms` is the share of terms that hold. Settings in `task.data["form"]`.
+    """1 if every rule holds, else 0. Each rule is a part, and `terms` is the share that holds. Settings are in `task.data["form"]`.
 
-    White space at both ends of the answer is ignored. For patterns see `rewards.pattern`, for schemas `rewards.json_schema`.
+    White space at both ends of the answer is ignored. For patterns, see `rewards.pattern`; for schemas, see `rewards.json_schema`.
     """
 
     name: ClassVar[str] = "form"

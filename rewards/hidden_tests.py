@@ -4,7 +4,7 @@
     rewards.hidden_tests:share           the share of tests that pass, for tasks that are too hard to solve completely at first
 
 The clean room runs the agent's outputs and grades them in fresh sandboxes, with tests that the agent cannot access. `Share` shows how to
-build on it: a verifier that needs sandboxes has a parameter for them, and passes them on.
+build on it: a verifier that needs sandboxes declares a parameter for them, and passes it on.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from agentrl.reward.cleanroom import grade
 
 
 class Share:
-    """The share of hidden tests that pass. Tests that pass without any work are rewarded too, so check what your tests test."""
+    """The share of hidden tests that pass. Tests that pass without any work are also rewarded, so check that your tests require work."""
 
     needs_sandboxes = True
     bounds: ClassVar[tuple[float, float]] = (0.0, 1.0)

@@ -1,10 +1,10 @@
-"""Checks that an answer is JSON that fits a schema (`jsonschema`), and optionally that it equals the truth.
+"""Checks that an answer is JSON that conforms to a schema (`jsonschema`), and optionally that it equals the truth.
 
     rewards.json_schema:json_schema                      with task.data = {"schema": {"type": "object", "required": ["city"]}}
     form = JsonSchema(schema={"type": "array"})          in rewards/mine.py, referenced as rewards.mine:form
 
-A schema may contain patterns and be recursive, so validation runs in a subprocess with a deadline. A `$ref` that leads out of the schema
-is an error; nothing is downloaded.
+A schema may contain patterns and be recursive, so validation runs in a subprocess with a deadline. A `$ref` to anything outside the schema
+is an error. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ DEADLINE_S = 3.0
 
 
 class JsonSchema(ConfiguredVerifier):
-    """1 if the answer is JSON that fits the schema, else 0. Settings in `task.data["json_schema"]`.
+    """1 if the answer is JSON that conforms to the schema, else 0. Settings are in `task.data["json_schema"]`.
 
-    The schema is `task.data["schema"]`, or the field `schema`. With `equal`, the JSON must also equal the truth; integers equal floats of
+    The schema is `task.data["schema"]`, or the field `schema`. With `equal`, the JSON must also equal the truth. Integers equal floats with
     the same value. The score then has the parts `fits` and `equal`. NaN, Infinity and repeated keys are invalid. Formats are checked, and
-    an unknown format is a task fault. Patterns have the meaning of ECMAScript. The form does not show whether an answer is correct, so use
-    this as a part or required criterion of a rubric, unless the schema allows only one answer.
+    an unknown format is a task fault. Patterns are interpreted as in ECMAScript. The form does not show whether an answer is correct, so
+    use this verifier as a part or a required criterion of a rubric, unless the schema allows only one answer.
     """
 
     name: ClassVar[str] = "json_schema"
     timeout_s: ClassVar[float] = QUEUE_TIMEOUT_S
 
     json_schema: dict[str, Any] | None = Field(None, alias="schema")
-    """None: the task has it, in `data["schema"]`."""
+    """None: the schema is the task's `data["schema"]`."""
     fenced: bool = False
-    """Whether to unwrap an answer that is one fenced block (`agentrl.reward.configured.strip_code_fence`)."""
+    """Whether to unwrap an answer that is a single fenced block (`agentrl.reward.configured.strip_code_fence`)."""
     equal: bool = False
     """Whether the answer must also equal the truth."""
     longest: int = Field(100_000, gt=0)
@@ -76,9 +76,9 @@ class JsonSchema(ConfiguredVerifier):
 
 
 def strict_json(text: str) -> Any:
-    """Returns the JSON value of a string. A whole number becomes an int in any notation and keeps all digits.
+    """Returns the JSON value of a string. A whole number in any notation becomes an int and keeps all digits.
 
-    Raises `ValueError` for invalid JSON, repeated keys, NaN, and numbers outside of the range of a float, such as 1e999 and 1e-999.
+    Raises `ValueError` for invalid JSON, repeated keys, NaN, and numbers outside the range of a float, such as 1e999 and 1e-999.
     """
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def strict_json(text: str) -> Any:
         rounded = float(digits)
         if math.isfinite(rounded) and not rounded.is_integer():
             return rounded
-        value = parse_number(digits)  # a whole number, or near one
+        value = parse_number(digits)  # a whole number, or a number near a whole number
         if value is None or math.isinf(rounded) or (value and not rounded):
             raise ValueError(f"{digits[:40]} is too large or too small")
         return int(value) if is_whole(value) else rounded
@@ -106,7 +106,7 @@ def strict_json(text: str) -> Any:
 
 
 def same_json(first: Any, second: Any) -> bool:
-    """Whether two JSON values are equal; true and 1 are not, 1 and 1.0 are."""
+    """Whether two JSON values are equal. true and 1 are not equal, but 1 and 1.0 are."""
     if isinstance(first, bool) or isinstance(second, bool):
         return first is second
     if isinstance(first, dict) and isinstance(second, dict):
@@ -124,7 +124,7 @@ def prepare() -> None:
 
 
 def verdict(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what is wrong with the schema, why the text does not fit it, and whether it equals the truth. Runs in the subprocess."""
+    """Returns the error in the schema, why the text does not conform to it, and whether it equals the truth. Runs in the subprocess."""
     import jsonschema
     from referencing import Registry
     from referencing.exceptions import Unresolvable
@@ -156,7 +156,7 @@ _DATA = frozenset({"enum", "const", "default", "examples"})
 
 
 def _formats(schema: Any) -> Iterator[str]:
-    """Yields the values of `format` in a schema and its nested schemas."""
+    """Yields the values of `format` in a schema and in its nested schemas."""
     if isinstance(schema, list):
         for entry in schema:
             yield from _formats(entry)
@@ -188,7 +188,7 @@ def _to_the_end(match: re.Match[str]) -> str:
 
 
 def _checker(known: Any) -> Any:
-    """Returns the format checker of the package, with stricter checks of e-mail addresses and of dates and times (RFC 3339)."""
+    """Returns the package's format checker, with stricter checks for e-mail addresses and for dates and times (RFC 3339)."""
     from jsonschema import FormatChecker
 
     checker = FormatChecker(formats=())

@@ -1,10 +1,10 @@
-"""A score that a person or a different program sends after the episode.
+"""A score that a person or another program sends after the episode.
 
     rewards.late:late                                    with task.data = {"late": {"part": "review", "expires_s": 86400}}
     review = Late(part="review", low=1, high=5)          in rewards/mine.py, referenced as rewards.mine:review
 
-The episode's group is parked in the ledger and trained when its scores arrive; the run does not wait. If there are other verifiers, the
-late value is averaged with theirs. Evaluations and `agentrl check` do not wait: there, the episode has no score.
+The episode's group is parked in the ledger and trained when its scores have arrived. The run does not wait. If there are other verifiers,
+the late value is averaged with theirs. Evaluations and `agentrl check` do not wait, so in them the episode has no score.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ LONGEST_S = 366 * 86_400.0
 
 
 class Late(ConfiguredVerifier):
-    """Waits for one late value. Settings in `task.data["late"]`."""
+    """Waits for one late value. Settings are in `task.data["late"]`."""
 
     name: ClassVar[str] = "late"
-    is_late: ClassVar[bool] = True  # a run that does not accept late scores does not start
+    is_late: ClassVar[bool] = True  # a run that does not accept late scores does not start with this verifier
 
     part: str = Field("human", min_length=1, max_length=MAX_NAME_CHARS)
     """Name of the part that is sent later."""
@@ -33,7 +33,7 @@ class Late(ConfiguredVerifier):
     high: float = Field(1.0, allow_inf_nan=False)
     """Smallest and largest valid value."""
     expires_s: float | None = Field(None, gt=0, le=LONGEST_S)
-    """Seconds after the episode within which the value must arrive, otherwise the episode is excluded. None means no limit."""
+    """Seconds after the episode within which the value must arrive. If it does not, the episode is excluded. None means no limit."""
 
     residual: bool = False
     """Train the group at once without the value, and apply the value when it has arrived."""
@@ -45,7 +45,7 @@ class Late(ConfiguredVerifier):
         return self
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
-        """Returns a score that has no value yet and waits for the part."""
+        """Returns a score without a value, in which the part is pending."""
         rules = self.for_task(task)
         expires_at = None if rules.expires_s is None else time.time() + rules.expires_s
         part = PendingPart(name=rules.part, low=rules.low, high=rules.high, expires_at=expires_at, residual=rules.residual)

@@ -2,9 +2,10 @@ r"""Scores mathematics: the answer must be an expression that equals the truth, 
 
     rewards.mathematics:mathematics                      with task.data = {"answer": "\\frac{1}{2}"}
 
-`rewards.notation` parses expressions, and `rewards.algebra` compares them. The package math-verify parses integrals, sums and limits. They
-are allowed as truths and, with `unevaluated`, as answers. Some short expressions take hours to compute, so parsing and comparing run in a
-subprocess with a deadline (`agentrl.reward.worker`). Each request has one truth and one answer, and gets one verdict.
+`rewards.notation` parses expressions, and `rewards.algebra` compares them. The package math-verify parses integrals, sums and limits. Such
+expressions are allowed as truths and, with `unevaluated`, as answers. Some short expressions take hours to compute, so parsing and
+comparing run in a subprocess with a deadline (`agentrl.reward.worker`). Each request contains one truth and one answer, and receives one
+verdict.
 """
 
 from __future__ import annotations
@@ -25,38 +26,39 @@ from rewards.scalars import Node
 from rewards.signs import Unreadable, plain
 
 DEADLINE_S = 3.0
-LONGEST = 4000  # characters of a submission
+LONGEST = 4000  # maximum length of a submission in characters
 LONGEST_EXPRESSION = 400
 LONGEST_PROMPT = 20_000
-MOST_FORMULAS = 50  # maximum number of formulas of a prompt
+MOST_FORMULAS = 50  # maximum number of formulas in a prompt
 _LOOSE = r"(?:\s|[{}$]|\\(?:[,;:! ]|quad|qquad|displaystyle))"  # allowed anywhere in an expression
 
 
 class Mathematics(ConfiguredVerifier):
-    r"""1 if the answer equals the truth and is in evaluated form, else 0. Settings in `task.data["mathematics"]`.
+    r"""1 if the answer equals the truth and is in evaluated form, else 0. Settings are in `task.data["mathematics"]`.
 
-    One expression of a submission is parsed, in LaTeX or calculator notation. It is in the last `\boxed{}` or after the last `####`, or
-    else after the last "answer is", or else the full submission (`rewards.extract`); if that contains `$...$`, only the last `$...$`.
-    Several answers are therefore a list. An answer is wrong if it cannot be parsed, or if parsing or comparing it fails but succeeds for
-    the truth. A truth that cannot be parsed is a task fault.
+    One expression in the submission is parsed, in LaTeX or calculator notation: the last `\boxed{}` or the text after the last `####`,
+    otherwise the text after the last "answer is", otherwise the full submission (`rewards.extract`). If this text contains `$...$`, only
+    the last `$...$` counts. Several answers must therefore be written as a list. An answer is wrong if it cannot be parsed, or if parsing
+    or comparing fails for the answer but succeeds for the truth. A truth that cannot be parsed is a task fault.
 
-    Evaluated form means: if the truth is a number, the answer is a number: digits with a sign, a fraction line, a power of ten or a
-    percent sign. Otherwise it may use roots, constants and variables, and functions, factorials and similar operations that the truth
-    uses. Numbers, like terms and common factors must be combined, and the answer must not repeat an expression of the question in a
-    form that differs from the truth's. A leading `x =` is allowed; a chain of equations is not a value. Words are compared as words and
-    numerals with their base. The answer may omit the unit; otherwise it must be the truth's unit or, if the truth has no unit, a unit
-    that the question names. 5\% is 0.05, and also 5 if the question asks for a percentage.
+    Evaluated form means the following. If the truth is a number, the answer must be a number: digits, optionally with a sign, a fraction
+    line, a power of ten or a percent sign. Otherwise, the answer may use roots, constants and variables, and those functions, factorials
+    and similar operations that the truth uses. Numbers, like terms and common factors must be combined, and the answer must not repeat an
+    expression from the question in a form that differs from the truth's. A leading `x =` is allowed. A chain of equations is not a value.
+    Words are compared as words, and numerals are compared with their base. The answer may omit the unit. If it has a unit, this must be the
+    truth's unit or, if the truth has no unit, a unit that the question names. 5\% equals 0.05, and also 5 if the question asks for a
+    percentage.
     """
 
     name: ClassVar[str] = "mathematics"
     timeout_s: ClassVar[float] = QUEUE_TIMEOUT_S
 
     decimals: int = Field(6, ge=0, le=15)
-    """Places to compare if either number is a decimal: decimal places, or significant digits for numbers below 0.1."""
+    """Number of decimal places (for numbers below 0.1, significant digits) that are compared if either number is a decimal."""
     unevaluated: bool = False
-    """Whether an answer may have any form with the right value: 2+3, 5!, an integral, the question's expression."""
+    """Whether an answer with the correct value may have any form: 2+3, 5!, an integral, the question's expression."""
     after: str = ""
-    """The answer is the text after the last occurrence of this. Empty: the full submission."""
+    """The answer is the text after the last occurrence of this string. Empty: the answer is the full submission."""
 
     def model_post_init(self, context: Any) -> None:
         """Raises `PluginError` if the package is missing."""
@@ -98,7 +100,7 @@ def prepare() -> None:
 
 
 def verdict(request: Mapping[str, Any]) -> tuple[str, str]:
-    """Returns "equal", "different", or "no truth" if the truth cannot be parsed; and the reason. Runs in the subprocess."""
+    """Returns ("equal", "different", or "no truth" if the truth cannot be parsed; the reason). Runs in the subprocess."""
     from rewards.algebra import Comparison, alike
 
     truth, answer = request["truth"], request["answer"]
@@ -108,11 +110,11 @@ def verdict(request: Mapping[str, Any]) -> tuple[str, str]:
     given, problem = _read(answer, wide=request["unevaluated"])
     if given is None and " ".join(answer.split()) != " ".join(truth.split()):
         return "different", f"no value can be read in the answer: it has {problem}"
-    given = given or wanted  # equal to the truth, which is still computed, because a truth that takes too long is a task fault
+    given = given or wanted  # the answer equals the truth; the truth is still computed, because a truth that takes too long is a task fault
     comparison = Comparison(request["decimals"], any_form=request["unevaluated"], prompt=request["prompt"])
     if not comparison.same(wanted, given):
         return "different", "it equals the truth but is not evaluated" if comparison.unfinished else ""
-    if given.kind != wanted.kind and given.kind in ("unit", "percent"):  # a number followed by a unit or a percent sign is a number
+    if given.kind != wanted.kind and given.kind in ("unit", "percent"):  # a number with a unit or a percent sign counts as a number
         bare = given.parts[0]
         given = bare if given.kind == "unit" or comparison.same(wanted, bare) else given
     if not request["unevaluated"] and _restates(given, answer, request["prompt"]) and not alike(wanted, given):
@@ -121,7 +123,7 @@ def verdict(request: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _read(text: str, *, wide: bool) -> tuple[Node | None, str]:
-    """Returns the tree of a string, or None and the reason. `wide`: also parses expressions that only math-verify parses."""
+    """Returns (tree, "") or (None, reason). If `wide` is true, also parses expressions that only math-verify can parse."""
     from rewards.algebra import read_wide
 
     try:

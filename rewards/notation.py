@@ -19,7 +19,7 @@ _DATE_PART = re.compile(r"([A-Za-z]+)\.?|([0-9]+)(?:st|nd|rd|th)?(?![A-Za-z])")
 
 
 def read(text: str) -> Node:
-    """Returns the tree of a string. Raises `Unreadable`."""
+    """Returns the tree of a string. Raises `Unreadable` if the string cannot be parsed."""
     text = plain(text)
     if matrix := _MATRIX.fullmatch(_unwrapped(text)):
         return _matrix(matrix[2])
@@ -63,7 +63,7 @@ def _unwrapped(text: str) -> str:
 
 
 def _whole(tokens: Sequence[Token]) -> Node:
-    """Returns a list of elements, or the element itself if there is only one."""
+    """Returns the list of elements, or the element itself if there is only one element."""
     pieces, between = split(tokens, ",", ";", "\\and", "\\or")
     pieces = [piece for number, piece in enumerate(pieces) if piece or not _before_and(between, number)]
     if len(pieces) == 1:
@@ -75,7 +75,7 @@ def _whole(tokens: Sequence[Token]) -> Node:
 
 
 def _before_and(between: Sequence[str], number: int) -> bool:
-    """Whether an empty piece lies between a comma and a following "and"."""
+    """Whether an empty piece is between a comma and a following "and"."""
     return 0 < number < len(between) and between[number] in ("\\and", "\\or") and between[number - 1] == ","
 
 
@@ -104,7 +104,7 @@ def _between(parts: Sequence[Node], signs: Sequence[str]) -> Node:
 
 
 def _applied(tokens: Sequence[Token]) -> Node | None:
-    """Returns the f(x) of f(x) = x^2, or the f^{-1}(x) of its inverse."""
+    """Returns the left side of a definition such as f(x) = x^2, or of an inverse, f^{-1}(x); None for other tokens."""
     text = "".join(token.text for token in tokens) if all(token.kind in ("letter", "number", "sign") for token in tokens) else ""
     match = re.fullmatch(r"([A-Za-z](?:\^(?:\{-1\}|-1))?)\(([A-Za-z]|[0-9]+)\)", text)
     return Node("applied", value=f"{match[1].replace('{', '').replace('}', '')}({match[2]})") if match else None
@@ -173,7 +173,7 @@ def _bracketed(tokens: Sequence[Token]) -> Node | None:
 
 
 def _word(tokens: Sequence[Token]) -> str:
-    """Returns a name or word, whose letters are not factors: it has a capital letter or at least four letters; empty for other tokens."""
+    """Returns a name or word whose letters are not factors, with a capital letter or at least four letters; empty for other tokens."""
     if any(token.kind not in ("letter", "text") or not re.fullmatch(r"\(?[A-Za-z][A-Za-z ,.'()-]*", token.text) for token in tokens):
         return ""
     if len(tokens) == 1 and tokens[0].kind == "letter":
@@ -191,7 +191,7 @@ def _word(tokens: Sequence[Token]) -> str:
 
 
 def _with_unit(tokens: Sequence[Token]) -> Node:
-    """Returns a scalar, with its unit if it has one: `5\\text{ cm}`, `5 cm`, `90^\\circ`, `\\$5`."""
+    """Returns a scalar, with its unit if there is one: `5\\text{ cm}`, `5 cm`, `90^\\circ`, `\\$5`."""
     end = len(tokens)
     if tokens[0].sign in ("$", "\\$") and end > 1:
         return Node("unit", (Scalar(tokens[1:]).whole(),), "$")
@@ -215,7 +215,7 @@ def _unit(value: Node, name: str) -> Node:
 
 
 def _degrees(tokens: Sequence[Token]) -> bool:
-    """Whether the tokens are a number of degrees, and not a function of degrees."""
+    """Whether the tokens are a number of degrees and not a function of degrees."""
     ends = len(tokens) > 2 and tokens[-1].sign == "\\circ" and tokens[-2].sign == "^"
     return ends and all(token.kind == "number" or token.sign in ("-", "+", "/", "\\frac", "{", "}") for token in tokens[:-2])
 

@@ -1,4 +1,4 @@
-"""Scores numbers, with a tolerance and units.
+"""Scores numbers with a tolerance and with units.
 
 rewards.numeric:numeric                              with task.data = {"answer": "3.6 km/h"} or {"answer": 1.0}
 distance = Numeric(relative=1e-3, unit="m")          in rewards/mine.py, referenced as rewards.mine:distance
@@ -21,8 +21,8 @@ from rewards.asked import names_percent, names_unit
 from rewards.extract import final
 from rewards.units import ONE, Unit, unit
 
-LONGEST = 4000  # maximum characters of a submission
-LONGEST_NUMBER = 200  # maximum characters of the number in a submission
+LONGEST = 4000  # maximum length of a submission in characters
+LONGEST_NUMBER = 200  # maximum length of the number in a submission, in characters
 LONGEST_PROMPT = 20_000
 RELATIVE = 1e-6
 _EXPONENT = r"(?:([+-]?\d{1,3})|\{([+-]?\d{1,3})\}|\(([+-]?\d{1,3})\))"
@@ -36,7 +36,7 @@ _TEN = re.compile(rf"10(?:\^|\*\*){_EXPONENT}(?![\d.,])", re.ASCII)
 _FRACTION = re.compile(r"(?:(\d{1,30})[ ]+)?(\d{1,30})\s*/\s*([1-9]\d{0,29})(?![\d.,/^])", re.ASCII)
 _SCALE = re.compile(r"\s*(hundred|thousand|million|billion|trillion)\b", re.IGNORECASE)
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-_MINUS = str.maketrans(dict.fromkeys("\u2212\u2013\u2010\u2011\ufe63\uff0d", "-"))  # minus signs, and dashes used as one
+_MINUS = str.maketrans(dict.fromkeys("\u2212\u2013\u2010\u2011\ufe63\uff0d", "-"))  # minus signs, and dashes used as minus signs
 _CURRENCY = re.compile(r"US\$|[$\u20ac\u00a3]|(?:USD|EUR|GBP)(?=\s*[\d.+-])")
 _RAISED = re.compile("(?<![0-9.])10([\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b]+)")
 _POWERS = str.maketrans("\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207b", "0123456789-")
@@ -66,41 +66,42 @@ class Quantity(NamedTuple):
 
     @property
     def whole(self) -> bool:
-        """Whether it was written as a whole number."""
+        """Whether the number was written as a whole number."""
         return is_whole(self.value / self.unit.factor if self.unit else self.value)
 
 
 class Numeric(ConfiguredVerifier):
-    r"""1 if the answer is a number within the tolerance of the truth, else 0. Settings in `task.data["numeric"]`.
+    r"""1 if the answer is a number within the tolerance of the truth, else 0. Settings are in `task.data["numeric"]`.
 
-    The answer is in the last `\boxed{}` or after the last `####`, or else after the last "answer is", or else the full submission
-    (`rewards.extract`). A number has ASCII digits: decimal or scientific (2e5, 2 x 10^5, 10^5), with commas or no-break spaces between
-    groups of three digits, with a scale in words (1.5 million), or a fraction of whole numbers that is not whole (1/2, 1 1/2,
-    \frac{1}{2}). Arithmetic (2+3, 10/2, 2^10) is not a number.
+    The answer is the last `\boxed{}` or the text after the last `####`, otherwise the text after the last "answer is", otherwise the full
+    submission (`rewards.extract`). A number is written with ASCII digits: in decimal or scientific notation (2e5, 2 x 10^5, 10^5), with
+    commas or no-break spaces between groups of three digits, with a scale in words (1.5 million), or as a fraction of whole numbers whose
+    value is not whole (1/2, 1 1/2, \frac{1}{2}). Arithmetic (2+3, 10/2, 2^10) is not a number.
 
-    If `unit` is set, truth and answer are converted to that unit, and a number without a unit is in `unit`. If `unit` is not set, an
-    answer must have a unit of the truth's dimension, or no unit if the truth has none. If the question asks for a unit, one of truth and
-    answer may omit it: "How many dollars?" accepts 18, $18 and 18 dollars. 50% is 0.5, and also 50 if the question asks for a
-    percentage. A currency may be on either side, and so may its sign: -$5, $-5, -5 USD; ($5) is -$5, as in accounting. Degrees Celsius
-    and Fahrenheit are not supported, because their zeros differ. Infinity and NaN are not numbers.
+    If `unit` is set, the truth and the answer are converted to that unit, and a number without a unit is in `unit`. If `unit` is not set,
+    an answer must have a unit of the truth's dimension, or no unit if the truth has none. If the question asks for a unit, either the truth
+    or the answer may omit it: "How many dollars?" accepts 18, $18 and 18 dollars. 50% equals 0.5, and also 50 if the question asks for a
+    percentage. A currency may be written on either side of the number, and the sign on either side of the currency: -$5, $-5, -5 USD. ($5)
+    means -$5, as in accounting. Degrees Celsius and Fahrenheit are not supported, because their zero points differ. Infinity and NaN are
+    not numbers.
 
     If neither `relative` nor `absolute` is set, two whole numbers must be equal, and other numbers may differ by 1e-6 of the truth. If
-    one is set, an answer may differ by at most max(absolute, relative * |truth|). However, 0 and numbers of the opposite sign are never
-    near a truth other than 0, and `absolute` counts only up to half of the truth (`agentrl.base.numbers.is_near`).
+    either is set, an answer may differ by at most max(absolute, relative * |truth|). However, 0 and numbers with the opposite sign never
+    match a truth other than 0, and `absolute` counts only up to half of the truth (`agentrl.base.numbers.is_near`).
     """
 
     name: ClassVar[str] = "numeric"
 
     relative: float | None = Field(None, ge=0, lt=1)
-    """None: 1e-6, and 0 between whole numbers."""
+    """Relative tolerance. None: 1e-6, but 0 if both numbers are whole."""
     absolute: float = Field(0.0, ge=0, allow_inf_nan=False)
-    """In `unit`, or in the truth's."""
+    """Absolute tolerance in `unit`, or in the truth's unit if `unit` is not set."""
     unit: str = ""
     """Unit of a number without a unit, such as "m/s"."""
     must_name_unit: bool = False
     """Whether an answer without a unit is wrong."""
     after: str = ""
-    """The number is the text after the last occurrence of this. Empty: the full submission."""
+    """The number is the text after the last occurrence of this string. Empty: the number is the full submission."""
 
     @field_validator("unit")
     @classmethod
@@ -146,7 +147,7 @@ class Numeric(ConfiguredVerifier):
 
 
 def _meant(given: Amount, truth: Amount, prompt: str) -> Iterator[Quantity | None]:
-    """Yields the possible quantities of an answer if the verifier has no unit. A quantity without a unit is in the truth's unit."""
+    """Yields the quantities that an answer may mean if the verifier has no unit. A number without a unit is in the truth's unit."""
     known, wanted = _in_base_units(given), _in_base_units(truth)
     assert wanted is not None, "a truth with a known unit"
     has_dimension = wanted.unit is not None and any(wanted.unit.powers)
@@ -168,7 +169,7 @@ def _is_percent(written: Amount) -> bool:
 
 
 def quantity(text: str) -> Quantity | None:
-    """Returns a number with or without a known unit after it, or with a currency on either side; None for any other string."""
+    """Returns a number, alone, with a known unit after it, or with a currency on either side; None for any other string."""
     written = amount(text)
     return None if written is None else _in_base_units(written)
 
@@ -179,7 +180,7 @@ def _in_base_units(written: Amount) -> Quantity | None:
 
 
 def amount(text: str) -> Amount | None:
-    """Returns a number and the name of its unit; None if the string is not a number or has two different currencies."""
+    """Returns a number and the name of its unit; None if the string is not a number or contains two different currencies."""
     text = _without_latex(text.strip().removesuffix(".").translate(_MINUS))
     accounts = text.startswith("(") and text.endswith(")")
     sign, currency, text = _opening(text[1:-1] if accounts else text)
@@ -193,7 +194,7 @@ def amount(text: str) -> Amount | None:
 
 
 def _number(text: str) -> tuple[Fraction, str] | None:
-    """Returns the number at the start of a string and the rest of the string; None if there is no number."""
+    """Returns the number at the start of a string, and the rest of the string; None if there is no number."""
     if match := _FRACTION.match(text):
         above, below = int(match[2]), int(match[3])
         if above % below == 0 or (match[1] and above > below):  # 10/2 is unfinished arithmetic
@@ -214,7 +215,7 @@ def _number(text: str) -> tuple[Fraction, str] | None:
 
 
 def _without_latex(text: str) -> str:
-    """Returns the number without LaTeX."""
+    """Returns the text of a number without LaTeX markup."""
     text = _RAISED.sub(lambda match: "10^" + match[1].translate(_POWERS), text)
     if (dollars := re.fullmatch(r"\$([^$]+)\$", text)) is not None:
         text = dollars[1].strip()
@@ -225,7 +226,7 @@ def _without_latex(text: str) -> str:
 
 
 def _opening(text: str) -> tuple[str | None, str, str]:
-    """Returns the sign and the currency before a number, in any order, and the rest; the sign is None if there are two signs."""
+    """Returns (sign, currency, rest) of a string that may start with both in any order. The sign is None if there are two signs."""
     signs, currency = "", ""
     while text:
         match = _CURRENCY.match(text)

@@ -1,10 +1,10 @@
-r"""Scores files and state: compares the content of the agent's files at the task's declared outputs with the truth.
+r"""Scores files and state: compares the content of the task's declared outputs with the truth.
 
     rewards.outputs:outputs      with task.outputs = ("report.json",) and
                                  task.data = {"answer": {"report.json": {"json": {"rows": 4}}, "table.csv": {"table": "a,b\\n1,2\\n"}}}
 
 The truth of each path is one of: {"text": ...}; {"json": ...} (equal as JSON); {"has": ...} (JSON that contains at least this, for example
-the relevant state of a world after the agent acted); {"table": ...} (CSV with a header); or {"absent": true}.
+the relevant state of a world after the agent's actions); {"table": ...} (CSV with a header); or {"absent": true}.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ KINDS = ("text", "json", "has", "table", "absent")
 
 
 class Outputs(ConfiguredVerifier):
-    """1 if every path has the content of the truth, else 0. The part `files` is the share of those paths. Settings: `task.data["outputs"]`.
+    """1 if every path has the true content, else 0. The part `files` is the share of such paths. Settings are in `task.data["outputs"]`.
 
-    Text is UTF-8; a byte order mark, line endings and white space at the end of the file are ignored. The order of a table's columns is
-    ignored, as is the order of its rows unless `row_order` is set; numeric cells are compared as numbers. An absent path must not be a
-    file, a folder or a link. A file that could not be collected does not count as absent, nor does any file of an episode that ran out of
-    time.
+    Text is UTF-8. A byte order mark, differences in line endings, and white space at the end of the file are ignored. The order of a
+    table's columns is ignored, as is the order of its rows unless `row_order` is true. Numeric cells are compared as numbers. An absent
+    path must not be a file, a folder or a link. A file that could not be collected does not count as absent, nor does any file in an
+    episode that ran out of time.
     """
 
     name: ClassVar[str] = "outputs"
 
     relative: float = Field(1e-9, ge=0, lt=1)
-    """Relative tolerance for numbers in JSON and tables. Two whole numbers must be equal."""
+    """Relative tolerance for numbers in JSON and in tables. Two whole numbers must be equal."""
     row_order: bool = False
     """Whether the order of a table's rows matters."""
     longest: int = Field(1_000_000, gt=0)
-    """Maximum size of a file in bytes; a larger one is wrong."""
+    """Maximum size of a file in bytes; a larger file is wrong."""
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
         """Scores the files."""
@@ -71,7 +71,7 @@ class Outputs(ConfiguredVerifier):
         return Score(value=float(not wrong), parts={"files": share}, evidence=evidence[:2000])
 
     def _problems(self, task_id: str, truth: Mapping[str, Any], episode: Episode) -> dict[str, str]:
-        """Returns path -> what is wrong with the file; empty if it is correct. Raises `TaskError`."""
+        """Returns a mapping from each path to its problem; an empty problem means that the file is correct. Raises `TaskError`."""
         problems: dict[str, str] = {}
         for path, due in truth.items():
             if not isinstance(due, Mapping) or len(due) != 1 or not set(due) <= set(KINDS):
@@ -84,7 +84,7 @@ class Outputs(ConfiguredVerifier):
         return problems
 
     def _problem(self, kind: str, due: Any, data: bytes | None) -> str:
-        """Returns what is wrong with a file; empty if it is correct."""
+        """Returns the problem with a file; empty if the file is correct."""
         written = due if isinstance(due, str) else json.dumps(due, ensure_ascii=False, separators=(",", ":"))
         if (least := len(written.encode("utf-8", "replace"))) > self.longest:
             raise _BadTruth(f"{least} bytes, more than the limit of an output (longest={self.longest})")
@@ -135,11 +135,11 @@ class Outputs(ConfiguredVerifier):
 
 
 class _BadTruth(Exception):
-    """A truth that no file can be compared with."""
+    """A truth with which no file can be compared."""
 
 
 def same(given: Any, wanted: Any, *, relative: float, part: bool = False) -> bool:
-    """Whether two JSON values are equal, numbers within a tolerance. `part`: whether objects of `given` may have additional keys."""
+    """Whether two JSON values are equal, with numbers within a tolerance. `part`: whether objects in `given` may have additional keys."""
     if isinstance(given, bool) or isinstance(wanted, bool) or wanted is None:
         return given is wanted
     if isinstance(given, dict) and isinstance(wanted, Mapping):
@@ -153,7 +153,7 @@ def same(given: Any, wanted: Any, *, relative: float, part: bool = False) -> boo
 
 
 def table(text: str) -> list[list[str]]:
-    """Returns the rows of a CSV string, header first, with stripped cells. Raises `ValueError`."""
+    """Returns the rows of a CSV string, header first, with stripped cells. Raises `ValueError` if the string is not a valid table."""
     try:
         rows = [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(text.removeprefix("\ufeff")), strict=True) if row]
     except csv.Error as error:
@@ -168,7 +168,7 @@ def table(text: str) -> list[list[str]]:
 
 
 def _not_absent(episode: Episode, path: str) -> str:
-    """Returns why a path may not be absent; empty if it is absent. A folder or link at the path is rejected, so it is not an output."""
+    """Returns why a path may not be absent; empty if it is absent. A folder or link at the path is a rejected output."""
     if path in episode.outputs:
         return "the file exists"
     if episode.stop_reason == OUT_OF_TIME:

@@ -1,4 +1,4 @@
-"""Scores the answer of a task of `pages` or `questions`, and the answers of its sub-agents."""
+"""Scores the answer to a task from `pages` or `questions`, and the answers of the sub-agents."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ async def found(task: Task, episode: Episode) -> Score:
     """Scores 1.0 if the submitted number is correct, else 0.0.
 
     A sub-agent with one page scores 1.0 if it answers with the number on the page. If the number is on a different page, it scores 1.0 for
-    any answer that is not a number. Otherwise it scores 0.0. `without` is the value that the episode would have without a sub-agent: 0.0
-    if no other sub-agent answered with the correct number.
+    any answer that is not a number. Otherwise it scores 0.0. For a sub-agent, `without` is the value that the episode would have without
+    it: 0.0 if no other sub-agent answered with the correct number.
     """
     truth = str(task.data["answer"])
     value = float(episode.answer is not None and episode.answer.strip() == truth)
@@ -30,10 +30,10 @@ async def found(task: Task, episode: Episode) -> Score:
 
 
 async def answered(task: Task, episode: Episode) -> Score:
-    """Scores 1.0 if the answer has one line for each page and every line is correct, else 0.0. Compares numbers as `rewards.tables` does.
+    """Scores 1.0 if the answer has one line per page and every line is correct, else 0.0. Compares numbers as `rewards.tables` does.
 
     A sub-agent with one page scores 1.0 if it answers that page's question correctly, else 0.0. `without` is 0.0 for a sub-agent if no
-    other one answered its page correctly. Parts: `split`, the share of pages with a sub-agent, and `helpers`, the share of these
+    other sub-agent answered its page correctly. Parts: `split`, the share of pages with a sub-agent, and `helpers`, the share of these
     sub-agents that answered correctly.
     """
     lines = _lines(episode.answer)
@@ -78,18 +78,18 @@ def _worth(line: Trajectory, truth: str, page: int) -> float | None:
 
 
 def _page(line: Trajectory) -> int | None:
-    """Returns the page that a sub-agent must read; None for other agents, and if the request does not mention exactly one page."""
+    """Returns the page that a sub-agent must read; None for other agents, or if the request does not mention exactly one page."""
     return page_asked(line.prompt[-1].content) if line.prompt and line.parent is not None and line.parent.call is not None else None
 
 
 def page_asked(request: str) -> int | None:
-    """Returns the page that a request mentions; None if it mentions no page or several."""
+    """Returns the page that a request mentions; None if it mentions no page or several pages."""
     pages = {int(number) for number in re.findall(r"\bpages? (\d{1,6})\b", request)}
     return pages.pop() if len(pages) == 1 and " to " not in request else None
 
 
 def _answer(line: Trajectory) -> str | None:
-    """Returns the answer of a sub-agent."""
+    """Returns the answer of a sub-agent; None if there is none."""
     if line.parent is None or line.parent.call is None or not line.turns:
         return None
     message = line.turns[-1].message

@@ -3,8 +3,8 @@
     rewards.pattern:pattern                              with task.data = {"answer": "INV-[0-9]{6}"}
     date = Pattern(pattern=r"[0-9]{4}-[0-9]{2}-[0-9]{2}")     in rewards/mine.py, referenced as rewards.mine:date
 
-Python's `re` can take hours on an adversarial string, for example with the pattern (a+)+b, and a thread cannot be stopped. So matching
-runs in a subprocess with a deadline. An answer that exceeds the deadline twice does not match.
+Python's `re` can take hours to match an adversarial string, for example with the pattern (a+)+b, and a thread cannot be stopped. Matching
+therefore runs in a subprocess with a deadline. An answer that exceeds the deadline twice counts as not matching.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ DEADLINE_S = 2.0
 
 
 class Pattern(ConfiguredVerifier):
-    """1 if the full answer matches, else 0. Settings in `task.data["pattern"]`; the pattern is the truth, or `pattern`.
+    """1 if the full answer matches, else 0. The pattern is `pattern`, or the truth if it is empty. Settings are in `task.data["pattern"]`.
 
-    Digits and word characters are ASCII, as in `re.ASCII`.
+    Digits and word characters are ASCII, as with `re.ASCII`.
     """
 
     name: ClassVar[str] = "pattern"
@@ -35,9 +35,9 @@ class Pattern(ConfiguredVerifier):
     pattern: str = ""
     """Empty: the task's truth is the pattern."""
     anywhere: bool = False
-    """Whether a match of a part of the answer is sufficient."""
+    """Whether it is sufficient that a part of the answer matches."""
     case: bool = True
-    """Whether the match is case-sensitive."""
+    """Whether matching is case-sensitive."""
     longest: int = Field(MAX_ANSWER_CHARS, gt=0)
     """Maximum length in characters; a longer answer is wrong."""
 

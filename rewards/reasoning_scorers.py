@@ -14,19 +14,19 @@ from sandboxes.reasoning.problems import entry_of
 __all__ = ["CallFailed", "CallTimeout", "Scorers"]
 
 DEADLINE_S = 5.0
-MAKING_S = 20.0  # time to generate the problem
+MAKING_S = 20.0  # seconds for generating the problem
 MEMORY = 4 << 30  # bytes of address space
 
 
 class Scorers:
-    """The scorers, in one subprocess that starts at the first request. Thread-safe; requests are queued."""
+    """The scorers, in one subprocess that starts at the first request. Thread-safe: requests are queued."""
 
     def __init__(self, deadline_s: float = DEADLINE_S) -> None:
         self._deadline_s = deadline_s
         self._worker = SubprocessWorker(reply, deadline_s=MAKING_S, memory=MEMORY)
 
     def mark(self, origin: Mapping[str, Any], truth: str, answer: str) -> float:
-        """Returns the mark of the dataset's scorer for an answer. `origin`: see `sandboxes.reasoning.problems.Problem`.
+        """Returns the mark that the dataset's scorer gives to an answer. `origin`: see `sandboxes.reasoning.problems.Problem`.
 
         Raises `CallFailed`, `CallTimeout`, `TaskError` if the package no longer generates the problem, and `InfrastructureError` if there
         is no process."""
@@ -37,12 +37,12 @@ class Scorers:
             raise CallTimeout(f"returned no mark within {self._deadline_s:g} s") from None
 
     def close(self) -> None:
-        """Ends the process; a later request starts a new one."""
+        """Stops the process. A later request starts a new process."""
         self._worker.close()
 
 
 def reply(request: Mapping[str, Any]) -> float:
-    """Returns the mark of one answer; 0 if it got full marks but contains more than the truth. Runs in the subprocess."""
+    """Returns the mark for an answer, or 0 if an answer with full marks contains more than the truth. Runs in the subprocess."""
     dataset, entry = entry_of(request["origin"], request["truth"])
     set_deadline(request["deadline_s"])
     with decimal.localcontext(decimal.Context()):  # one dataset changes the global precision

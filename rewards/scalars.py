@@ -17,7 +17,7 @@ _BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eig
 
 
 class Node(NamedTuple):
-    """A part of an expression: `kind`, `parts` in order, and `value` of a leaf.
+    """A part of an expression: its `kind`, its `parts` in order and, for a leaf, its `value`.
 
     Scalars: number, decimal (written with a point) and mixed (2 1/2), whose value is a Fraction; symbol; constant (pi, e, i, infty); add,
     mul, div, neg, pm, pow, root, call (value: the function), abs, factorial, binomial, floor, ceiling, degrees, percent.
@@ -31,7 +31,7 @@ class Node(NamedTuple):
 
 
 def numeral(sign: str, digits: str, base: str) -> Node | None:
-    """Returns the digits of a number in a base; None if the string is a symbol with a subscript. The base stays part of the value."""
+    """Returns a numeral in a base, whose value includes the base; None if the string is a symbol with a subscript."""
     number = _BASES.get(base) or (int(base) if base.isdigit() else 0)
     if not digits[0].isdigit() and not 11 <= number <= 36:
         return None
@@ -50,7 +50,7 @@ def symbols(node: Node) -> set[Fraction | str]:
 
 
 def _number(text: str) -> Node:
-    """Returns a number as written. Digits under a line are a repeating decimal."""
+    """Returns a number as written. Digits under an overline are a repeating decimal."""
     if match := REPEATING.fullmatch(text):
         return Node("number", value=int(match[1]) + Fraction(int(match[2]), 10 ** len(match[2]) - 1))
     match = NUMBER.fullmatch(text)
@@ -65,13 +65,13 @@ def _number(text: str) -> Node:
 
 
 class Scalar:
-    """A recursive-descent parser of one scalar expression."""
+    """A recursive-descent parser for one scalar expression."""
 
     def __init__(self, tokens: Sequence[Token]) -> None:
         self._tokens, self._at, self._depth = tokens, 0, 0
 
     def whole(self) -> Node:
-        """Parses all tokens. Raises `Unreadable`."""
+        """Parses all tokens. Raises `Unreadable` if they are not one expression."""
         if not self._tokens:
             raise Unreadable("no value where one is expected")
         node = self._sum()
@@ -80,7 +80,7 @@ class Scalar:
         return node
 
     def _next(self) -> str:
-        """Returns the sign or command that comes next; empty at the end and before other tokens."""
+        """Returns the next sign or command; empty at the end and before other tokens."""
         return self._tokens[self._at].sign if self._at < len(self._tokens) else ""
 
     def _take(self, *signs: str) -> str:
@@ -124,7 +124,7 @@ class Scalar:
                 return node
 
     def _beside(self, node: Node) -> Node:
-        """Returns an implicit product; 2\\frac{1}{2} and 2 1/2 are mixed numbers."""
+        """Returns an implicit product or, for 2\\frac{1}{2} and 2 1/2, a mixed number."""
         number = self._tokens[self._at].kind == "number"
         after = self._power()
         if number and node.kind == "number" and self._take("/"):
@@ -140,7 +140,7 @@ class Scalar:
         return _times(node, after)
 
     def _starts(self) -> bool:
-        """Whether a factor follows without a sign before it."""
+        """Whether the next token starts a factor without a preceding sign."""
         if self._at == len(self._tokens):
             return False
         token = self._tokens[self._at]
@@ -190,7 +190,7 @@ class Scalar:
         return node
 
     def _argument(self) -> Node:
-        r"""Returns an argument of \\frac and similar commands: in braces, or one token. Of a number, takes only the first digit."""
+        r"""Returns an argument of \\frac and similar commands: braces, or one token. From a number, takes only the first digit."""
         if self._next() == "{":
             return self._group("{")
         token = self._tokens[self._at] if self._at < len(self._tokens) else None
@@ -278,7 +278,7 @@ class Scalar:
         return node if power is None else Node("pow", (node, power))
 
     def _function_argument(self) -> Node:
-        """Returns the argument of a function: in brackets, or the product that follows."""
+        """Returns the argument of a function: the part in brackets, or the product that follows."""
         if self._next() in ("(", "{", "["):
             return self._group(self._next())
         node = self._power() if self._next() != "-" else self._signed()

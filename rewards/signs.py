@@ -1,7 +1,7 @@
 """Splits mathematical notation, in LaTeX or calculator form, into known tokens.
 
-The language is small, and every sign of a string must belong to it: an unknown sign is not dropped, but makes the string unreadable. Signs
-of unfinished work (integrals, sums, limits) are not in the language.
+The language is small, and every sign in a string must belong to it. An unknown sign is not dropped: it makes the string unreadable. Signs
+for unevaluated operations (integrals, sums, limits) are not in the language.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Unreadable(ValueError):
 
 
 class Token(NamedTuple):
-    """One token."""
+    """A token of mathematical notation."""
 
     kind: str  # number, letter, word, command, text, sign
     text: str
@@ -70,7 +70,7 @@ CLOSE = set(OPEN.values())
 
 
 def plain(text: str) -> str:
-    """Returns the string in standard notation: one form of each sign, and no group separators in numbers."""
+    """Returns the string in standard notation: one form for each sign, and no group separators in numbers."""
     text = unicodedata.normalize("NFC", text).strip()
     text = "".join(_vulgar(letter) if unicodedata.category(letter) == "No" else letter for letter in text)
     text = re.sub("[" + "".join(_RAISED) + "]+", lambda match: "^{" + "".join(map(_RAISED.__getitem__, match[0])) + "}", text)
@@ -95,7 +95,7 @@ def _vulgar(letter: str) -> str:
 
 
 def tokenized(text: str) -> list[Token]:
-    """Returns the tokens of a string. Raises `Unreadable`."""
+    """Returns the tokens of a string. Raises `Unreadable` for an unknown sign."""
     tokens: list[Token] = []
     at, spaced = 0, False
 
@@ -129,7 +129,7 @@ def tokenized(text: str) -> list[Token]:
 
 
 def _command(text: str, at: int, tokens: list[Token], spaced: bool) -> tuple[int, bool]:
-    """Adds the token of a command. Returns the command's end, and whether it was a space."""
+    """Adds the token of a command. Returns the index of the command's end, and whether the command was a space."""
     match = re.compile(r"\\([A-Za-z]+|.)", re.DOTALL).match(text, at)
     if match is None:
         raise Unreadable("a backslash at its end")
@@ -137,7 +137,7 @@ def _command(text: str, at: int, tokens: list[Token], spaced: bool) -> tuple[int
     if name in _NOTHING:
         return end, True
     if name in _ACCENTS and (letters := re.compile(r"\s*\{\s*([A-Za-z]+)\s*\}").match(text, end)):
-        tokens.append(Token("letter", f"{name} {letters[1]}", spaced))  # a variable of that name
+        tokens.append(Token("letter", f"{name} {letters[1]}", spaced))  # a variable with that name
         return letters.end(), False
     if name in _TEXT:
         inside = re.compile(r"\s*\{([^{}\\$]*)\}").match(text, end)
@@ -168,7 +168,7 @@ _COMMANDS = _names("frac sqrt binom pm mp pi infty le ge ne in cup cap setminus 
 
 
 def split(tokens: Sequence[Token], *signs: str) -> tuple[list[list[Token]], list[str]]:
-    """Returns the pieces between signs outside of brackets, and the signs."""
+    """Returns (pieces between the given signs outside of brackets, those signs)."""
     pieces: list[list[Token]] = [[]]
     between: list[str] = []
     depth = 0

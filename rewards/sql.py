@@ -1,12 +1,12 @@
-"""Scores SQL: the answer is a query. It is correct if it returns the rows of the true query on the same databases.
+"""Scores SQL: the answer is a query. It is correct if it returns the same rows as the true query on the same databases.
 
     rewards.sql:sql      with task.data = {"answer": "SELECT a FROM t", "databases": ["CREATE TABLE t(a); INSERT INTO t VALUES (1);"]}
 
-Both queries are executed; their text is not compared. They run in an in-memory SQLite database, in a subprocess with a deadline. The
+Both queries are executed. Their text is not compared. They run in an in-memory SQLite database, in a subprocess with a deadline. The
 connection is read-only, has limits on steps, lengths and rows, and an authorizer that allows SELECT, columns and harmless functions.
 
-A query with a hard-coded result also returns the correct rows. So both queries are also executed on changed copies of the databases
-(`rewards.sql_copies`). If the true result changes there, the answer's result must change with it.
+A query with a hard-coded result would also return the correct rows. Therefore, both queries are also executed on changed copies of the
+databases (`rewards.sql_copies`). If the true result changes there, the answer's result must change with it.
 """
 
 from __future__ import annotations
@@ -32,38 +32,38 @@ from rewards.sql_text import orders, statements
 
 DEADLINE_S = 10.0
 MAX_ROWS = 20_000
-MAX_STEPS = 50_000_000  # maximum steps of SQLite's virtual machine per query
-MAX_LENGTH = 1_000_000  # maximum bytes of a value, and of a row
+MAX_STEPS = 50_000_000  # maximum number of steps of SQLite's virtual machine per query
+MAX_LENGTH = 1_000_000  # maximum size of a value, and of a row, in bytes
 _BAD_FUNCTIONS = frozenset({"load_extension", "randomblob", "random", "readfile", "writefile", "edit", "fts3_tokenizer", "zeroblob"})
 
 Row = tuple[Any, ...]
 
 
 class Sql(ConfiguredVerifier):
-    """1 if the answer's rows equal the truth's on every database and change with the data as the truth's do; else 0.
+    """1 if the answer's rows equal the truth's rows on every database and change with the data in the same way, else 0.
 
-    Settings in `task.data["sql"]`. Rows are compared as a bag, or in order if the truth ends in an ORDER BY. Columns are compared by
-    position, not by name; numbers within `relative`, whole numbers exactly. Comments, semicolons and a fence around the query are ignored.
-    A truth that fails, returns no row on any database, or has too many rows near each other within `relative` is a task fault. A truth
-    with an ORDER BY should have no ties, because only one order of tied rows is accepted.
+    Settings are in `task.data["sql"]`. Rows are compared as a bag, or in order if the truth ends with an ORDER BY. Columns are compared by
+    position, not by name. Numbers are compared within the tolerance `relative`, whole numbers exactly. Comments, semicolons and a fence
+    around the query are ignored. A truth that fails, that returns no row on any database, or that returns too many rows near each other
+    within `relative` is a task fault. A truth with an ORDER BY should have no ties, because only one order of tied rows is accepted.
 
     The answer is also executed on changed copies of the databases (rows removed or added, different values) on which the truth's rows
-    change. There it must return the truth's rows for some of the different results (a fifth, and at least two if there are four), and its
-    rows must change with every column whose values the truth returns or computes with. So an answer that differs from the truth only in
-    cases that the databases do not show, such as ties or missing rows, is correct. An answer that returns constants, reads data without
-    using it, or uses different columns with the same data is wrong.
+    change. On these copies, the answer must return the truth's rows for some of the distinct results (at least a fifth, and at least two if
+    there are four), and its rows must change with every column whose values the truth returns or uses in computations. An answer is
+    therefore correct if it differs from the truth only in cases that do not occur in the databases, such as ties or missing rows. An answer
+    is wrong if it returns constants, reads data without using it, or uses different columns with the same data.
     """
 
     name: ClassVar[str] = "sql"
     timeout_s: ClassVar[float] = QUEUE_TIMEOUT_S
 
     databases: tuple[str, ...] = ()
-    """SQL scripts, each of which creates one database. Empty: the task has them in `data["databases"]`, a text or a list."""
+    """SQL scripts, each of which creates one database. Empty: the scripts are the task's `data["databases"]`, a string or a list."""
     ordered: bool | None = None
-    """Whether the order of rows matters. None: if the truth has an ORDER BY."""
+    """Whether the order of rows matters. None: it matters if the truth has an ORDER BY."""
     relative: float = Field(1e-9, ge=0, lt=1)
     after: str = ""
-    """The query is the text after the last occurrence of this. Empty: the full submission."""
+    """The query is the text after the last occurrence of this string. Empty: the query is the full submission."""
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
         """Scores the query."""
@@ -113,7 +113,7 @@ class _Database(NamedTuple):
 
 
 def verdict(request: Mapping[str, Any]) -> dict[str, str]:
-    """Returns what is wrong with the task and with the answer; both are empty if the answer is correct. Runs in the subprocess."""
+    """Returns {"task": problem, "wrong": problem}; both problems are empty if the answer is correct. Runs in the subprocess."""
     truth, answer, relative = request["truth"], request["answer"], request["relative"]
     ordered = orders(truth) if request["ordered"] is None else request["ordered"]
     with contextlib.ExitStack() as opened:
@@ -139,7 +139,7 @@ _numbers = count()
 
 
 def _open_database(script: str, truth: str, where: str, opened: contextlib.ExitStack) -> _Database:
-    """Returns the database that a script creates. Raises `Refused` if the script or the truth fails."""
+    """Opens the database that a script creates. Raises `Refused` if the script or the truth fails."""
     name = f"/agentrl-{next(_numbers)}"
     connection = opened.enter_context(contextlib.closing(sqlite3.connect(f"file:{name}?vfs=memdb", uri=True)))
     try:
@@ -151,7 +151,7 @@ def _open_database(script: str, truth: str, where: str, opened: contextlib.ExitS
 
 
 def _wrong(answer: str, database: _Database, where: str, ordered: bool, relative: float) -> str:
-    """Returns the error of an answer on a database; empty if it returns the truth's rows."""
+    """Returns the problem with an answer on a database; empty if the answer returns the truth's rows."""
     try:
         given = execute(database.name, answer)
     except Refused as error:
@@ -161,11 +161,12 @@ def _wrong(answer: str, database: _Database, where: str, ordered: bool, relative
 
 
 def _does_not_follow(truth: str, answer: str, databases: Sequence[_Database], relative: float) -> str:
-    """Returns why an answer that is correct on all databases is not computed from their data as the truth is; empty if it is.
+    """Returns why an answer that is correct on all databases does not depend on their data in the same way as the truth; empty if it does.
 
-    A wrong query may also return no rows, or only 0, NULL and empty strings. So such true results count only if there are no others.
+    A wrong query may also return no rows, or only 0, NULL and empty strings. Such true results therefore count only if there are no other
+    results.
     """
-    shared: dict[bool, dict[str, bool]] = {True: {}, False: {}}  # whether a true result has data -> true result -> whether it is returned
+    shared: dict[bool, dict[str, bool]] = {True: {}, False: {}}  # whether a true result has data -> true result -> whether answered
     with contextlib.ExitStack() as opened:
         smaller_ones = [_smaller(database, truth, opened) for database in databases]
         for wanted, given in _on_copies(truth, answer, smaller_ones):
@@ -180,7 +181,7 @@ def _does_not_follow(truth: str, answer: str, databases: Sequence[_Database], re
 
 
 def _smaller(database: _Database, truth: str, opened: contextlib.ExitStack) -> _Database:
-    """Returns a copy of a large database with fewer rows, so that changed copies cost less, if the truth still returns data there."""
+    """Returns a smaller copy, on which changed copies cost less, if the truth still returns data on it, otherwise the database itself."""
     connection, name = opened.enter_context(smaller(database.connection))
     with contextlib.suppress(Refused):
         wanted = execute(name, truth)
@@ -190,7 +191,7 @@ def _smaller(database: _Database, truth: str, opened: contextlib.ExitStack) -> _
 
 
 def _on_copies(truth: str, answer: str, databases: Sequence[_Database]) -> Iterator[tuple[Result, Result | None]]:
-    """Yields the rows of truth and answer on each changed copy that changes the truth's rows; None for an answer that fails there."""
+    """Yields (truth's result, answer's result) on each changed copy that changes the truth's rows. A failed answer's result is None."""
     for database in databases:
         original = Counter(database.wanted.rows)
         for name in changed_copies(database.connection, truth, database.wanted.reads):
@@ -200,12 +201,12 @@ def _on_copies(truth: str, answer: str, databases: Sequence[_Database]) -> Itera
 
 
 def _unused(truth: str, answer: str, database: _Database, relative: float) -> Iterator[str]:
-    """Yields columns that the truth uses in its result or in computations and the answer does not."""
+    """Yields columns that the truth uses in its result or in computations, but the answer does not use."""
     before = _executed(database.name, answer)
     for column, name in altered_copies(database.connection, database.wanted.reads):
         wanted = _executed(name, truth)
         if wanted is None or len(wanted.rows) != len(database.wanted.rows) or not _says_something(wanted):
-            continue  # the values may only be compared, not returned or computed with
+            continue  # the truth may only compare these values, and neither return them nor compute with them
         if not differ(wanted, database.wanted, ordered=False, relative=relative):
             continue
         after = _executed(name, answer)
@@ -251,7 +252,7 @@ def execute(name: str, query: str) -> Result:
 
 
 def _authorizer(read: set[tuple[str, str]]) -> Callable[..., int]:
-    """Allows a query to read and compute. Records the columns that it reads from the database's tables (not SQLite's system tables)."""
+    """Returns an authorizer that lets a query read and compute. It records columns read from the database's tables (not SQLite's own)."""
 
     def allow(action: int, first: str | None, second: str | None, database: str | None, trigger: str | None) -> int:
         if action == sqlite3.SQLITE_READ:
@@ -271,7 +272,7 @@ def _budget() -> Callable[[], int]:
 
 
 def differ(given: Result, wanted: Result, *, ordered: bool, relative: float) -> str:
-    """Returns how two results differ; empty if they do not."""
+    """Returns how two results differ; empty if they do not differ."""
     if given.columns != wanted.columns:
         return f"{given.columns} columns, not {wanted.columns}"
     if len(given.rows) != len(wanted.rows):

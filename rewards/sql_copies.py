@@ -1,7 +1,7 @@
-"""Changed copies of a database: rows removed, rows added, or different values in a column. They detect queries that ignore the data.
+"""Changed copies of a database: rows removed, rows added, or different values in a column. They reveal queries that ignore the data.
 
-The copies are a pure function of the database and of the true query. Values are taken from the same column, or from the query's
-literals, so that joins and conditions still select something.
+The copies are a pure function of the database and of the true query. Replacement values come from the same column or from the query's
+literals, so that joins and conditions still select some rows.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from typing import Any
 
 from rewards.sql_text import literals
 
-MAX_TABLES = 4  # maximum tables of the true query in which rows are removed or added one table at a time
-MAX_COLUMNS = 8  # maximum columns of the true query for which copies with other values are created
-MAX_VALUES = 1000  # maximum values of a column from which replacements are chosen
+MAX_TABLES = 4  # maximum number of the true query's tables in which rows are removed or added, one table at a time
+MAX_COLUMNS = 8  # maximum number of the true query's columns for which copies with different values are created
+MAX_VALUES = 1000  # maximum number of a column's values from which replacements are chosen
 MAX_ROWS = 2000
-"""Maximum rows of all tables together, in `smaller`."""
-_REMOVED = (0.5, 0.25, 0.75)  # shares of the rows
+"""Maximum total number of rows in all tables, in `smaller`."""
+_REMOVED = (0.5, 0.25, 0.75)  # shares of the rows that are removed
 
 _numbers = count()
 Change = Callable[[sqlite3.Connection, Random], None]
 
 
 def smaller(origin: sqlite3.Connection) -> AbstractContextManager[tuple[sqlite3.Connection, str]]:
-    """Returns a copy with about `MAX_ROWS` rows, or all rows if there are fewer, and its name."""
+    """Returns a context manager that yields a copy with about `MAX_ROWS` rows, or all rows if there are fewer, and the copy's name."""
     tables = _tables(origin)
     total = sum(_size(origin, table) for table in tables)
     return _copy(origin, _without(tables, 1 - MAX_ROWS / total) if total > MAX_ROWS else lambda copy, random: None, 0)
 
 
 def changed_copies(origin: sqlite3.Connection, query: str, columns: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Yields names of copies with different rows, for connections by `file:NAME?vfs=memdb`. A copy exists until the next is requested.
+    """Yields names of changed copies, for connections to `file:NAME?vfs=memdb`. A copy exists until the next copy is requested.
 
     Args:
         query: the true query.
-        columns: (table, column) pairs that it reads.
+        columns: (table, column) pairs that the query reads.
     """
     tables, known = _tables(origin), literals(query)
     columns = list(columns)
@@ -54,7 +54,7 @@ def changed_copies(origin: sqlite3.Connection, query: str, columns: Iterable[tup
 
 
 def altered_copies(origin: sqlite3.Connection, columns: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """Yields pairs of a column and a copy in which every value of that column is replaced, and distinct values stay distinct."""
+    """Yields (column, name of a copy) pairs. In the copy, every value of the column is replaced, and distinct values stay distinct."""
     for table, column in _read(_tables(origin), columns):
         with _copy(origin, _altered(table, column), 0) as (_, name):
             yield f"{table}.{column}", name
@@ -62,7 +62,7 @@ def altered_copies(origin: sqlite3.Connection, columns: Iterable[tuple[str, str]
 
 @contextlib.contextmanager
 def _copy(origin: sqlite3.Connection, change: Change, seed: int) -> Iterator[tuple[sqlite3.Connection, str]]:
-    """Yields a changed copy that has no triggers and no checks."""
+    """Yields a changed copy without triggers and checks, and its name."""
     name = f"/agentrl-copy-{next(_numbers)}"
     with contextlib.closing(sqlite3.connect(f"file:{name}?vfs=memdb", uri=True)) as copy:
         origin.backup(copy)
@@ -84,7 +84,7 @@ def _read(tables: list[str], columns: Iterable[tuple[str, str]]) -> list[tuple[s
 
 
 def _without(tables: list[str], share: float) -> Change:
-    """Removes a share of the rows of every table, but leaves at least one row."""
+    """Removes a share of the rows of every table, but leaves at least one row in each table."""
 
     def change(copy: sqlite3.Connection, random: Random) -> None:
         for table in tables:
@@ -95,7 +95,7 @@ def _without(tables: list[str], share: float) -> Change:
 
 
 def _doubled(tables: list[str]) -> Change:
-    """Adds copies of some rows of every table, with a new id if the id is a whole number."""
+    """Adds copies of some rows of every table. A copied row receives a new id if its id is a whole number."""
 
     def change(copy: sqlite3.Connection, random: Random) -> None:
         for table in tables:
@@ -109,7 +109,7 @@ def _doubled(tables: list[str]) -> Change:
 
 
 def _other(table: str, column: str, known: list[Any]) -> Change:
-    """Replaces about half of a column's cells with a different value of the column or one of `known`. Keeps NULL."""
+    """Replaces about half of a column's cells with different values from the column or from `known`. Keeps NULL."""
 
     def change(copy: sqlite3.Connection, random: Random) -> None:
         at, place = _quoted(table), _quoted(column)
@@ -130,7 +130,7 @@ def _other(table: str, column: str, known: list[Any]) -> Change:
 
 
 def _altered(table: str, column: str) -> Change:
-    """Gives every cell of a column a new value, distinct for distinct cells. Keeps NULL."""
+    """Replaces every cell of a column with a new value. Distinct cells receive distinct values. Keeps NULL."""
 
     def other(value: Any) -> Any:
         if isinstance(value, str):
@@ -148,7 +148,7 @@ def _altered(table: str, column: str) -> Change:
 
 
 def _random_choice(copy: sqlite3.Connection, table: str, random: Random, share: float, *, all_but_one: bool = False) -> Callable[[], bool]:
-    """Returns a function that chooses rows at random, one row per call. It chooses at least one row; with `all_but_one`, not all."""
+    """Returns a function that chooses rows at random, one row per call. It chooses at least one row and, with `all_but_one`, not all."""
     sure, numbers = random.randrange(max(_size(copy, table), 1)), count()
 
     def chosen() -> bool:
@@ -173,7 +173,7 @@ def _rows(copy: sqlite3.Connection, query: str) -> list[Any]:
 
 
 def _try(copy: sqlite3.Connection, change: str) -> bool:
-    """Executes a change; returns whether it succeeded. It fails for a virtual table or a generated column."""
+    """Executes a change and returns whether it succeeded. A change to a virtual table or a generated column fails."""
     try:
         copy.execute(change)
     except sqlite3.Error:

@@ -1,4 +1,4 @@
-"""Parses the parts of SQL that a verifier needs: the statements of a string, whether a statement orders its rows, and its literals."""
+"""Parses SQL as far as a verifier needs it: the statements in a string, whether a statement orders its rows, and its literals."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def statements(text: str) -> list[str]:
 
 
 def orders(query: str) -> bool:
-    """Whether a query orders its result, and not only a subquery."""
+    """Whether a query orders its own result. An ORDER BY in a subquery does not count."""
     depth, before = 0, ""
     for kind, match in _tokens(query):
         token = match[0].lower()

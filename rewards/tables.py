@@ -1,4 +1,4 @@
-"""Scores an answer of the `tables` family against the truth in the task."""
+"""Scores an answer to a task from the `tables` family by comparing it with the task's truth."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from agentrl.records import Episode, Score, Task
 
 RELATIVE = 1e-6
 LONGEST = 1000  # maximum length of an answer in characters; true answers are far shorter
-SHOWN = 80  # characters of an answer that the evidence quotes
+SHOWN = 80  # maximum number of characters of an answer that the evidence quotes
 
 
 async def exact_answer(task: Task, episode: Episode) -> Score:
     """Returns 1.0 if the submitted answer is the truth, else 0.0.
 
-    Text is compared after stripping. If the truth is a number, the answer may be any decimal notation of a number within 1e-6 relative,
-    or within the task's absolute `tolerance` (half a unit of the second decimal for totals and averages, so rounded and exact answers
-    both count). `agentrl.base.numbers.same_number` compares them: two whole numbers must be equal. A missing or very long answer is
-    wrong.
+    Text is compared after stripping. If the truth is a number, the answer may be a number in any decimal notation, within a relative
+    tolerance of 1e-6 or within the task's absolute `tolerance` (half a unit in the second decimal place for totals and averages, so that
+    both rounded and exact answers are correct). `agentrl.base.numbers.same_number` compares them: two whole numbers must be equal. A
+    missing or very long answer is wrong.
     """
     truth = str(task.data["answer"])
     if episode.answer is None:
@@ -29,7 +29,7 @@ async def exact_answer(task: Task, episode: Episode) -> Score:
 
 
 def says(answer: str, truth: str, tolerance: float = 0.0) -> bool:
-    """Whether an answer is the truth, as text or as a number."""
+    """Whether an answer equals the truth, as text or as a number."""
     answer = answer.strip()
     if answer == truth:
         return True

@@ -2,7 +2,8 @@
 
     careful = ToolUse(must=("search",), never=("shell",), at_most={"python": 3}, order=("search", "submit"))      in rewards/mine.py
 
-Calls do not show whether the answer is correct, so use this as a part or a required criterion of a rubric (`agentrl.reward.rubric`).
+Calls do not show whether the answer is correct, so use this verifier as a part or a required criterion of a rubric
+(`agentrl.reward.rubric`).
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from agentrl.reward.configured import ConfiguredVerifier
 
 
 class ToolUse(ConfiguredVerifier):
-    """1 if every rule holds, else 0. Each rule is a part, and `rules` is the share of rules that hold. Settings in `task.data["tool_use"]`.
+    """1 if every rule holds, else 0. Each rule is a part, and `rules` is the share that holds. Settings are in `task.data["tool_use"]`.
 
-    All calls of all trajectories count; with `succeeded`, `must` and `order` count only calls whose result is ok. An episode that has no
-    turns, such as that of a gold solution in `agentrl check`, has no score.
+    All calls in all trajectories count, but with `succeeded`, `must` and `order` count only calls whose result is ok. An episode without
+    turns, such as the episode of a gold solution in `agentrl check`, has no score.
     """
 
     name: ClassVar[str] = "tool_use"
@@ -30,9 +31,9 @@ class ToolUse(ConfiguredVerifier):
     never: tuple[str, ...] = ()
     at_most: dict[str, int] = Field(default_factory=dict)
     calls: int | None = Field(None, ge=0)
-    """Maximum number of calls of all tools together. None: no limit."""
+    """Maximum total number of calls to all tools. None: no limit."""
     order: tuple[str, ...] = ()
-    """These tools must all be called, and their first calls must come in this order."""
+    """All of these tools must be called, and their first calls must be in this order."""
     succeeded: bool = False
 
     @model_validator(mode="after")
@@ -67,9 +68,9 @@ class ToolUse(ConfiguredVerifier):
 
 
 def _calls(episode: Episode, *, succeeded: bool) -> Iterator[str]:
-    """Yields the names of the called tools, in order. With `succeeded`, only calls whose result is ok.
+    """Yields the names of the called tools, in order. With `succeeded`, yields only calls whose result is ok.
 
-    A sub-agent's calls come after the call that started it. The calls of a restarted context come after the turn that it comes from.
+    A sub-agent's calls come after the call that started the sub-agent. The calls in a new context come after the turn at which it started.
     """
     children: dict[tuple[int, int, int | None], list[int]] = {}
     for index, trajectory in enumerate(episode.trajectories):

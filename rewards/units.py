@@ -1,8 +1,8 @@
 """Units of measurement: the value of a string such as "km/h" or "kg m^2/s^2" in SI base units, and its dimension.
 
-This is a small table instead of a package, because an agent writes the string, so its possible meanings must be few and known. Values are
-exact by definition (SI brochure, 9th edition, 2019; international yard and pound agreement, 1959), except the electronvolt's, which is
-CODATA's exact value of 2018. There are two differences from the SI: an angle is a dimension, so 1 rad/s is not 1 Hz; and bytes have no
+A small table is used instead of a package, because an agent writes the string, and its possible meanings must be few and known. Values are
+exact by definition (SI brochure, 9th edition, 2019; international yard and pound agreement, 1959). For the electronvolt, the value is
+CODATA's exact value from 2018. There are two differences from the SI. An angle is a dimension, so 1 rad/s is not 1 Hz. Bytes have no
 prefixes below one, so dB is not a decibyte.
 """
 
@@ -16,7 +16,7 @@ from functools import cache
 from typing import NamedTuple
 
 BASE = ("m", "kg", "s", "A", "K", "mol", "cd", "rad", "B", "$", "EUR", "GBP")  # angles, bytes and currencies count as dimensions
-LONGEST = 64  # maximum characters of a unit
+LONGEST = 64  # maximum number of characters in a unit
 LARGEST_POWER = 12
 
 _PREFIXES = {
@@ -38,7 +38,7 @@ _PREFIXES = {
 }
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
 
-# name: (factor, product of base units). Those of the first table take the prefixes above.
+# name: (factor, product of base units). The units in the first table can have the prefixes above.
 _PREFIXED = {
     "m": (1.0, "m"),
     "g": (1e-3, "kg"),
@@ -146,7 +146,7 @@ _LARGEST = Fraction(10) ** 300
 
 
 class Unit(NamedTuple):
-    """One of this unit is `factor` in SI base units. `powers` are the exponents of `BASE`."""
+    """A unit that equals `factor` in SI base units. `powers` contains the exponents of the units in `BASE`."""
 
     factor: Fraction
     powers: tuple[int, ...]
@@ -156,10 +156,10 @@ ONE = Unit(Fraction(1), (0,) * len(BASE))
 
 
 def unit(text: str) -> Unit | None:
-    """Returns the unit that a string names. Allows products (space, `*` or `.`), one `/` and whole exponents; empty is a plain number.
+    """Returns the unit that a string names. Allows products (space, `*` or `.`), one `/` and whole exponents. "" means a plain number.
 
-    Unicode signs that have two code points (ohm and omega, kelvin and K, angstrom) are equal. None means that the unit is unknown or
-    outside the range of a float.
+    Both code points of a sign that has two in Unicode (ohm and omega, kelvin and K, angstrom) are accepted. None means that the unit is
+    unknown or that its value is outside the range of a float.
     """
     if len(text) > LONGEST:
         return None

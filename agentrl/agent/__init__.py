@@ -1,6 +1,7 @@
 """The agent of an episode: the turn loop, its tools, and the exact tokens of its chat.
 
-`TurnLoop` is the built-in `agentrl.protocols.Agent`; `ChatFormat` turns messages into token ids once; `tool` turns a function into a tool.
+`TurnLoop` is the built-in `agentrl.protocols.Agent`; `ChatFormat` converts each message to token ids exactly once; `tool` turns a function
+into a tool.
 """
 
 from agentrl.agent.chat import ChatFormat, ParsedCompletion

@@ -1,7 +1,7 @@
-"""The environment of an episode, as its main agent acts in it: first observation, actions, their recorded results, and resumption.
+"""The main agent's view of an episode's environment: the first observation, actions, their recorded results, and resumption.
 
-An action is a string or a call of the environment's functions. The result of a text action is recorded as a user message after the turn;
-the result of a call is recorded as the result of a tool. Both have the reward of the step.
+An action is a string or a call to one of the environment's functions. The result of a text action is recorded as a user message after the
+turn. The result of a call is recorded as a tool result. Each result carries the reward of its step.
 """
 
 from __future__ import annotations
@@ -32,19 +32,20 @@ from agentrl.records.images import MARK, REFERENCE
 from agentrl.records.trajectory import CONTINUED, TRUNCATED
 
 STATE = "environment"
-"""Key under which the agent's state contains the state of its environment."""
-_USED_UP = "this episode's output is used up"  # in an output that `LiveEpisode.clip_output` cut
-_NO_DEADLINE_S = 86_400.0  # an environment has its own deadline
+"""Key of the environment's state in the agent's state."""
+_USED_UP = "this episode's output is used up"  # part of each output that `LiveEpisode.clip_output` cut
+_NO_DEADLINE_S = 86_400.0  # environments enforce their own deadlines
 
 
 class AgentEnvironment:
     """The environment of one episode, with its recorded actions.
 
-    `first` is the first observation, and `now` the last observation. `ended` is `terminated` or `truncated` after the last step.
+    `first` is the first observation, and `now` the latest one. `ended` is empty until the last step, and then `terminated`, `truncated`, or
+    the limit that stopped the user.
 
-    An action that the rules forbid, and a turn without an action or a working call, cost as much as the most expensive step of the episode,
-    because otherwise they would score better than acting. `unpaid` counts these actions and turns before the first step, which is charged
-    for them.
+    An action that the rules forbid costs as much as the most expensive step of the episode so far. So does a turn without an action or a
+    successful call. Without this cost, either would score better than acting. `unpaid` counts such actions and turns before the first step,
+    and the first step is charged for them.
     """
 
     def __init__(self, environment: Environment, episode: LiveEpisode, chat: ChatFormat, instructions: str | None = None) -> None:
@@ -55,16 +56,16 @@ class AgentEnvironment:
         self.choices = tuple(action for action in actions or () if isinstance(action, str))
         self.schemas = tuple(action for action in actions or () if not isinstance(action, str))
         self.unpaid = 0
-        self._lowest: float | None = None  # smallest reward of a step, at most 0; None before the first step
+        self._lowest: float | None = None  # smallest step reward so far, at most 0; None before the first step
         self._environment, self._episode, self._chat, self._instructions = environment, episode, chat, instructions
-        self._notes: list[str] = []  # of this episode, newest first
+        self._notes: list[str] = []  # notes saved in this episode, newest first
         self._user: PolicyUser | None = None
 
     @classmethod
     async def open(cls, episode: LiveEpisode, chat: ChatFormat, instructions: str | None = None) -> AgentEnvironment:
-        """Returns the environment of an episode: at its start, or at the state from which the episode resumes.
+        """Returns the environment of an episode, either at its start or in the state from which the episode resumes.
 
-        `instructions` replace the system messages of the task and the environment; None keeps them.
+        `instructions` replaces the task's system messages and the environment's instructions; None keeps both.
         """
         environment = await episode.environment()
         check_roles(environment, "turns")
@@ -88,7 +89,7 @@ class AgentEnvironment:
 
     @property
     def takes_text(self) -> bool:
-        """Whether an answer without a call is an action."""
+        """Whether an answer without a tool call counts as an action."""
         return not self.schemas or getattr(self._environment, "takes_text", False)
 
     def prompt(self, observation: str) -> tuple[Message, ...]:
@@ -117,11 +118,11 @@ class AgentEnvironment:
         return self.spec.context_turns is not None and len(trajectory.turns) >= self.spec.context_turns
 
     def constraint(self, chat: ChatFormat) -> str:
-        """Returns the constraint of an answer that must be one of the actions; empty if any answer may be sampled."""
+        """Returns the constraint that limits an answer to the listed actions; empty if any answer may be sampled."""
         return choice_constraint(self.choices, thinks_first=chat.thinks_first) if self.choices else ""
 
     def tools(self) -> tuple[ActionTool, ...]:
-        """Returns the actions that are calls."""
+        """Returns the environment's functions as tools."""
         return tuple(ActionTool(self, schema) for schema in self.schemas)
 
     async def say(self, text: str) -> ToolResult:
@@ -160,7 +161,7 @@ class AgentEnvironment:
         return "" if schema is None else argument_errors(schema, call.arguments)
 
     def charge(self, results: Sequence[ToolResult]) -> tuple[ToolResult, ...]:
-        """Returns the results of the calls of a turn. If no call is an action or works, the last result has the cost."""
+        """Returns the results of a turn's calls. If none of them is an action or succeeds, the last result carries the cost of the turn."""
         if any(result.ok or result.reward is not None for result in results):
             return tuple(results)
         cost = self._forbidden("").reward or 0.0
@@ -182,7 +183,8 @@ class AgentEnvironment:
         return {STATE: {"first": self.first, "notes": self._notes, "snapshot": base64.b64encode(state).decode(), **costs}}
 
     async def _save(self, note: str) -> str:
-        """Writes a note of the environment. Returns the error text for the agent; empty if the note was saved."""
+        """Saves a note from the environment if the episode has a memory. Returns the error text for the agent; empty if there is no
+        error."""
         memory = self._episode.memory
         if not note or memory is None:
             return ""
@@ -192,8 +194,8 @@ class AgentEnvironment:
         return "" if saved else f"\nerror: note: {reply}"
 
     async def _shown(self, observation: Observation) -> str:
-        """Returns the text of an observation. Its images are stored, and the notes of this and earlier episodes replace `NOTES` or
-        `NEWEST_NOTE`."""
+        """Returns the text of an observation. Stores its images, and replaces `NOTES` with the notes from this and earlier episodes, or
+        `NEWEST_NOTE` with the newest note."""
         text = (await refer_observation(self._chat, self._episode, observation)).text
         memory, marker = self._episode.memory, NOTES if NOTES in text else NEWEST_NOTE
         if marker not in text:
@@ -203,7 +205,7 @@ class AgentEnvironment:
         return text.replace(marker, notes, 1)
 
     async def _repeat(self, action: str | ToolCall | None, recorded: ToolResult) -> None:
-        """Applies a recorded action again. Raises `EnvironmentFault` if its result differs."""
+        """Applies a recorded action again. Raises `EnvironmentFault` if the result differs from the recorded result."""
         outcome = self._forbidden("") if action is None else await self.act(action)
         same = action is None or clip(outcome.output, self._chars) == recorded.output or _USED_UP in recorded.output
         if outcome.reward != recorded.reward or not same:
@@ -218,7 +220,7 @@ class AgentEnvironment:
 
 
 class ActionTool:
-    """A function of the environment as a tool."""
+    """Exposes a function of the environment as a tool."""
 
     needs_sandbox = False
     bounds, together, repeats = NO_BOUNDS, False, False
@@ -234,7 +236,8 @@ class ActionTool:
 
 
 def check_roles(environment: object, agent: str) -> None:
-    """Raises `PluginError` if an environment has roles and `agent` is not `players`, or if it has no roles and `agent` is `players`."""
+    """Raises `PluginError` if the environment has roles and `agent` is not `players`, or if the environment has no roles and `agent` is
+    `players`."""
     has_roles = bool(getattr(environment, "roles", ()))
     if (agent == "players") != has_roles:
         kind, needed = ("with", "players") if has_roles else ("without", "turns")
@@ -244,8 +247,8 @@ def check_roles(environment: object, agent: str) -> None:
 async def check_environment(task: Task, chat: ChatFormat, agent: str = "turns") -> None:
     """Opens the environment of a task once.
 
-    Raises `UserError` if the environment does not start, `agent` cannot play it, no answer can be one of its actions, or the chat template
-    does not accept its observations.
+    Raises `UserError` if the environment does not start, `agent` cannot play it, the policy cannot write one of its actions as an answer,
+    or the model or the chat template does not accept its observations.
     """
     if task.environment is None:
         return
@@ -257,7 +260,7 @@ async def check_environment(task: Task, chat: ChatFormat, agent: str = "turns") 
     try:
         check_roles(environment, agent)
         first = await environment.reset()
-        observation = next(iter(first.values())) if isinstance(first, Mapping) else first  # of a game with several roles
+        observation = next(iter(first.values())) if isinstance(first, Mapping) else first  # a game returns role -> observation
         allowed = [action for observation in first.values() for action in observation.actions] if isinstance(first, Mapping) else []
         for choice in (*(environment.actions or ()), *allowed):
             if isinstance(choice, str) and (problem := chat.choice_problem(choice, task.limits.turn_tokens)):
@@ -279,7 +282,8 @@ async def check_environment(task: Task, chat: ChatFormat, agent: str = "turns") 
 
 
 def environment_prompt(prompt: Sequence[Message], instructions: str, observation: str) -> tuple[Message, ...]:
-    """Returns the prompt of a task with the observation as a user message, and with the instructions as system message if it has none.
+    """Returns a task's prompt with the observation as a user message, and with the instructions as the system message if the prompt has
+    none.
 
     An observation after a user message becomes part of it, because many chat templates reject two user messages in a row.
     """
@@ -293,7 +297,8 @@ def environment_prompt(prompt: Sequence[Message], instructions: str, observation
 
 
 def recorded_actions(episode: LiveEpisode, chat: ChatFormat) -> Iterator[tuple[str | ToolCall | None, ToolResult]]:
-    """Yields the actions of the episode so far with their results. None means a turn without an action, which `charge` charged."""
+    """Yields a pair (action, result) for each recorded action of the episode. An action of None means a turn without an action, whose cost
+    `charge` has set."""
     for trajectory in episode.trajectories:
         for turn in trajectory.turns:
             calls: Sequence[ToolCall] = turn.message.tool_calls

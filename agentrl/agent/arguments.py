@@ -34,14 +34,15 @@ _ARTICLES = {"integer": "an integer", "array": "an array", "object": "an object"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allowed:
-    """The values that a schema allows for one argument. `kinds` are JSON types; empty if the schema does not restrict them."""
+    """The values that a schema allows for one argument. `kinds` contains the allowed JSON types; it is empty if any type is allowed."""
 
     kinds: frozenset[str]
-    fits: Callable[[Any], bool]  # whether the schema accepts a value, as far as it is checked
+    fits: Callable[[Any], bool]  # whether a value fits the schema, as far as schemas are checked
 
 
 class Parameters:
-    """The parameters of a tool's function schema, which may be any JSON. All method calls together examine at most `values` values."""
+    """The parameters of a tool's function schema, which may be any JSON value. All method calls together examine at most `values`
+    values."""
 
     def __init__(self, schema: Any, values: int = _CHECKED_VALUES) -> None:
         function = schema.get("function") if isinstance(schema, Mapping) else None
@@ -56,11 +57,11 @@ class Parameters:
         return Allowed(kinds=frozenset() if len(kinds) == len(_TYPES) else kinds, fits=lambda value: not self._errors(schema, value, "", 0))
 
     def errors(self, arguments: Mapping[str, Any]) -> list[str]:
-        """Returns the errors of the arguments. Values beyond the bounds are not checked."""
+        """Returns the errors in the arguments. Values beyond the bounds are not checked."""
         return self._errors(self._root, dict(arguments), "", 0)
 
     def sample(self) -> Any:
-        """Returns arguments that fit: the required arguments, or the first argument if none is required."""
+        """Returns arguments that fit the schema: the required arguments, or the first argument if none is required."""
         return self._sample(self._root, 0)
 
     def _sample(self, schema: Any, depth: int) -> Any:
@@ -125,7 +126,8 @@ class Parameters:
         return errors
 
     def _property(self, schema: Any, name: str, depth: int) -> Any:
-        """Returns the schema of an object's property, in any branch of the object's schema; None if the schema does not describe it."""
+        """Returns the schema of an object's property, combined from all branches of the object's schema; None if no branch describes the
+        property."""
         schema = self._resolved(schema)
         if self._exhausted(depth):
             return None
@@ -144,7 +146,8 @@ class Parameters:
         return {"allOf": schemas} if schemas else None
 
     def _kinds(self, schema: Any, depth: int) -> frozenset[str]:
-        """Returns the JSON types that a schema allows; all types if it does not restrict them, or does so in a way that is not checked."""
+        """Returns the JSON types that a schema allows; all types if the schema does not restrict the type, or does so in a way that is not
+        checked."""
         schema = self._resolved(schema)
         kinds = frozenset(_TYPES)
         if self._exhausted(depth):
@@ -161,7 +164,7 @@ class Parameters:
         return kinds
 
     def _resolved(self, schema: Any) -> Mapping[str, Any]:
-        """Returns a schema after following its reference into the root. A reference that points elsewhere allows every value."""
+        """Returns the schema, or the part of the root that its `$ref` points to. A reference to anything else allows every value."""
         for _ in range(MAX_DEPTH):
             if not isinstance(schema, Mapping):
                 return {}
@@ -173,14 +176,14 @@ class Parameters:
 
 
 def argument_example(schema: Mapping[str, Any]) -> str:
-    """Returns text to append to an error: an example call of the tool with this function schema; empty if it would be long."""
+    """Returns text to append to an error: an example call of the tool with this function schema; empty if the example would be too long."""
     sample = Parameters(schema, _EXAMPLE_VALUES).sample()
     text = json.dumps(sample if isinstance(sample, dict) else {}, ensure_ascii=False)
     return f"; for example {printable(text, _EXAMPLE_CHARS)}" if len(text) <= _EXAMPLE_CHARS else ""
 
 
 def argument_errors(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
-    """Returns the errors of a call's arguments, separated by semicolons; empty if there are none."""
+    """Returns the errors in a call's arguments, separated by semicolons; empty if there are none."""
     errors = Parameters(schema).errors(arguments)
     more = [f"and {len(errors) - MAX_ERRORS} more"] if len(errors) > MAX_ERRORS else []
     return printable("; ".join(errors[:MAX_ERRORS] + more), 1500)
@@ -196,7 +199,7 @@ def _range_errors(schema: Mapping[str, Any], value: Any, path: str) -> list[str]
 
 
 def _at_pointer(root: Mapping[str, Any], pointer: str) -> Any:
-    """Returns the value at a reference such as `#/$defs/Color`, a JSON pointer (RFC 6901); None if there is none."""
+    """Returns the value at a reference such as `#/$defs/Color`, a JSON pointer (RFC 6901); None if no value is there."""
     if not pointer.startswith("#") or pointer.count("/") > 2 * MAX_DEPTH:
         return None
     value: Any = root

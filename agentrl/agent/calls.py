@@ -1,12 +1,12 @@
-"""Parses tool calls from text that a model wrote: the bounds of a call, and the Hermes form.
+"""Parses tool calls in text that a model wrote. This module defines the bounds of a call and reads the Hermes form:
 
     <tool_call>{"name": "python", "arguments": {"code": "print(1)"}}</tool_call>
 
-`agentrl.agent.forms` reads the forms of other models and builds its calls here.
+`agentrl.agent.forms` reads the forms of other models and builds their calls with the functions of this module.
 
-A call that is too long, too deep, not finite or not Unicode becomes an error that the model sees, like any other mistake. The grammar of
-the arguments determines where a call ends, so a closing tag inside a JSON string is text. Parsing takes time linear in the length of the
-text.
+A call that is too long or nested too deeply, or that contains a non-finite number or invalid Unicode, becomes an error that the model sees,
+like any other mistake. The grammar of the arguments determines where a call ends, so a closing tag inside a JSON string is text. Parsing
+takes time linear in the length of the text.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _SPACE = re.compile(r"[ \t\n\r]*")  # JSON white space
 _ESCAPE = re.compile(r"\\.", re.DOTALL)
 
-MAX_CALLS = 64  # of one turn; later calls are not parsed
-MAX_CHARS = 2_000_000  # of one call: a program of `agentrl.agent.tools.MAX_TEXT` characters, each of them escaped
-MAX_NAME = 256  # characters of a tool's name
+MAX_CALLS = 64  # maximum calls in one turn; later calls are not parsed
+MAX_CHARS = 2_000_000  # maximum characters in one call: a program of `agentrl.agent.tools.MAX_TEXT` escaped characters
+MAX_NAME = 256  # maximum characters in a tool's name
 NOT_CLOSED = "a tool call was opened but not closed"
 
 
 class CallError(ValueError):
-    """An error in a call, worded for the model. `at` is the end of the parsed text, if the rest may belong to the call."""
+    """An error in a call, worded for the model. `at` is where parsing stopped, if the rest of the text may belong to the call."""
 
     def __init__(self, message: str, *, at: int = 0) -> None:
         super().__init__(message)
@@ -41,7 +41,7 @@ class CallError(ValueError):
 
 
 class InvalidJson(CallError):
-    """The text is not JSON, as opposed to JSON that is out of bounds."""
+    """The text is not JSON, as opposed to JSON that exceeds the bounds."""
 
 
 class UnclosedCall(CallError):
@@ -49,18 +49,19 @@ class UnclosedCall(CallError):
 
 
 def read_calls(text: str) -> tuple[tuple[ToolCall, ...], tuple[str, ...], str]:
-    """Returns the valid tool calls of a string in the Hermes form, the errors of the other calls, and the text outside of calls."""
+    """Returns the valid tool calls in a string in the Hermes form, the errors in the other calls, and the text outside the calls."""
     return read_tagged(text, OPEN, CLOSE, scan_json, call_from_object)
 
 
 def read_tagged(
     text: str, opening: str, closing: str, scan: Callable[[str, int], tuple[T, int]], make: Callable[[T], ToolCall]
 ) -> tuple[tuple[ToolCall, ...], tuple[str, ...], str]:
-    """Returns the same as `read_calls`, for calls between two tags.
+    """Returns the same three values as `read_calls`, for calls between the tags `opening` and `closing`.
 
     Args:
-        scan: parses the body that starts at a position of the text; returns the body and its end position. May raise `CallError`.
-        make: builds the call of a body. May raise `CallError`.
+        scan: parses the body that starts at a position in the text, and returns the body and the position of its end. May raise
+            `CallError`.
+        make: builds a call from a body. May raise `CallError`.
     """
     calls: list[ToolCall] = []
     errors: list[str] = []
@@ -89,7 +90,7 @@ def call_at(
 ) -> tuple[ToolCall | CallError, int]:
     """Returns the call whose body starts at a position, or its error, and the position after its closing tag (-1 if there is none).
 
-    If the body is invalid, the closing tag is the first closing tag after the part that was parsed.
+    If the body is invalid, the call ends at the first closing tag after the part that was parsed.
     """
     try:
         body, end = scan(text, at)
@@ -105,7 +106,7 @@ def call_at(
 
 
 def after(text: str, mark: str, at: int) -> int:
-    """Returns the position after the first `mark` at or after a position; -1 if there is none."""
+    """Finds the first `mark` at or after a position, and returns the position after the mark; -1 if there is no mark."""
     start = text.find(mark, at)
     return start if start < 0 else start + len(mark)
 
@@ -117,12 +118,12 @@ def skip_space(text: str, at: int) -> int:
 
 
 def too_many(count: int) -> str:
-    """Returns the error of a turn with `count` calls, more than `MAX_CALLS`."""
+    """Returns the error for a turn with `count` calls, more than `MAX_CALLS`."""
     return f"a turn may hold {MAX_CALLS} tool calls; the {count - MAX_CALLS} after them were not run"
 
 
 def parse_call(name: str, arguments: str) -> ToolCall | str:
-    """Returns a call from its name and the JSON text of its arguments, or its error, worded for the model."""
+    """Builds a call from its name and the JSON text of its arguments. Returns the call, or an error worded for the model."""
     try:
         return build_call(name, read_json(arguments.strip() or "{}"))
     except CallError as error:
@@ -142,7 +143,7 @@ def call_from_object(data: Any, *, key: str = "arguments") -> ToolCall:
 
 
 def build_call(name: str, arguments: Any, *, key: str = "arguments") -> ToolCall:
-    """Returns the record of a call. Raises `CallError`; `key` is the name under which the model wrote the arguments."""
+    """Returns the record of a call. `key` is the key under which the model wrote the arguments. Raises `CallError`."""
     if not isinstance(arguments, dict):
         raise CallError(f'tool call "{key}" must be an object')
     if len(name) > MAX_NAME:
@@ -154,7 +155,7 @@ def build_call(name: str, arguments: Any, *, key: str = "arguments") -> ToolCall
 
 
 def read_json(text: str) -> Any:
-    """Returns the JSON value of a string, within the bounds of a call. Raises `CallError`."""
+    """Returns the JSON value that a string contains. Raises `CallError` if it is invalid or exceeds the bounds of a call."""
     value, end = scan_json(text, 0)
     if (rest := skip_space(text, end)) < len(text):
         raise InvalidJson(f"tool call is not valid JSON: Extra data at character {rest}")
@@ -162,11 +163,11 @@ def read_json(text: str) -> Any:
 
 
 def scan_json(text: str, at: int) -> tuple[Any, int]:
-    """Returns the JSON value at a position, after white space, and the position of its end. Raises `CallError`."""
+    """Skips white space, and returns the JSON value that follows and the position of its end. Raises `CallError`."""
     at = skip_space(text, at)
     try:
         value, end = _JSON.raw_decode(text, at)
-    except CallError as error:  # from a hook, which does not know its position
+    except CallError as error:  # raised by a hook, which does not know the position
         raise CallError(str(error), at=_read_to(text, at)) from None
     except json.JSONDecodeError as error:
         raise InvalidJson(f"tool call is not valid JSON: {error.msg} at character {error.pos - at}", at=_read_to(text, at)) from None
@@ -178,7 +179,8 @@ def scan_json(text: str, at: int) -> tuple[Any, int]:
 
 
 def _read_to(text: str, at: int) -> int:
-    """Returns the end of a rejected JSON value: its own end, the first syntax error, or the end of the text if a string is open."""
+    """Returns the position where a rejected JSON value ends: at its own end, at its first syntax error, or at the end of the text if a
+    string is not closed."""
     try:
         return _ANY_JSON.raw_decode(text, at)[1]
     except json.JSONDecodeError as error:

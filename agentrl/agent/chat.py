@@ -1,8 +1,8 @@
 """Converts messages to token ids, each exactly once, and completions back to messages.
 
-A conversation is not rendered or tokenized again as it grows. The opening prompt is tokenized once; a completion stays the ids that were
-sampled; tool outputs are tokenized once, as the delta that the chat template puts between two assistant turns. So the policy is
-conditioned on, and trained on, exactly the ids that were in its context.
+A conversation is not rendered or tokenized again as it grows. The opening prompt is tokenized once; a completion keeps the ids that were
+sampled; tool outputs are tokenized once, as the delta that the chat template puts between two assistant turns. So the policy is conditioned
+on, and trained on, exactly the ids that were in its context.
 """
 
 from __future__ import annotations
@@ -31,32 +31,33 @@ from agentrl.records.limits import Thinking
 WITHHELD = "error: this output is not shown: it contains control tokens of the model"
 
 Rewritten = Literal["refuse", "restart"]
-"""The action for a chat template that cannot be extended exactly."""
+"""What to do with a chat template that cannot be extended exactly."""
 
-_MARKUP = re.compile(r"<\|[^\s<>|]{1,64}\|>|<\uff5c[^\s<>\uff5c]{1,64}\uff5c>|<(?:start|end)_of_turn>")  # spelling of control tokens
+_MARKUP = re.compile(r"<\|[^\s<>|]{1,64}\|>|<\uff5c[^\s<>\uff5c]{1,64}\uff5c>|<(?:start|end)_of_turn>")  # how control tokens are spelled
 _MOST_WITHHELD = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedCompletion:
-    """A completion as a message, and the errors of its invalid tool calls. The agent sees these errors."""
+    """A completion parsed into a message, and the errors in its invalid tool calls. The agent sees these errors."""
 
     message: Message
     errors: tuple[str, ...] = ()
     answer: str = ""  # the message without the reasoning
-    call_ids: tuple[str, ...] = ()  # the model's id of each of the message's tool calls; empty if the form has no ids
+    call_ids: tuple[str, ...] = ()  # the ids that the model gave the message's tool calls; empty if the form has no ids
     end: int | None = None  # the token that ended the turn
 
 
 class ChatFormat:
-    """Renders and parses the token ids of a conversation for one tokenizer, exactly. If the tokenizer has several templates, the template
-    for tools is used.
+    """Renders conversations to exact token ids for one tokenizer, and parses completions. If the tokenizer has several templates, the
+    template for tools is used.
 
     `thinking` describes how the model marks and ends its reasoning; None means that the model has no such marks.
 
     Args:
-        tool_format: a form of tool calls (`agentrl.agent.forms.FORMS`). None selects the form that reads what the template writes.
-        rewritten: `restart` accepts a template that cannot be extended exactly, for agents that then start a new context (`exact`).
+        tool_format: name of a form of tool calls (`agentrl.agent.forms.FORMS`). None selects the form that reads what the template writes.
+        rewritten: `restart` accepts a template that cannot be extended exactly (see `exact`). The agent must then start a new context
+            instead.
 
     Raises:
         UserError: the tokenizer has no chat template or no end-of-turn token, no form reads the template's tool calls, or the template
@@ -80,7 +81,7 @@ class ChatFormat:
         control = _control_tokens(tokenizer)
         self._fence = ControlTokenEscaper(control)
         self._control_ids = frozenset(control.values()) - {tokenizer.unk_token_id}  # any text may contain the unknown token
-        self._withheld: dict[object, tuple[int, ...]] = {}  # by the number of outputs and their calls, or "user"
+        self._withheld: dict[object, tuple[int, ...]] = {}  # keyed by the number of outputs and their calls, or by "user"
         detected = find_form(self._renderer, control, str(tokenizer.eos_token), tool_format)
         self._seam, self._form, self._detected = detected.seam, detected.form, detected
         self._check_control_tokens()
@@ -108,7 +109,7 @@ class ChatFormat:
     def read_images(self, images: ImageTokens | None) -> None:
         """Sets how images in strings are read. None, the initial value, leaves them as text."""
         self._renderer.images = images
-        if images is not None:  # the template's marks around an image belong to it
+        if images is not None:  # the template's marks around an image are part of the image
             self._control_ids -= {*self._renderer.ids(images.around)}
 
     @property
@@ -117,7 +118,7 @@ class ChatFormat:
         return self._renderer.images is not None
 
     def render_user(self, content: Any) -> str:
-        """Returns the text of a conversation of one user message with this content, such as a list of parts."""
+        """Renders a conversation that consists of one user message. `content` may be a list of parts."""
         return str(self._tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False))
 
     async def refer(self, text: str) -> str:
@@ -137,12 +138,12 @@ class ChatFormat:
             return error.message
 
     def check_user_turns(self) -> None:
-        """Raises `UserError` if user messages cannot follow the agent's turns. Agents that need user messages call it early."""
+        """Raises `UserError` if user messages cannot follow the agent's turns. Agents that need user messages call this method early."""
         self._check_extended(self.user_rewrite_reason, " by user messages")
 
     @property
     def exact(self) -> bool:
-        """Whether a conversation grows only by deltas. If not, `rewrite_reason` gives the reason."""
+        """Whether a conversation grows only by deltas. If it does not, `rewrite_reason` states the reason."""
         return not self.rewrite_reason
 
     def opening(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
@@ -150,14 +151,15 @@ class ChatFormat:
         return self._renderer.ids(self._renderer.text(self._renderer.messages(messages), schemas))
 
     def tool_delta(self, outputs: Sequence[str], after: ParsedCompletion | None = None) -> tuple[int, ...]:
-        """Returns the ids between the end-of-turn token of one assistant turn and the start of the next, with the tool outputs.
+        """Returns the token ids from the end-of-turn token of one assistant turn, exclusive, to the start of the next turn, with the tool
+        outputs.
 
         Outputs are untrusted: control tokens in them are escaped, so that a program cannot forge a turn. If the tokenizer still produces a
         control token because it normalizes characters, all outputs are withheld.
 
         Args:
-            after: the answered turn, with its calls in order, then its errors. Some templates repeat a call's name or id. None means a turn
-                as the template writes it.
+            after: the turn to which the outputs belong. The outputs of its calls come first, in order, and its errors follow. Some
+                templates repeat a call's name or id. None means a turn as the template writes it.
 
         Raises:
             RuntimeError: the template is not `exact`.
@@ -167,13 +169,14 @@ class ChatFormat:
         numbers = list(after.call_ids) if after else []
         key = (len(outputs), tuple(names), tuple(numbers))
         if key not in self._withheld:
-            if len(self._withheld) >= _MOST_WITHHELD:  # the policy writes names and ids
+            if len(self._withheld) >= _MOST_WITHHELD:  # the keys contain names and ids that the policy wrote
                 self._withheld.clear()
             self._withheld[key] = self._delta([WITHHELD] * len(outputs), names, numbers)
         return self._unforged(self._delta([self.escape_text(output) for output in outputs], names, numbers), self._withheld[key], after)
 
     def user_delta(self, text: str, after: ParsedCompletion | None = None) -> tuple[int, ...]:
-        """Returns the ids between the end-of-turn token of one assistant turn and the start of the next, with one user message.
+        """Returns the token ids from the end-of-turn token of one assistant turn, exclusive, to the start of the next turn, with one user
+        message.
 
         The text is untrusted, as in `tool_delta`. The turn `after` has no tool calls.
 
@@ -188,12 +191,14 @@ class ChatFormat:
         return self._unforged(ids, self._withheld[key], after)
 
     def answer_delta(self, results: Sequence[ToolResult], after: ParsedCompletion) -> tuple[int, ...]:
-        """Returns the token ids that show the recorded results of the turn `after`: its user message, or its tool outputs."""
+        """Returns the token ids that show the recorded results of the turn `after`: the user message that follows it, or its tool
+        outputs."""
         text = user_message(after.message, results)
         return self.tool_delta([result.output for result in results], after) if text is None else self.user_delta(text, after)
 
     def _unforged(self, ids: tuple[int, ...], withheld: tuple[int, ...], after: ParsedCompletion | None) -> tuple[int, ...]:
-        """Returns `ids`, or `withheld` if the control tokens of the two differ. Omits the end-of-turn token if the turn already has it."""
+        """Returns `ids`, or `withheld` if the control tokens of the two differ. Omits the end-of-turn token if the turn `after` already
+        ends with it."""
         ids = ids if self._controls(ids) == self._controls(withheld) else withheld
         return ids if self._hands_over and after is not None and after.end not in (None, ids[0]) else ids[1:]
 
@@ -230,19 +235,19 @@ class ChatFormat:
         return self._renderer.said(ids[:-1] if ids and ids[-1] in self.stop_token_ids else ids)
 
     def argument_errors(self, schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
-        """Returns the errors in the arguments of a call of the tool with this schema; empty if there are none."""
+        """Returns the errors in the arguments of a call to the tool with this schema; empty if there are none."""
         return argument_errors(schema, arguments)
 
     def frame(self, name: str) -> Frame | None:
-        """Returns the text around the arguments of a call of this tool; None if guided decoding cannot enforce the form."""
+        """Returns the text around the arguments of a call to this tool; None if guided decoding cannot enforce the form."""
         frame = self._form.frame
         return None if frame is None else frame.of(name)
 
     def parse(self, token_ids: Sequence[int], schemas: Sequence[Mapping[str, Any]] = (), *, calls: bool = True) -> ParsedCompletion:
-        """Returns the message of a completion. Invalid tool calls become `errors`, never an exception.
+        """Parses a completion into a message. Invalid tool calls become `errors` and never raise an exception.
 
         Args:
-            schemas: the schemas of the task's tools, which give the types of arguments that a form writes without quotes.
+            schemas: the schemas of the task's tools, which determine the types of arguments that a form writes without quotes.
             calls: False treats tool calls as text.
         """
         ids = list(token_ids)
@@ -300,7 +305,7 @@ class ChatFormat:
         return ""
 
     def choice_problem(self, choice: str, turn_tokens: int) -> str:
-        """Returns the reason why a turn of at most `turn_tokens` tokens cannot be the text `choice`; empty if it can."""
+        """Returns the reason why a turn of at most `turn_tokens` tokens cannot consist of the text `choice`; empty if it can."""
         if self.escape_text(choice) != choice:
             return "it contains a control token of the model"
         ids = self._renderer.ids(choice)
@@ -331,7 +336,8 @@ class ChatFormat:
             )
 
     def _check_control_tokens(self) -> None:
-        """Raises `UserError` if markup is not a single token. The model does not know such markup, and a program could write it too."""
+        """Raises `UserError` if markup in the template is not a single token. The model does not know such markup, and a program could
+        write it too."""
         turns = [{"role": "user", "content": "-"}, {"role": "assistant", "content": "-"}, {"role": "tool", "content": "-"}]
         text = self._seam.between(SHOWN)
         for messages, tools in ((turns, ()), ([{"role": "system", "content": "-"}, *turns], [TOOL])):
@@ -357,11 +363,12 @@ def load_chat(
     rewritten: Rewritten = "refuse",
     media: MediaFolder | None = None,
 ) -> ChatFormat:
-    """Returns the chat format of a model folder or id, with `template` instead of the model's template. Imports transformers.
+    """Returns the chat format for a model folder or id. `template` replaces the model's template; None keeps it. Imports transformers.
 
-    Tests tokenizer and template in a separate process first (`probe_tokenizer`). `media`: folder for the conversations' images.
+    Tests the tokenizer and the template in a separate process first (`probe_tokenizer`). `media` is the folder for the conversations'
+    images.
     """
-    load = auto_tokenizer().from_pretrained  # first, so that a missing package is reported as such
+    load = auto_tokenizer().from_pretrained  # first, so that a missing package is reported as missing
     probe_tokenizer(folder, template)
     tokenizer = load(folder, trust_remote_code=False)
     if template is not None:
@@ -377,7 +384,8 @@ def _require_exact(reason: str) -> None:
 
 
 def _control_tokens(tokenizer: Tokenizer) -> dict[str, int]:
-    """Returns the strings that are always one token, and their ids. Excludes runs of white space, which some tokenizers add for code."""
+    """Returns a mapping from each string that is always one token to its id. Excludes runs of white space, which some tokenizers add for
+    code."""
     added = {str(token): (number, bool(token.special)) for number, token in tokenizer.added_tokens_decoder.items()}
     named = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
     return {text: number for text, (number, special) in added.items() if special or not text.isspace()} | named

@@ -1,13 +1,13 @@
 """The context of an agent: its prompt, recorded turns, tool results, and a new context when the old one cannot be extended.
 
-Tool results and user messages extend a context by a delta. If the chat template rewrites the old turns instead, the trajectory ends as
-`restarted`, and a new trajectory continues, with the old one as its parent. Every sampled token stays in the trajectory where it was
-sampled, and is trained there.
+Tool results and user messages extend a context by a delta. If the chat template rewrites the old turns instead, the trajectory ends with
+the stop reason `restarted`, and the conversation continues in a new trajectory, whose parent is the old one. Every sampled token stays in
+the trajectory in which it was sampled, and is trained there.
 
 Compaction continues a nearly full context from a summary. The request for the summary follows the last tool output, so that it needs no
 message that a chat template might reject. The summary is sampled in its own trajectory, which starts with the context so far. A summary is
-rejected if it is empty, was cut off or calls a tool. The next attempt then starts from the same context. The agent continues in a new
-trajectory: its first prompt, with the summary appended to the last message.
+rejected if it is empty, was cut off or calls a tool. The next attempt then starts from the same context. After a summary, the agent
+continues in a new trajectory, which starts with the agent's first prompt and has the summary appended to the prompt's last message.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from agentrl.records.images import MARK
 RESTARTED = "restarted"
 """The stop reason of a trajectory whose conversation continues in a different trajectory."""
 SUMMARY = "summary"
-"""`Trajectory.agent` of a summary."""
+"""The value of `Trajectory.agent` for a summary."""
 HEAD = "Your summary of the work so far:"
 SUMMARY_REQUEST = (
     "This conversation is nearly full. Sum up what you know and what is left to do, without a tool call."
     " You continue from that summary alone."
 )
 MAX_SUMMARY_TOKENS = 256
-"""Maximum tokens of a summary. A summary may also take at most half of the room that is left."""
+"""Maximum tokens in a summary. A summary may also use at most half of the room that is left when compaction is due."""
 SUMMARY_ATTEMPTS = 2
-"""Maximum attempts at a summary before the agent ends with `token_limit`. There is one retry, because each attempt samples a full
-context."""
+"""Maximum attempts at a summary before the agent ends with `token_limit`. There is only one retry, because the prompt of each attempt is a
+nearly full context."""
 _WITHHELD = "error: not shown, because there is no room for it"
 
 
 def main_prompt(trajectory: LiveTrajectory, task: Task, instructions: str | None) -> tuple[Message, ...]:
-    """Returns the main agent's prompt for a task, and records it if it is not the task's own."""
+    """Returns the main agent's prompt for a task, and records it if `instructions` is set."""
     prompt = with_instructions(task.prompt, instructions)
     if instructions is not None:
         trajectory.describe("main", prompt)
@@ -52,7 +52,8 @@ def main_prompt(trajectory: LiveTrajectory, task: Task, instructions: str | None
 
 
 async def refer_prompt(chat: ChatFormat, trajectory: LiveTrajectory, prompt: tuple[Message, ...], *, trusted: bool) -> tuple[Message, ...]:
-    """Returns the prompt with its images stored, and records it if it has images. Raises `TaskError` if bytes are not an image."""
+    """Stores the images in a prompt, and returns the prompt with references to them. Records the prompt if it has images. Raises
+    `TaskError` if an image is invalid or the template rejects the prompt."""
     try:
         stored = tuple([replace(message, content=await chat.refer(message.content)) for message in prompt])
     except InvalidImage as error:
@@ -60,18 +61,18 @@ async def refer_prompt(chat: ChatFormat, trajectory: LiveTrajectory, prompt: tup
     if stored != prompt:
         trajectory.describe(trajectory.agent, stored)
         try:
-            if trusted:  # an observation in it is escaped later
+            if trusted:  # an untrusted prompt contains an observation, which is escaped later
                 chat.opening(stored, ())
-        except UserError as error:  # such as an image token of the model in the text
+        except UserError as error:  # such as one of the model's image tokens in the text
             raise TaskError(f"a prompt with images cannot be read: {error.message}", fix=error.fix) from error
     return stored
 
 
 async def refer_observation(chat: ChatFormat, episode: LiveEpisode, observation: Observation) -> Observation:
-    """Returns the observation with its images stored.
+    """Stores the images in an observation, and returns the observation with references to them.
 
-    Raises `EnvironmentFault` if bytes are not an image. If the policy has written a reference, which the environment may show, such bytes
-    stay text instead, because the policy must not be able to end its episode as a fault.
+    Raises `EnvironmentFault` if an image is invalid. If the policy has written an image reference in this episode, which the environment
+    may repeat, the observation stays unchanged instead, because the policy must not be able to end its episode with a fault.
     """
     try:
         return observation if MARK not in observation.text else replace(observation, text=await chat.refer(observation.text))
@@ -84,7 +85,7 @@ async def refer_observation(chat: ChatFormat, episode: LiveEpisode, observation:
 
 
 def with_instructions(prompt: Sequence[Message], instructions: str | None) -> tuple[Message, ...]:
-    """Returns the prompt with these instructions instead of its system messages; None changes nothing."""
+    """Returns the prompt with `instructions` in place of its system messages; None changes nothing."""
     if instructions is None:
         return tuple(prompt)
     return (Message(role="system", content=instructions), *(message for message in prompt if message.role != "system"))
@@ -92,9 +93,9 @@ def with_instructions(prompt: Sequence[Message], instructions: str | None) -> tu
 
 @contextmanager
 def reading_policy_text(what: str) -> Iterator[None]:
-    """Converts exceptions on the policy's text to `PolicyFault`; the tokens stay recorded, and the episode is scored.
+    """Converts exceptions that the policy's text causes to `PolicyFault`. The tokens stay recorded, and the episode is scored.
 
-    A template, tokenizer or parser may raise any exception on this text. Faults that already have a blame pass through.
+    A template, tokenizer or parser may raise any exception on such text. Faults that already assign the blame pass through unchanged.
 
     Args:
         what: completes the error message "the policy's text cannot be ...".
@@ -111,8 +112,8 @@ def reading_policy_text(what: str) -> Iterator[None]:
 def read_turn(
     chat: ChatFormat, trajectory: LiveTrajectory, completion: Completion, schemas: Sequence[Mapping[str, Any]] = ()
 ) -> ParsedCompletion:
-    """Parses a completion and adds it to its trajectory as a turn. If the completion is unreadable, adds the turn and raises
-    `PolicyFault`."""
+    """Parses a completion and adds it to its trajectory as a turn. If the completion is unreadable, adds a turn with an empty message and
+    raises `PolicyFault`."""
     turns = len(trajectory.turns)
     try:
         with reading_policy_text("read"):
@@ -126,7 +127,7 @@ def read_turn(
 
 
 def current_trajectory(episode: LiveEpisode) -> LiveTrajectory:
-    """Returns the trajectory in which the main agent continues. In a resumed episode no sub-agent is running."""
+    """Returns the trajectory in which the main agent continues. In a resumed episode, no sub-agent is running."""
     main = episode.trajectories[0].agent
     return next(trajectory for trajectory in reversed(episode.trajectories) if trajectory.agent == main and not trajectory.stop_reason)
 
@@ -143,7 +144,7 @@ def continue_context(
 ) -> LiveTrajectory:
     """Adds the recorded results of the last turn, or the user message after it, to the agent's context.
 
-    Returns the trajectory of its next turn.
+    Returns the trajectory in which the agent's next turn is sampled.
 
     Args:
         after: the last turn of `trajectory`.
@@ -183,7 +184,7 @@ def _since_prompt(episode: LiveEpisode, trajectory: LiveTrajectory) -> list[Mess
 
 
 def _with_user_results(messages: Sequence[Message]) -> list[Message]:
-    """Returns the messages. Results that belong to no call become user messages."""
+    """Returns the messages, with each result that belongs to no call changed to a user message."""
     calls, changed = 0, []
     for message in messages:
         is_result = message.role == "tool"
@@ -197,29 +198,30 @@ class SummaryAttempt:
     """One attempt at a summary."""
 
     trajectory: LiveTrajectory
-    summary: str | None = None  # None if it was rejected, or not sampled
+    summary: str | None = None  # None if it was rejected or not sampled
     limit: str = ""  # the limit that prevented sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compactor:
-    """The recipe's compaction for one chat format."""
+    """Compacts contexts as the recipe configures, for one chat format."""
 
     chat: ChatFormat
-    share: float  # share of the room at which a context is summarized
+    share: float  # fraction of the room at which a context is summarized
 
     def due(self, tokens: int, room: int) -> bool:
-        """Returns whether to summarize a context of `tokens` tokens that may have at most `room`."""
+        """Returns whether to summarize a context of `tokens` tokens that may grow to `room` tokens."""
         return tokens >= self.share * room
 
     def summary_tokens(self, room: int) -> int:
-        """Returns the maximum tokens of a summary of a context with this room. A summary that reaches this number is rejected."""
+        """Returns the maximum number of tokens in a summary of a context that may have `room` tokens. A summary that reaches this maximum
+        is rejected."""
         return max(1, min(MAX_SUMMARY_TOKENS, int((1 - self.share) * room / 2)))
 
     def asking(
         self, after: ParsedCompletion, results: Sequence[ToolResult], *, used: int, room: int
     ) -> tuple[tuple[ToolResult, ...], tuple[int, ...]]:
-        """Returns the results of the turn `after` with the request appended, and their tokens.
+        """Returns the results of the turn `after` with the summary request appended, and the token ids that show these results.
 
         Outputs are withheld if they would leave no room for a summary after the `used` tokens of the context.
         """
@@ -235,7 +237,7 @@ class Compactor:
         return (*results[:-1], replace(last, output=f"{last.output}\n\n{SUMMARY_REQUEST}"))
 
     async def attempt(self, episode: LiveEpisode, trajectory: LiveTrajectory, delta: Sequence[int], *, room: int) -> SummaryAttempt:
-        """Samples a summary of `trajectory` and the `delta` after its last turn, for a context with this `room`."""
+        """Samples a summary of `trajectory` and the `delta` after its last turn, for a context that may have `room` tokens."""
         parent = Parent(trajectory=trajectory.index, turn=len(trajectory.turns) - 1)
         summary = episode.open(SUMMARY, parent=parent, prompt=(Message(role="user", content=SUMMARY_REQUEST),))
         summary.add_prompt([token for turn in trajectory.turns for token in (*turn.prompt_ids, *turn.completion_ids)])

@@ -1,8 +1,8 @@
 """The tool that starts sub-agents: its schema, its limits, and its result.
 
 A sub-agent is the same policy in a separate trajectory, whose prompt contains only the sub-agent's task. The answer of the sub-agent is the
-output of the call. Files of a sub-agent with a separate sandbox may be copied to its caller, within the limits on a task's outputs
-(`agentrl.task.outputs`). Rejected files are listed for the caller and recorded as the policy's failure.
+output of the call. The files of a sub-agent that has a separate sandbox may be copied to its caller, within the limits on a task's outputs
+(`agentrl.task.outputs`). Rejected files are listed for the caller and recorded as a failure of the policy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from agentrl.task.outputs import collect_outputs
 
 NAME = "delegate"
 WORKER = "worker"
-"""`Trajectory.agent` of every sub-agent."""
+"""The value of `Trajectory.agent` for every sub-agent."""
 
 MAX_TASK_CHARS = 20_000
 FOLDER = "helper-{number}"
@@ -44,17 +44,17 @@ def delegate_schema(config: DelegationConfig) -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
-    """A sub-agent with a trajectory, which has not run yet."""
+    """A sub-agent that has a trajectory but has not run yet."""
 
     trajectory: LiveTrajectory
     prompt: Sequence[Message]
 
 
 class SubAgents:
-    """Opens the sub-agents of one turn, within the limits of `DelegationConfig` for the episode.
+    """Opens the sub-agents of one turn, within the limits that `DelegationConfig` sets for the episode.
 
     Args:
-        escape_text: escapes control tokens in text of one agent that becomes the prompt of another agent (`ChatFormat.escape_text`).
+        escape_text: escapes control tokens in text from one agent that becomes part of another agent's prompt (`ChatFormat.escape_text`).
     """
 
     def __init__(self, episode: LiveEpisode, config: DelegationConfig, *, escape_text: Callable[[str], str]) -> None:
@@ -78,7 +78,7 @@ class SubAgents:
         return Opened(trajectory=self._episode.open(WORKER, parent=parent, prompt=(*rules, task)), prompt=(*rules, task))
 
     def refused(self, call: ToolCall) -> str:
-        """Returns the error of a call that may not start a sub-agent; empty if it may."""
+        """Returns the error for a call that may not start a sub-agent; empty if it may."""
         task = call.arguments.get("task")
         if not isinstance(task, str) or not task.strip():
             return f'error: {NAME} needs {{"task": "..."}}'
@@ -104,11 +104,12 @@ def check_name(task: Task, tools: Mapping[str, object]) -> None:
 
 
 async def hand_back(patterns: Sequence[str], *, number: int, worker: LiveEpisode, caller: LiveEpisode) -> str:
-    """Copies the files that match `patterns`. Returns the list for the caller; empty if there are none. Raises `SandboxError`.
+    """Copies the files that match `patterns` from a sub-agent to its caller. Returns a list of the files as text for the caller; empty if
+    there are none. Raises `SandboxError`.
 
     Args:
         number: the index of the sub-agent's trajectory.
-        worker: the sub-agent's view of the episode, with its own sandbox.
+        worker: the sub-agent's view of the episode, which has a separate sandbox.
         caller: the calling agent's view of the episode.
     """
     if not patterns or not worker.sandbox_opened or worker.sandbox_lost:

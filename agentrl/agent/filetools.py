@@ -1,4 +1,4 @@
-"""Tools for the files of a sandbox: view, create, replace, insert, search.
+"""Tools for the files in a sandbox: view, create, replace, insert, search.
 
 Each call runs one program in the episode's sandbox (`agentrl.agent.inside.files`) as the agent. No part of the program runs on the host,
 and its output is as untrusted as the agent's.
@@ -22,7 +22,7 @@ Content = Annotated[str, Field(max_length=MAX_TEXT)]
 FilePath = Annotated[str, Field(min_length=1, max_length=4096)]
 NamePattern = Annotated[str, Field(max_length=255)]
 LineNumber = Annotated[int, Field(ge=1)]
-_TIME_SHARE = 0.8  # share of a call's time after which the program stops itself, because killing it would end every program of the sandbox
+_TIME_SHARE = 0.8  # fraction of a call's time limit after which the program stops itself, because a kill stops all programs in the sandbox
 
 
 @tool

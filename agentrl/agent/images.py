@@ -1,4 +1,5 @@
-"""Images for a vision-language model: references in text become the exact token ids that the model's processor gives them."""
+"""Images for a vision-language model: converts references in text to the exact token ids that the model's processor assigns to the
+images."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ class ImageTokens:
     Args:
         processor: the model's processor from transformers.
         token: the token id that stands for a part of an image.
-        render: renders one user message that has this content, using the model's chat template.
-        media: where images are stored; None stores none, for checks before a run has a folder.
+        render: renders one user message with the given content, using the model's chat template.
+        media: where images are stored; None stores no images, for checks before a run has a folder.
     """
 
     def __init__(self, processor: Any, token: int, render: Callable[[Any], str], *, media: MediaFolder | None = None) -> None:
@@ -46,7 +47,8 @@ class ImageTokens:
 
     @classmethod
     def load(cls, folder: str, render: Callable[[Any], str], media: MediaFolder | None = None) -> ImageTokens | None:
-        """Loads the processor of a model folder; None if the model reads only text. Raises `UserError`."""
+        """Loads the processor from a model folder; returns None if the model reads only text. Raises `UserError` if the processor is
+        unusable."""
         token = image_token(Path(folder))
         if token is None:
             return None
@@ -93,7 +95,7 @@ class ImageTokens:
             png = normalized_image(base64.b64decode(data, validate=True))
         except ValueError as error:
             raise InvalidImage(f"not an image: {error}") from error
-        self._tokens(sha256 := hashlib.sha256(png).hexdigest(), png)  # the processor must accept it, or its source is at fault
+        self._tokens(sha256 := hashlib.sha256(png).hexdigest(), png)  # raises if the processor rejects the image: its source is at fault
         return (sha256 if self._media is None else self._media.put(png)), png
 
     def _read(self, sha256: str) -> bytes:

@@ -1,12 +1,15 @@
-"""Runs one tool call. The agent gets an answer in time and the episode is scored, or the attempt ends with an infrastructure fault.
+"""Runs one tool call. Either the agent receives a result in time and the episode is scored, or the attempt ends with an infrastructure
+fault.
 
-If a tool raises on its arguments or returns no valid outcome, the agent gets an error. If something that the tool depends on has an outage
-(`agentrl.base.outages`), or a tool without a sandbox does not answer in time, this is an infrastructure fault: the attempt ends and is
-retried. The exception is an outage that the arguments provoked (`agentrl.agent.outage_blame`); otherwise an agent could end its attempts
-that way and choose which of them count. To decide this, the call is repeated for `PATIENCE_S` if the tool has answered other calls. An
-outage that ends within this time has no effect. Sandbox faults are infrastructure faults, even if a tool hides them.
+If a tool raises an exception because of its arguments or returns no valid outcome, the agent receives an error. If something that the tool
+depends on has an outage (`agentrl.base.outages`), or a tool that does not use the sandbox does not return in time, this is an
+infrastructure fault: the attempt ends and is retried. The exception is an outage that the arguments provoked
+(`agentrl.agent.outage_blame`), because otherwise an agent could end attempts on purpose and so choose which of them count. To decide
+whether the arguments provoked the outage, the call is repeated for `PATIENCE_S` if other calls can change the decision. An outage that ends
+within this time has no effect. Sandbox faults are infrastructure faults, even if a tool hides them.
 
-Runs the calls of one turn: decides which run concurrently, enforces the tools' budgets, and returns results in the order of the calls.
+This module also runs the calls of one turn: it decides which run concurrently, enforces the tools' budgets, and returns the results in the
+order of the calls.
 """
 
 from __future__ import annotations
@@ -39,13 +42,13 @@ Refer = Callable[[str], Awaitable[str]]
 SANDBOX_MARGIN_S = 60.0
 """Additional seconds for a call that uses the sandbox, so that the sandbox's own limits are reached first."""
 PATIENCE_S = 7.5
-"""Seconds for which a call that reports an outage is repeated, at most `Limits.tool_timeout_s`. Meanwhile, other episodes' calls show
+"""Seconds for which a call that reports an outage is repeated, limited to `Limits.tool_timeout_s`. Meanwhile, other episodes' calls show
 whether the tool is up. A call that uses the sandbox or an object of the episode is not repeated; only the decision is delayed."""
-_PAUSES = (1 / 15, 4 / 15, 10 / 15)  # before each repetition, as fractions of this time
+_PAUSES = (1 / 15, 4 / 15, 10 / 15)  # pauses before each repetition, as fractions of this time
 MAX_ANSWER = MAX_TEXT
-"""Characters of an answer that a tool may submit."""
+"""Maximum characters in an answer that a tool submits."""
 ARGUMENT_FAULTS = (ValueError, TypeError, AttributeError, ArithmeticError, RecursionError, FileNotFoundError)
-"""Exceptions of a sandbox for invalid arguments, which a tool may have from the agent. Any other exception is a fault of the sandbox."""
+"""Exceptions that a sandbox raises for invalid arguments, which may come from the agent. Any other exception is a sandbox fault."""
 _CUT_MARK = 64  # maximum characters that `clip` adds
 
 
@@ -71,20 +74,20 @@ async def call_tool(
     refer: Refer | None = None,
 ) -> CallResult:
     """Calls a tool with a deadline: `limits.tool_timeout_s`, plus `SANDBOX_MARGIN_S` if it uses the sandbox, plus the time to start a
-    server (`opening_s`). The tool's bounds replace these limits.
+    server (`opening_s`). The tool's bounds take precedence over `limits`.
 
     Args:
-        caller: the caller, for `record`.
-        record: how the run's tools have answered. If None, every outage is an infrastructure fault, and a late answer is the policy's
+        caller: the attempt that makes the call, as stored in `record`.
+        record: the recent calls of the run's tools. If None, every outage is an infrastructure fault, and a late result is the policy's
             fault.
         on_lost: called as soon as the call makes the sandbox unusable, before other calls that wait for the sandbox fail.
         refer: stores the images in an output (`ChatFormat.refer`).
 
     Raises:
         InfrastructureError: the sandbox failed, or the tool raised it.
-        ToolUnavailable: an outage that the arguments did not provoke.
+        ToolUnavailable: there is an outage that the arguments did not provoke.
         TaskError, PluginError: the tool raised it.
-        BaseException: a bug in the sandbox layer.
+        BaseException: there is a bug in the sandbox layer.
     """
     watched = None if sandbox is None else _WatchedSandbox(sandbox, on_lost)
     call = _Call(tool, watched, bounds_of(tool).apply_to(limits), turn, caller or Caller(attempt="", task=""), record, refer)
@@ -100,7 +103,7 @@ async def call_tool(
 
 @dataclass(frozen=True, slots=True)
 class _Down:
-    """An attempt that ended with an outage."""
+    """One execution of a call that ended with an outage."""
 
     outage: Outage
     error: BaseException
@@ -117,7 +120,7 @@ class _Call:
     caller: Caller
     record: CallRecord | None
     refer: Refer | None
-    case: OutageCase | None = None  # the first outage; later outages of the call belong to it
+    case: OutageCase | None = None  # opened by the first outage; later outages of the call belong to the same case
 
     @property
     def what(self) -> str:
@@ -217,7 +220,8 @@ def checked_outcome(outcome: object, limits: Limits) -> ToolOutcome:
 
 
 def _outage(error: BaseException, arguments: Mapping[str, Any], *, alone: bool) -> Outage | None:
-    """Returns the outage that ended a call. `alone`: no sandbox is involved, so a late answer is an outage too."""
+    """Returns the outage that ended a call; None if no outage did. `alone`: whether no sandbox is involved, so that a late result is an
+    outage too."""
     if isinstance(error, ToolFault):
         return error.outage
     if isinstance(error, user_code.CallTimeout):
@@ -227,7 +231,7 @@ def _outage(error: BaseException, arguments: Mapping[str, Any], *, alone: bool) 
 
 class _WatchedSandbox(ForwardingSandbox):
     """The episode's sandbox as a tool sees it. It records what a tool may hide: a fault of the sandbox, and a call that was cut short by a
-    deadline, after which the sandbox does not answer."""
+    deadline, after which the sandbox does not respond."""
 
     def __init__(self, sandbox: Sandbox, on_lost: Callable[[], None]) -> None:
         super().__init__(sandbox)
@@ -236,7 +240,7 @@ class _WatchedSandbox(ForwardingSandbox):
         self.lost = False
 
     async def close(self) -> None:
-        """Ends the episode's sandbox, and with it the episode."""
+        """Closes the episode's sandbox, which also ends the episode."""
         self.lost = True
         self._on_lost()
         await self._sandbox.close()
@@ -264,13 +268,14 @@ SUBMIT = "submit"
 async def run_calls(
     episode: LiveEpisode, tools: Toolbox, calls: Sequence[ToolCall], *, spent: Counter[str], also: Sequence[str] = ()
 ) -> tuple[tuple[ToolResult, ...], str | None]:
-    """Runs calls of one turn, up to a submitted answer or a lost sandbox. Returns the results and the answer.
+    """Runs the calls of one turn, up to a submitted answer or a lost sandbox. Returns the results and the answer, which is None if none was
+    submitted.
 
     Consecutive calls run concurrently if their tools allow this. Every other call runs alone, in order. Raises the errors of `call_tool`.
     If several concurrent calls fail, the error of the first one is raised.
 
     Args:
-        spent: the episode's calls so far (`count_calls`). The calls are added to it before any of them runs.
+        spent: the episode's calls so far (`count_calls`). Each call is added before it runs.
         also: names of tools outside the toolbox, for the error about an unknown tool.
     """
     results: list[ToolResult] = []
@@ -301,7 +306,8 @@ def _batches(tools: Toolbox, calls: Sequence[ToolCall]) -> Iterator[list[ToolCal
 async def _run(
     episode: LiveEpisode, tools: Toolbox, calls: Sequence[ToolCall], refused: Sequence[ToolOutcome | None]
 ) -> list[tuple[ToolOutcome, float]]:
-    """Runs the calls that are not rejected. The calls run concurrently. Returns the outcome and the seconds of each call."""
+    """Runs the calls that are not rejected, concurrently. Returns the outcome and the duration in seconds of each call, including the
+    rejected ones."""
     allowed = [call for call, refusal in zip(calls, refused, strict=True) if refusal is None]
     sandbox = await episode.sandbox() if any(tools[call.name].needs_sandbox for call in allowed) else None
     results: Iterator[tuple[CallResult, float]] = iter(())
@@ -323,7 +329,7 @@ async def _run(
 
 
 async def _call(episode: LiveEpisode, tools: Toolbox, call: ToolCall, sandbox: Sandbox | None) -> tuple[CallResult, float]:
-    """Runs one call. Returns its result and its seconds."""
+    """Runs one call. Returns its result and its duration in seconds."""
     tool, started = tools[call.name], time.monotonic()
 
     def lose() -> None:
@@ -345,12 +351,12 @@ async def _call(episode: LiveEpisode, tools: Toolbox, call: ToolCall, sandbox: S
         if not tool.needs_sandbox or not episode.sandbox_lost:
             raise
         outcome = ToolOutcome(output="error: the sandbox is gone: another agent's call to it was cut short", ok=False)
-        called = CallResult(outcome=outcome, sandbox_lost=True)  # that call is recorded as the policy's fault
+        called = CallResult(outcome=outcome, sandbox_lost=True)  # the other agent's call is recorded as the policy's fault
     return called, time.monotonic() - started
 
 
 async def _together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Returns the results in the order of the calls, once all calls have ended. Raises the error of the first call that failed."""
+    """Returns the results in the order of the calls, once all calls have finished. Raises the error of the first call that failed."""
     running = [asyncio.create_task(call) for call in calls]
     try:
         await asyncio.wait(running)
@@ -364,7 +370,7 @@ async def _together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def count_calls(episode: LiveEpisode) -> Counter[str]:
-    """Returns the number of calls so far by the tool's name, including rejected calls. A user message is not a call."""
+    """Returns the number of calls so far per tool name, including rejected calls. A user message is not a call."""
     turns = [turn for trajectory in episode.trajectories for turn in trajectory.turns]
     calls = (turn.tool_results for turn in turns if user_message(turn.message, turn.tool_results) is None)
     return Counter(result.name for results in calls for result in results)
@@ -373,7 +379,7 @@ def count_calls(episode: LiveEpisode) -> Counter[str]:
 def budget_error(episode: LiveEpisode, spent: Counter[str], name: str) -> ToolOutcome | None:
     """Returns the error for a call beyond `Limits.tool_calls`, and records the policy's failure; None if the call is within the limit.
 
-    `spent` already includes the call. Calls of all tools count, except the submission of an answer.
+    `spent` already includes the call. Calls to all tools count, except submissions of an answer.
     """
     most = episode.task.limits.tool_calls
     if most is None or name == SUBMIT or spent.total() - spent[SUBMIT] <= most:

@@ -1,4 +1,4 @@
-"""The tools of a run's memory: `note` and `recall`. They use the episode's memory on the host (`agentrl.protocols.EpisodeMemory`)."""
+"""The tools for a run's memory: `note` and `recall`. They use the episode's memory on the host (`agentrl.protocols.EpisodeMemory`)."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class Notebook:
 
 _METHODS = tuple(typed_tool(method, method=True) for method in (Notebook.note, Notebook.recall))
 SCHEMAS: tuple[Mapping[str, Any], ...] = tuple(method.schema for method in _METHODS)
-"""The schemas of the tools, which an agent has in addition to the tools of its task."""
+"""The schemas of the memory tools, which an agent has in addition to its task's tools."""
 
 
 def memory_tools(memory: EpisodeMemory) -> tuple[Tool, ...]:
-    """Returns the tools of an episode that has a memory."""
+    """Returns the memory tools of one episode."""
     notebook = Notebook(memory)
 
     async def owner() -> Notebook:

@@ -1,17 +1,19 @@
-"""Decides whether the call of one episode provoked a tool's outage, based on how the tool answered other calls.
+"""Decides whether a call in one episode provoked a tool's outage, based on how the tool answered other calls.
 
 An outage ends the attempt, which is retried in a fresh sandbox and excluded if the outage persists. An agent that can cause outages with
-its arguments could therefore choose which of its episodes count. So evidence of an outage comes from calls of other episodes. "Later calls"
-are those that ended after the call had failed (for a late call: after it started; for a retried episode: after its first outage). The
-first rule that applies decides:
+its arguments could therefore choose which of its episodes count. So evidence of a real outage comes from calls in other episodes. "Later
+calls" are those that finished after the call failed (for a call that timed out: after it started; for a retried episode: after the
+episode's first outage). The first rule that applies decides:
 
-1. In later calls, the tool has failed at least `FEW` other episodes, and has answered less than the share `UP` of all others: it is down.
-2. The tool has never answered an attempt at this task, and has failed another attempt at it: it is down for this task.
-3. The tool has answered some later calls, and an attempt at this task, and the outage is confirmed: the same call failed repeatedly or got
-   no answer in time (`sure`), or an earlier attempt of the episode had an outage too. The call provoked it.
-4. The tool has never answered another episode, or it has answered no later call and failed the last `FEW` episodes: it is down.
-5. Only this call shows the outage. Real outages of this kind are rare, so one in `ONE_IN` episodes may have such an outage. Otherwise, the
-   call provoked it.
+1. In later calls, the tool has failed in at least `FEW` other episodes, and has answered less than the share `UP` of all other episodes: it
+   is down.
+2. The tool has never answered a call in an attempt at this task, and has failed in another attempt at this task: it is down for this task.
+3. The tool has answered some later calls and a call in an attempt at this task, and the outage is confirmed: the same call failed
+   repeatedly or timed out (`sure`), or an earlier attempt of the episode had an outage too. The call provoked the outage.
+4. The tool has never answered a call in another episode, or it has answered no later call and has failed in the last `FEW` episodes: it is
+   down.
+5. Otherwise, only this call shows the outage. Real outages of this kind are rare, so the infrastructure is blamed in about one of `ONE_IN`
+   episodes. In all others, the call provoked the outage.
 
 Servers are not pinged: a server that answers a ping can still have lost its database.
 """
@@ -28,33 +30,34 @@ MAX_EPISODES = 4096
 """Maximum number of recent episodes whose first outage is recorded."""
 MAX_TOOLS = 1024
 UP = 0.25
-"""Share of other episodes that a tool must have answered to count as up. Otherwise it is down, regardless of the cause, and the run
-pauses."""
+"""Minimum share of other episodes in which a tool must have answered to count as up. Below this share, the tool is down, regardless of the
+cause, and the run pauses."""
 FEW = 2
-"""Minimum number of failed episodes that count as evidence. Another agent may have provoked a single failure."""
+"""Minimum number of episodes with a failure that count as evidence. A single failure may have been provoked by another agent."""
 SEEN_DOWN = 4
-"""A tool that has failed this many other episodes and answered none is down, without any more waiting."""
+"""A tool that has failed in this many other episodes and has answered no call is down, without further waiting."""
 ONE_IN = 32
-"""One in this many episodes that a tool answers may have an outage that no other call shows. The first such episode always may."""
+"""For every group of this many episodes that a tool has answered, one more episode may have an outage that no other call shows. The first
+such episode is always allowed."""
 _ATTEMPT = re.compile(r"-a\d+$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """The attempt that makes a call. The ids of the attempts of one episode differ only in their suffix, `-a0`, `-a1`."""
+    """The attempt that makes a call. The ids of an episode's attempts differ only in their suffix, such as `-a0` or `-a1`."""
 
     attempt: str
     task: str
 
     @property
     def episode(self) -> str:
-        """The episode's id, without the number of the attempt."""
+        """The episode's id, without the attempt's suffix."""
         return _ATTEMPT.sub("", self.attempt)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Call:
-    number: int  # in the order in which calls ended
+    number: int  # in the order in which calls finished
     episode: str
     task: str
     ok: bool
@@ -62,20 +65,20 @@ class _Call:
 
 
 class CallRecord:
-    """The newest calls of a run's tools, by the name of the tool. Use a record from one event loop only."""
+    """The most recent calls of a run's tools, by tool name. Use a record from one event loop only."""
 
     def __init__(self) -> None:
         self.ended = 0
-        """The number of calls that have ended so far."""
+        """The number of calls that have finished so far."""
         self._calls: OrderedDict[str, deque[_Call]] = OrderedDict()
-        self._first: OrderedDict[tuple[str, str], tuple[int, str]] = OrderedDict()  # tool, episode -> number, attempt of its first outage
+        self._first: OrderedDict[tuple[str, str], tuple[int, str]] = OrderedDict()  # (tool, episode) -> (number, attempt) of first outage
 
     def answered(self, tool: str, caller: Caller) -> None:
         """Records a successful call."""
         self._add(tool, caller, ok=True)
 
     def failed(self, tool: str, caller: Caller, *, since: int | None = None) -> OutageCase:
-        """Records an outage and returns its case. `since`: for a late call, the value of `ended` when the call started."""
+        """Records an outage and returns its case. `since`: for a call that timed out, the value of `ended` when the call started."""
         call, key = self._add(tool, caller, ok=False), (tool, caller.episode)
         first, attempt = self._first.setdefault(key, (call.number, caller.attempt))
         while len(self._first) > MAX_EPISODES:
@@ -99,11 +102,11 @@ class OutageCase:
     def __init__(self, calls: deque[_Call], call: _Call, *, since: int, again: bool) -> None:
         self._calls, self._call, self._since, self._again = calls, call, since, again
         self.note = ""
-        """Text that the outage's message should append; set by `provoked`."""
+        """Text to append to the outage's message; set by `provoked`."""
 
     @property
     def contested(self) -> bool:
-        """Whether other calls can change the decision: the tool has answered a call, or has failed only a few other episodes so far."""
+        """Whether other calls can change the decision: the tool has answered a call, or has failed in only a few other episodes so far."""
         return any(call.ok for call in self._calls) or len({call.episode for call in self._others()}) < SEEN_DOWN
 
     def withdraw(self) -> None:
@@ -112,12 +115,12 @@ class OutageCase:
             self._calls.remove(self._call)
 
     def provoked(self, *, sure: bool) -> bool:
-        """Whether the call provoked the outage. `sure`: whether the same call has failed repeatedly, or got no answer in time."""
+        """Whether the call provoked the outage. `sure`: whether the same call has failed repeatedly or timed out."""
         task, others = self._call.task, self._others()
         later = [call for call in self._calls if call.number > self._since and (call.ok or call.episode != self._call.episode)]
         seen = {call.episode: call.ok for call in later}  # the newest call of each episode
         up = sum(seen.values())
-        if len(seen) >= FEW and up < UP * len(seen):  # so at least FEW have failed
+        if len(seen) >= FEW and up < UP * len(seen):  # so at least FEW of them have failed
             return False
         answers_here = any(call.ok and call.task == task for call in self._calls)
         answers_others = any(call.ok for call in others)
@@ -141,7 +144,7 @@ class OutageCase:
         return True
 
     def _failed_since(self) -> int:
-        """Returns the number of other episodes that the tool has failed since it answered one."""
+        """Returns the number of other episodes in which the tool has failed since it last answered one of them."""
         failed = set[str]()
         for call in reversed(self._others()):
             if call.ok:

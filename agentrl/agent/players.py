@@ -1,8 +1,9 @@
 """Several agents in one environment. Each role is played by the policy in training, a past version of the policy, a function or an
 endpoint.
 
-Each role has a trajectory with its name. The turns of a role that the trained policy does not play have a message and no tokens, so they
-are not trained and have no staleness. The reward of a role since its last action is recorded with the observation that follows that action.
+Each role has a trajectory named after it. If the trained policy does not play a role, the role's turns have a message but no tokens, so
+they are not trained and have no staleness. The rewards that a role receives after an action are recorded with the observation that follows
+the action.
 """
 
 from __future__ import annotations
@@ -31,16 +32,17 @@ from agentrl.records.sampling import Sampling
 
 CURRENT, LEAGUE = "current", "league"
 FUNCTION_S = 120.0
-"""Maximum seconds for one move of a function."""
+"""Maximum seconds for one move by a function."""
 OPPONENT_S = 120.0
-"""Maximum seconds for one move of a past version."""
+"""Maximum seconds for one move by a past version."""
 
 PlayerFunction = Callable[[str, Sequence[str], Sequence[str]], Any]
-"""Gets its role, the observations so far and the allowed actions (empty: any text). Returns its action, or an awaitable of it."""
+"""Receives its role, the observations so far and the allowed actions (empty if any text is allowed). Returns its action, or an awaitable
+that returns it."""
 
 
 class Player(Protocol):
-    """Plays one role of one episode. `trajectory` contains its last turn."""
+    """Plays one role in one episode. `trajectory` is the trajectory with the role's last turn."""
 
     trajectory: LiveTrajectory
 
@@ -56,9 +58,9 @@ class Players:
     Args:
         players: role -> `current` (the policy in training, the default), `league` (a past version of it), or the plug-in reference of a
             `PlayerFunction`.
-        opponent: the player of all roles but one in a `share` of the tasks: `league` or a plug-in reference. The role of the trained policy
-            is drawn at random. None means that the trained policy plays all roles that `players` does not assign.
-        share: share of the tasks with an opponent; the same for all attempts at a task.
+        opponent: `league` or a plug-in reference. In a `share` of the tasks, it plays all roles that `players` does not assign, except one,
+            which is drawn at random for the trained policy. None means that the trained policy plays all of these roles.
+        share: fraction of the tasks that have an opponent. Either all attempts at a task have an opponent, or none do.
         sampling: distribution from which past versions sample.
 
     Raises:
@@ -118,7 +120,7 @@ class Players:
         return ended
 
     async def _untrained(self, task: Task, roles: Sequence[str], stack: AsyncExitStack) -> dict[str, Opponent | str]:
-        """Returns role -> its player, for the roles that the trained policy does not play."""
+        """Returns a mapping role -> player for the roles that the trained policy does not play."""
         if unknown := sorted(set(self.players) - set(roles)):
             raise PluginError(f"rollout.agent.options.players: the environment has no role {unknown[0]!r}", fix=f"use {', '.join(roles)}")
         chosen = {role: name for role, name in self.players.items() if name != CURRENT}
@@ -153,12 +155,13 @@ class Match:
 
     @property
     def version(self) -> int:
-        """The newest version of the trained policy that sampled in this game; -1 if it made no move."""
+        """The newest version of the trained policy that sampled in this game; -1 if the trained policy made no move."""
         spans = [s.version for t in self._episode.trajectories for turn in t.turns for s in turn.versions]
         return max(spans, default=-1)
 
     def gains(self) -> list[tuple[Opponent, float]]:
-        """Returns the mean reward of the policy's roles minus the mean reward of each past version."""
+        """Returns a pair (past version, gain) for each role that a past version plays. The gain is the mean reward of the policy's roles
+        minus the reward of that role."""
         own = [total for role, total in self._totals.items() if role not in self._untrained]
         mean = sum(own) / len(own)
         return [(player, mean - self._totals[role]) for role, player in self._untrained.items() if not isinstance(player, str)]
@@ -206,7 +209,7 @@ class Match:
             )
 
     async def _move(self, role: str, observation: Observation) -> str:
-        """Returns the action of a role. Raises `NoMove` if the role has no action."""
+        """Returns the action of a role. Raises `NoMove` if the role makes no allowed move."""
         if role not in self._players:
             self._players[role] = self._player(role)
         actions = observation.actions or tuple(str(action) for action in self._environment.actions or ())
@@ -250,7 +253,7 @@ class Match:
         trajectory.add_results([replace(known[0], output=known[0].output or text, reward=total)], wall_s=wall_s)
 
     def _forfeit(self, stuck: Mapping[str, NoMove]) -> str:
-        """Ends the game for roles without a legal move: each of them receives `forfeit`, and the other roles share the opposite of the
+        """Ends the game for roles without a legal move: each such role receives the reward `forfeit`, and the other roles share the negated
         sum."""
         others, forfeit = [role for role in self._environment.roles if role not in stuck], self._environment.forfeit
         self._reward({role: forfeit for role in stuck} | {role: -forfeit * len(stuck) / len(others) for role in others})
@@ -276,7 +279,7 @@ NO_TOKENS = Completion(token_ids=(), logprobs=(), versions=(), finish_reason="st
 
 
 class FunctionPlayer(UntrainedPlayer):
-    """A user-supplied function. If the function fails, this is a fault of the environment, never a score."""
+    """A player whose moves come from a user-supplied function. A failure of the function is an environment fault and is never scored."""
 
     def __init__(self, episode: LiveEpisode, role: str, function: PlayerFunction, trajectory: LiveTrajectory) -> None:
         super().__init__(trajectory)

@@ -1,4 +1,4 @@
-"""Roles that the policy in training plays, each in a separate context: the roles of games, and the user of a conversation."""
+"""Roles that the policy in training plays, each in a separate context: the roles in a game, and the user in a conversation."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from agentrl.records import CUT, Message, Observation, ToolResult, Turn
 from agentrl.records.chat import USER as USER_RESULT
 
 UNTRAINED = "policy (not trained)"
-"""`Trajectory.policy` of a user that the policy plays without training."""
+"""The value of `Trajectory.policy` for a user that the policy plays without being trained on it."""
 Prompt = Callable[[str], tuple[Message, ...]]
-"""Returns the first messages of a role's context, from its first observation."""
+"""A function that returns the first messages of a role's context, given the role's first observation."""
 
 
 class NoMove(Exception):
@@ -69,7 +69,7 @@ class TrainedPlayer:
 class PolicyUser:
     """An `agentrl.environment.dialogue.User`: the policy plays the user, in trajectories of the agent `user`.
 
-    `limit` is the limit of the task that ended the user's part, if any.
+    `limit` is the task limit that stopped the user, if any.
     """
 
     def __init__(self, chat: ChatFormat, episode: LiveEpisode, *, trained: bool) -> None:
@@ -78,8 +78,8 @@ class PolicyUser:
         self._player: TrainedPlayer | None = None
 
     async def __call__(self, brief: str, dialogue: Said) -> str:
-        """Returns the user's next message: the recorded message, if a resumed episode repeats its actions. If the policy writes no
-        readable, complete message, the user leaves."""
+        """Returns the user's next message, which is the recorded message while a resumed episode repeats its actions. If the policy writes
+        no readable, complete message, the user leaves the conversation."""
         turns = self._turns()
         number = sum(speaker == AGENT for speaker, _ in dialogue) - 1
         if number < len(turns):
@@ -100,7 +100,7 @@ class PolicyUser:
         return [turn for trajectory in self._episode.trajectories if trajectory.agent == USER for turn in trajectory.turns]
 
     def _open(self, brief: str, dialogue: Said) -> TrainedPlayer:
-        """Returns the player of a new or resumed conversation. `dialogue` starts with the opening and a message of the agent."""
+        """Returns the player of a new or resumed conversation. `dialogue` starts with the opening and a message from the agent."""
         own = [trajectory for trajectory in self._episode.trajectories if trajectory.agent == USER]
         trajectory = own[-1] if own else self._episode.open(USER, policy=self._policy)
         player = TrainedPlayer(self._chat, self._episode, trajectory, lambda text: user_prompt(self._chat, brief, dialogue[0][1], text))
@@ -110,6 +110,6 @@ class PolicyUser:
 
 
 def user_prompt(chat: ChatFormat, brief: str, opening: str, text: str) -> tuple[Message, ...]:
-    """Returns the first messages of a user: its brief, its opening and a message of the agent."""
+    """Returns the first messages of a user: its brief, its opening and a message from the agent."""
     messages = user_messages(brief, ((USER, opening), (AGENT, text)))
     return tuple(Message(role=role, content=chat.escape_text(content)) for role, content in messages)

@@ -18,13 +18,13 @@ from agentrl.errors import UserError
 from agentrl.records import Message
 
 THINK = ("<think>", "</think>")
-"""Marks of the reasoning in the content of a message, regardless of the marks that the model writes."""
+"""Marks around the reasoning in a message's content, regardless of the marks that the model writes."""
 
 RENDER_S = 10.0
-"""CPU seconds to render one conversation."""
+"""Maximum CPU seconds to render one conversation."""
 
 NO_ID = "0" * 9
-"""Id of a call without an id; 9 letters or digits, as Mistral's template requires."""
+"""Placeholder id for a call that has none: nine letters or digits, as Mistral's template requires."""
 
 OTHER = f"set policy.chat_template ({', '.join(SHIPPED_TEMPLATES)}, or a file)"
 """The fix for an unusable template."""
@@ -47,7 +47,7 @@ class Tokenizer(Protocol):
     added_tokens_decoder: dict[int, Any]
 
     def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
-        """Renders messages in the form of chat completions."""
+        """Renders messages in the chat-completions format."""
 
     def encode(self, text: str, **kwargs: Any) -> list[int]:
         """Returns the token ids of a string."""
@@ -57,14 +57,14 @@ class Tokenizer(Protocol):
 
 
 class _TooLong(Exception):
-    """A rendering exceeded its CPU time: a template may behave differently on messages that its test did not include."""
+    """A rendering exceeded its CPU time. A template may be slower on messages that its test did not include."""
 
 
 class Renderer:
     """A tokenizer's chat template, and the form of messages that it accepts.
 
-    `arguments_as_text` is set if the template accepts the arguments of a call only as JSON text. `results_as_user` is set if it has no tool
-    messages, so that tool results are in a user turn.
+    `arguments_as_text` is set if the template accepts the arguments of a call only as JSON text. `results_as_user` is set if the template
+    does not show tool messages, so that tool results must be in a user turn.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -119,7 +119,8 @@ class Renderer:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """Converts messages to the form of chat completions. Calls get ids, and tool results get the ids of the calls before them."""
+        """Converts messages to the chat-completions format. Calls receive ids, and tool results receive the ids of the calls before
+        them."""
         chats: list[dict[str, Any]] = []
         results: list[dict[str, Any]] = []
         count = 0
@@ -158,7 +159,8 @@ class Renderer:
         return {"id": number, "type": "function", "function": {"name": name, "arguments": rendered}}
 
     def _thought(self, content: str) -> dict[str, Any]:
-        """Returns the reasoning and the rest as separate keys, for a template that has a key for the reasoning."""
+        """Returns the reasoning and the rest of the content under separate keys if the template has a key for the reasoning; otherwise no
+        keys."""
         match = _THOUGHT.fullmatch(content) if self.thinking_key else None
         return {} if match is None else {self.thinking_key: match[1], "content": match[2]}
 
@@ -166,7 +168,8 @@ class Renderer:
 def encoder(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
     """Returns a function that encodes a string as token ids, without special tokens around them.
 
-    The function bypasses the wrapper of `transformers` if the ids stay the same. The wrapper takes a third of the time of encoding a turn.
+    The function bypasses the wrapper of `transformers` if this does not change the ids. The wrapper takes a third of the time to encode a
+    turn.
     """
 
     def wrapped(text: str) -> list[int]:
@@ -232,7 +235,8 @@ def _first_characters(tokens: set[str]) -> str:
 
 
 def _any_of(texts: set[str]) -> str:
-    """Returns a pattern for the shortest matching string. Common prefixes are factored out, so that many strings cost as little as one."""
+    """Returns a pattern that matches the shortest of the strings that fit. Common prefixes are factored out, so that matching many strings
+    costs as little as matching one."""
     if "" in texts:
         return ""
     branches: dict[str, set[str]] = {}
@@ -242,7 +246,7 @@ def _any_of(texts: set[str]) -> str:
 
 
 def _stem(first: str, rests: set[str]) -> str:
-    """Returns the pattern of one branch: the common prefix of its strings, then the alternatives."""
+    """Returns the pattern for one branch: the common prefix of its strings, then the alternatives."""
     stem = first
     while "" not in rests and len({rest[0] for rest in rests}) == 1:
         stem += next(iter(rests))[0]

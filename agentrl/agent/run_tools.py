@@ -1,4 +1,4 @@
-"""The tools of a recipe in a run. MCP servers are started once, and the tools that they list are pinned for the run."""
+"""The recipe's tools in a run. Each MCP server is started once, and the tools that it lists are pinned for the run."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ log = logging.getLogger(__name__)
 
 MCP_FILE = "mcp.json"
 MAX_TASKS = 32
-"""Maximum number of training tasks that are searched for a task that uses each server."""
+"""Maximum number of training tasks that are searched for tasks that use the servers."""
 _CLOSE_S = 5.0
-_MOST_REASONS = 8  # in one warning
+_MOST_REASONS = 8  # maximum reasons in one warning
 
 
 def declared_tools(mcp: Mapping[str, MCPConfig], tools: Mapping[str, ToolConfig], root: Path) -> RunTools:
@@ -58,7 +58,8 @@ def _live(name: str, config: MCPConfig) -> AnswerLiveness | None:
 
 
 def candidate_tasks(family: TaskFamily, others: Iterable[Task] = ()) -> Iterator[Task]:
-    """Yields tasks of a run from which its servers are started: the first of its family, then its gate's cases, then `others`."""
+    """Yields the tasks from which a run's servers may be started: the first training tasks, one task from each held-out split, then
+    `others`."""
     for split, most in {Split.TRAIN: MAX_TASKS, Split.HELDOUT: 1, Split.HELDOUT_REAL: 1}.items():
         size = family.size(split)
         for index in range(most if size is None else min(size, most)):
@@ -67,7 +68,7 @@ def candidate_tasks(family: TaskFamily, others: Iterable[Task] = ()) -> Iterator
 
 
 def with_sub_agent_tools(tasks: Iterable[Task], delegation: DelegationConfig | None) -> Iterator[Task]:
-    """Yields the tasks, and after the first of them a copy with the tools of its sub-agents, if these have their own."""
+    """Yields the tasks. If sub-agents have separate tools, a copy of the first task with those tools follows that task."""
     for number, task in enumerate(tasks):
         yield task
         if not number and delegation is not None and delegation.tools is not None:
@@ -85,17 +86,17 @@ async def pin_tools(
     chat: ChatFormat | None = None,
     memory: EpisodeMemory | None = None,
 ) -> RunTools:
-    """Returns the tools with the list of each server. A server is started in the sandbox of the first task that uses it, or outside a
-    sandbox.
+    """Returns the tools with each server's tool list. Each server is started as configured: in the sandbox of the first task that uses it,
+    or outside a sandbox.
 
     Args:
-        tasks: tasks of the run; read until each server is used by a task.
+        tasks: tasks of the run, of which at most `4 * MAX_TASKS` are read.
         folder: the run folder. In a resumed run, the servers must list the tools that the run started with (`save_tool_offers`).
         every: whether a server or a bound that no task uses is an error. Otherwise unused servers are excluded.
         idle_words: whether `tools` may describe tools that none of these tasks has, because other tasks of the run have them.
-        chat: the policy's chat format. It escapes control tokens in every string of a server, and excludes tools that the policy cannot
+        chat: the policy's chat format. It escapes control tokens in every string from a server, and excludes tools that the policy cannot
             call.
-        memory: the recipe's memory. `tools` applies to its tools as well.
+        memory: the recipe's memory. `tools` may also describe the memory tools.
 
     Raises `UserError` if a server does not start, its tools cannot be offered (`usable_tools`), or its tools differ from the tools at the
     run's start.
@@ -119,7 +120,8 @@ async def pin_tools(
 
 
 def _pin(server: Server, listed: list[object], before: tuple[ListedTool, ...] | None, chat: ChatFormat | None) -> Server:
-    """Returns the server with its usable tools. `before`: the usable tools at the start of a resumed run."""
+    """Returns the server with its usable tools. `before`: the usable tools when a resumed run first started; None for a server without a
+    stored list."""
     try:
         usable = before or usable_tools(listed, server.config.only)
     except InvalidMessage as error:
@@ -141,7 +143,7 @@ def _pin(server: Server, listed: list[object], before: tuple[ListedTool, ...] | 
 
 
 def _shown(usable: Sequence[ListedTool], chat: ChatFormat | None) -> tuple[tuple[ListedTool, ...], dict[str, str]]:
-    """Returns the tools as the agent sees them, and name -> reason for each tool that cannot be offered to this policy."""
+    """Returns the tools as the agent sees them, and a mapping name -> reason for the tools that cannot be offered to this policy."""
     shown_tools, reasons = [], {}
     for tool in usable:
         rewritten = tool.rewritten(str if chat is None else chat.escape_text)
@@ -162,8 +164,8 @@ def save_tool_offers(tools: RunTools, folder: Path) -> None:
 
 
 def _check_used(tools: RunTools, tasks: Sequence[Task], memory: EpisodeMemory | None, *, every: bool) -> None:
-    """Raises `UserError` if a bound or a description is for a tool that no task has; if `every` is False, only if no description is
-    used."""
+    """Raises `UserError` if a bound or a description is for a tool that no task has. If `every` is False, raises only if none of the
+    descriptions is used."""
     if not every and not tools.words:
         return
     known = {name for names in {task.tools for task in tasks} for name in load_tools(names, None, tools, memory)}
@@ -208,7 +210,7 @@ def _server(name: str) -> str:
 
 
 def _read(folder: Path | None) -> dict[str, tuple[ListedTool, ...]]:
-    """Returns the tool lists that a resumed run started with."""
+    """Returns the tool lists that a resumed run started with; empty if none are stored."""
     if folder is None or not (folder / MCP_FILE).is_file():
         return {}
     data = json.loads((folder / MCP_FILE).read_text(encoding="utf-8"))

@@ -24,20 +24,20 @@ from agentrl.errors import UserError
 SHIPPED_TEMPLATES = ("hermes", "chatml", "llama3", "mistral_v3", "mistral_v13", "deepseek_v3")
 """Names of the templates in `agentrl/agent/templates/`. None of these templates adds a system message."""
 MAX_BYTES = 1 << 18
-"""Maximum bytes of a template file: twenty times the longest template of well-known models."""
+"""Maximum bytes in a template file: twenty times the size of the longest template among well-known models."""
 MAX_RENDERED = 1 << 20
-"""Maximum characters of a rendered short conversation."""
+"""Maximum characters in the rendering of a short conversation."""
 
 _FOLDER = Path(__file__).parent / "templates"
 _ROOT = Path(__file__).resolve().parents[2]
 _CPU_S = 10
-_LOAD_S = 60  # CPU seconds to load a tokenizer: 20 times what 262,000 tokens with 514,000 merges take on a slow core
-_WALL_S = 300  # on a busy machine
+_LOAD_S = 60  # CPU seconds to load a tokenizer: 20 times what 262,000 tokens and 514,000 merges take on a slow core
+_WALL_S = 300  # enough for a busy machine
 _MEMORY_BYTES = 4 << 30
 _CHILD = "from agentrl.agent.template import _child; _child()"
 _TOO_MUCH, _GAVE_UP = 3, 4  # exit statuses
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".delta")
-_MOST_GROWTH = 64  # output characters or tokens per input character
+_MOST_GROWTH = 64  # maximum output characters or tokens per input character
 _PASSED: set[tuple[tuple[tuple[str, str], ...], str | None, float]] = set()  # (content of the folder, template, limit)
 
 TOOL: dict[str, Any] = {
@@ -48,7 +48,7 @@ TOOL: dict[str, Any] = {
         "parameters": {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]},
     },
 }
-"""A tool schema for tests of templates."""
+"""A tool schema for testing templates."""
 
 
 def read_template(name: str, root: Path) -> str:
@@ -75,9 +75,11 @@ def read_template(name: str, root: Path) -> str:
 
 
 def select_template(templates: Any) -> Any:
-    """Returns the template of a tokenizer. If there are several named templates, returns the one for tools, else the default.
+    """Returns the template of a tokenizer. If there are several named templates, returns the one for tools, or the default if none is for
+    tools.
 
-    `transformers` would choose by the tools of each rendering, but a conversation must be rendered with one template.
+    `transformers` would choose a template for each rendering, depending on whether it has tools, but all renderings of a conversation must
+    use the same template.
     """
     return templates.get("tool_use") or templates.get("default") if isinstance(templates, Mapping) else templates
 
@@ -85,20 +87,21 @@ def select_template(templates: Any) -> Any:
 def probe_template(text: str, *, cpu_s: float = _CPU_S) -> None:
     """Renders conversations of many shapes with a template in a separate process.
 
-    Raises `UserError` if the template takes more than `cpu_s` seconds of CPU time or too much memory, or writes too much. `ChatFormat`
-    reports other errors of the template later.
+    Raises `UserError` if the template takes more than `cpu_s` seconds of CPU time or too much memory, or produces too much output.
+    `ChatFormat` reports other errors of the template later.
     """
     _try(text, None, cpu_s)
 
 
 def probe_tokenizer(folder: str, text: str | None = None, *, cpu_s: float = _CPU_S) -> None:
-    """Loads the tokenizer of a model in a separate process, encodes and decodes strings, and tests its template, or `text`.
+    """Loads the tokenizer of a model in a separate process, encodes and decodes strings, and tests its template, or the template `text` if
+    it is given.
 
-    Loading has a separate bound, because a large vocabulary takes seconds. The same files are tested once per process.
+    Loading has a separate time limit, because a large vocabulary takes seconds to load. The same files are tested only once per process.
 
     Raises:
-        UserError: for the reasons of `probe_template`, or the tokenizer exceeds the bounds or crashes. Loading it later reports all other
-            errors.
+        UserError: as for `probe_template`, or the tokenizer exceeds the bounds or crashes. All other errors are reported when the tokenizer
+            is loaded later.
     """
     key = (_content(Path(folder)), text, cpu_s)
     if key not in _PASSED:
@@ -107,7 +110,7 @@ def probe_tokenizer(folder: str, text: str | None = None, *, cpu_s: float = _CPU
 
 
 def _content(folder: Path) -> tuple[tuple[str, str], ...]:
-    """Returns the names and sha256 of a model folder's files, without its weights."""
+    """Returns the name and the SHA-256 hash of each file in a model folder, except the weights."""
     files = (path for path in sorted(folder.rglob("*")) if path.suffix not in _WEIGHTS and path.is_file())
     return tuple((path.relative_to(folder).as_posix(), sha256_file(path)) for path in files)
 
@@ -126,7 +129,7 @@ def _try(text: str | None, folder: str | None, cpu_s: float) -> None:
 
 
 def _run_child(text: str | None, folder: str | None, cpu_s: float) -> tuple[int | None, str]:
-    """Runs the test process. Returns the exit status, or None if the process did not end, and the end of its error text."""
+    """Runs the test process. Returns its exit status (None if it timed out) and the end of its stderr."""
     try:
         child = subprocess.run(
             [sys.executable, "-P", "-c", _CHILD],  # -P: imports nothing from the current folder, which may be hostile
@@ -145,10 +148,10 @@ def _child() -> None:
 
 
 def try_within(text: str | None, folder: str | None, cpu_s: float) -> None:
-    """Runs the test in the current process. Exceptions of the template or the tokenizer are not raised.
+    """Runs the test in the current process. Exceptions raised by the template or the tokenizer are suppressed.
 
-    Exits with `_TOO_MUCH` if memory or a range exceeds its bound, and with `_GAVE_UP` after a panic. At the bound on CPU time, the process
-    is killed.
+    Exits with `_TOO_MUCH` if memory or a range exceeds its bound, and with `_GAVE_UP` after a panic in the tokenizer's library. A process
+    that exceeds the bound on CPU time is killed.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -176,7 +179,7 @@ def try_within(text: str | None, folder: str | None, cpu_s: float) -> None:
 
 
 def _bound(cpu_s: float, load_s: float) -> None:
-    """Bounds the additional CPU time and memory of this process. The timer first allows `load_s`, for loading a tokenizer."""
+    """Bounds the additional CPU time and memory of this process. The timer first allows `load_s` seconds for loading a tokenizer."""
     signal.setitimer(signal.ITIMER_PROF, load_s or cpu_s)
     used = resource.getrusage(resource.RUSAGE_SELF)
     bound = math.ceil(used.ru_utime + used.ru_stime + load_s + cpu_s) + 1
@@ -193,7 +196,7 @@ def _render_all(render: Callable[..., tuple[list[str], Any]], text: str) -> None
             rendered, _ = render([messages], tools=tools, chat_template=text, add_generation_prompt=True)
         except (MemoryError, OverflowError):
             raise
-        except Exception:  # ChatFormat reports it, with the tokenizer
+        except Exception:  # reported by ChatFormat, which also has the tokenizer
             continue
         if len(rendered[0]) > room:
             sys.exit(_TOO_MUCH)
@@ -208,7 +211,8 @@ def _encode_all(tokenizer: Any) -> None:
 
 
 def _conversations() -> Iterator[tuple[list[dict[str, Any]], list[dict[str, Any]] | None]]:
-    """Yields short and long conversations with many numbers of messages, with and without tools and a system message."""
+    """Yields pairs of messages and tools: short and long conversations with various numbers of messages, with and without tools and a
+    system message."""
     call = {"type": "function", "function": {"name": "python", "arguments": {"code": "print(1)"}}}
     user: dict[str, Any] = {"role": "user", "content": "-"}
     tool: dict[str, Any] = {"role": "tool", "content": "1"}
@@ -226,8 +230,8 @@ def _conversations() -> Iterator[tuple[list[dict[str, Any]], list[dict[str, Any]
 def auto_tokenizer() -> Any:
     """Returns transformers' `AutoTokenizer`.
 
-    Its import loads `GenerationMixin`, which imports compilers, scikit-learn and pandas: three of four seconds of CPU time. Only models
-    with custom code need that class, and no such model is loaded here, so an empty class replaces it during the import.
+    Its import loads `GenerationMixin`, which imports compilers, scikit-learn and pandas. This takes three of the four seconds of CPU time.
+    Only models with custom code need that class, and no such model is loaded here, so an empty class replaces it during the import.
     """
     import transformers.generation
 

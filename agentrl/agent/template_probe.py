@@ -1,7 +1,8 @@
 """Probes a chat template: its form of tool calls, its text between two assistant turns, and whether it only appends to a conversation.
 
-The probe assumes nothing about a model. The form of its tool calls is the form whose reader returns the calls that the template wrote. A
-template is extended by deltas only if random conversations, rendered in full, equal the sum of their deltas, as text and as ids.
+The probe assumes nothing about a model. A template's form of tool calls is the form whose reader returns the calls that the template wrote.
+A template is extended by deltas only if random conversations, rendered in full, equal the concatenation of their deltas, both as text and
+as ids.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _TEXTS = (
 
 
 def turn_ends(renderer: Renderer, control: Collection[str]) -> tuple[str, ...]:
-    """Returns the control tokens that the template writes directly after the assistant's text, if a user message or tool result follows.
+    """Returns the control tokens that the template writes directly after the assistant's text, if a user message or a tool result follows.
 
     If there are several such tokens, a turn ends with the first token of the next turn.
     """
@@ -58,8 +59,8 @@ def turn_ends(renderer: Renderer, control: Collection[str]) -> tuple[str, ...]:
 
 
 def shows_calls(renderer: Renderer) -> bool:
-    """Returns whether the template shows a call. Tries the arguments as an object, then as text, and sets
-    `renderer.arguments_as_text` to the form that works."""
+    """Returns whether the template shows a call. Tries the arguments as an object, then as text, and sets `renderer.arguments_as_text` to
+    the form that works."""
     for as_text in (False, True):
         renderer.arguments_as_text = as_text
         with suppress(UserError):
@@ -70,9 +71,9 @@ def shows_calls(renderer: Renderer) -> bool:
 
 
 def puts_results_in_user_turn(renderer: Renderer) -> bool:
-    """Returns whether tool results must be part of a user message, and sets this choice on the renderer.
+    """Returns whether tool results must be part of a user message, and configures the renderer accordingly.
 
-    This is the case if the template rejects or ignores tool messages, and shows such user messages.
+    This is the case if the template rejects or ignores tool messages but shows user messages with tool results.
     """
     results = [tool_message(output) for output in SHOWN]
 
@@ -100,8 +101,8 @@ class Seam:
         calls: whether the template shows calls (`shows_calls`).
 
     Raises:
-        UserError: the template rejects such a conversation, does not end a turn with one of `ends`, or does not show each output once and
-            in order.
+        UserError: the template rejects a conversation with tool outputs, does not end a turn with one of `ends`, or does not show each
+            output once and in order.
     """
 
     def __init__(self, renderer: Renderer, ends: Collection[str], *, eos: str, calls: bool) -> None:
@@ -118,8 +119,8 @@ class Seam:
         """Returns the text from the token that ends one turn, inclusive, to the start of the next turn.
 
         Args:
-            names: tools of the first outputs. Outputs without a name have only the role "tool".
-            numbers: the model's ids of these calls, if its form has ids.
+            names: the tools' names for the first outputs. The name for every other output is "tool".
+            numbers: the ids that the model gave these calls, if its form has ids.
         """
         results = [
             tool_message(output, name=names[n] if n < len(names) else "tool", number=numbers[n] if n < len(numbers) else NO_ID)
@@ -131,7 +132,8 @@ class Seam:
         return self._after(turn, self._renderer.results(results))
 
     def before_user(self, text: str) -> str:
-        """Returns the text from the token that ends a turn without calls, inclusive, to the start of the next, with one user message."""
+        """Returns the text from the token that ends a turn without calls, inclusive, to the start of the next turn, with one user
+        message."""
         return self._after({"role": "assistant", "content": MARK}, [{"role": "user", "content": text}])
 
     def _after(self, turn: Mapping[str, Any], following: Sequence[Mapping[str, Any]]) -> str:
@@ -164,7 +166,7 @@ def find_form(renderer: Renderer, control: Collection[str], eos: str, name: str 
     A turn ends with a token that the template writes there, the tokenizer's eos token, or an end token of the form.
 
     Raises:
-        UserError: for the reasons of `Seam`, or the form is unknown or does not read the template's calls.
+        UserError: as for `Seam`, or the form is unknown or does not read the template's calls.
     """
     named_form = None if name is None else call_form(name)
     ends, calls = turn_ends(renderer, control), shows_calls(renderer)
@@ -227,10 +229,10 @@ def _written(renderer: Renderer, seam: Seam, calls: tuple[ToolCall, ...]) -> str
 
 
 def rewrites(renderer: Renderer, detected: TemplateForm, *, users: bool = False) -> str:
-    """Returns why a template cannot be extended exactly; empty if random conversations equal the sum of their parts.
+    """Returns why a template cannot be extended exactly; empty if random conversations equal the concatenation of their parts.
 
     Args:
-        users: whether user messages also follow turns of the conversations, before and after tool results.
+        users: whether some turns are followed by user messages, before and after turns with tool results.
     """
     for seed in range(4):
         messages, schemas = _random_opening(renderer, seed)
@@ -263,7 +265,8 @@ def _rewrites(
     answers: str,
     draw: random.Random,
 ) -> str:
-    """Renders one conversation in full after each round. `answers`: "u" for a user message after the turn, "t" for tool results."""
+    """Renders one conversation in full after each round. Returns why the template cannot be extended exactly; empty if it can. `answers`
+    contains "u" for each turn before a user message, and "t" for each turn before tool results."""
     seam = detected.seam
     before, calls_so_far = renderer.text(renderer.messages(messages), schemas), 0
     thinks = renderer.knows_thinking and not before.rstrip().endswith(THINK[1])  # otherwise the template disables reasoning

@@ -40,7 +40,7 @@ from agentrl.task.recorded_tools import RECORDED_TOOLS, RecordedCall, Recording,
 
 
 class ToolInstance:
-    """An episode's object of a class with `tool` methods, opened by the first call, with the saved state if there is one.
+    """An episode's object of a class with `tool` methods. The first call creates it, from the saved state if there is one.
 
     The state of a dataclass is its fields. Other classes define `state()`, which returns JSON data, and `restore(state)`, which is called
     on a new object. An optional `close()` is called at the end of the episode. All three methods may be async.
@@ -49,7 +49,7 @@ class ToolInstance:
     def __init__(self, kind: Any, saved: Any = None, *, restored: bool = False) -> None:
         self.kind = kind
         self._saved = saved
-        self._restored = restored  # whether `_saved` is a state
+        self._restored = restored  # whether `_saved` contains a state
         self._object: Any = None
         self._opening = asyncio.Lock()
 
@@ -111,7 +111,8 @@ def marked_functions(kind: Any) -> list[Any]:
 
 @lru_cache(maxsize=1024)
 def tool_methods(kind: Any) -> tuple[TypedTool, ...]:
-    """Returns the tools of a class. Raises `PluginError` if the state of its objects cannot be captured, or if they cannot be opened."""
+    """Returns the tools of a class. Raises `PluginError` if the class cannot be instantiated without arguments, or if the state of its
+    objects cannot be captured."""
     if not (marked := marked_functions(kind)):
         return ()
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -153,11 +154,12 @@ def _fields_of(kind: Any) -> TypeAdapter[Any]:
         ) from None
 
 
-_MAX_LISTED, _MAX_NAME = 20, 80  # argument names in an error, and characters of each
+_MAX_LISTED, _MAX_NAME = 20, 80  # maximum argument names in an error, and characters in each
 
 
 class Toolbox(Mapping[str, Tool]):
-    """Tools by the name that the agent uses. Objects and connections are opened by the first call; the owner must call `close`."""
+    """Maps the names that the agent uses to tools. Objects and connections are opened by the first call that uses them. The owner must call
+    `close`."""
 
     def __init__(
         self, tools: Mapping[str, Tool], instances: Mapping[str, ToolInstance], connections: Mapping[str, ServerConnection]
@@ -177,7 +179,7 @@ class Toolbox(Mapping[str, Tool]):
         return len(self._tools)
 
     async def state(self, *, timeout_s: float) -> dict[str, Any]:
-        """Returns reference -> state of its tools as JSON data, for the tools that were used.
+        """Returns a mapping reference -> state as JSON data, for the tool classes and servers that were used.
 
         Raises `ValueError` if a state cannot be captured within `timeout_s`, or is not JSON data.
         """
@@ -217,7 +219,7 @@ def load_tools(
         saved: the result of `Toolbox.state` from which this episode continues.
         run: the MCP servers, bounds and descriptions of the recipe (`LiveEpisode.tools`).
         memory: the episode's memory, whose tools come last; None means no memory.
-        task: the episode's task, for tools that take a `TaskData`; None if only names and schemas are needed.
+        task: the episode's task, for tools that have a `TaskData` parameter; None if only names and schemas are needed.
         actions: the actions of the episode's environment.
 
     Raises:
@@ -254,7 +256,7 @@ def _of_recipe(tool: Tool, run: ToolSource) -> Tool:
 
 
 def _of_server(name: str, run: ToolSource, connections: dict[str, ServerConnection], saved: Mapping[str, Any]) -> tuple[Tool, ...]:
-    """Returns the tools of a name that starts with `mcp:`, on one connection."""
+    """Returns the tools to which a name that starts with `mcp:` refers. All tools of a server share one connection."""
     server, tool = find_tool(run, name)
     key = f"{MCP_PREFIX}{server.name}"
     connection = connections.setdefault(key, ServerConnection(server, restored=key in saved))
@@ -262,7 +264,7 @@ def _of_server(name: str, run: ToolSource, connections: dict[str, ServerConnecti
 
 
 def _loaded(name: str, instances: dict[str, ToolInstance], saved: Mapping[str, Any], task: Task | None) -> tuple[Tool, ...]:
-    """Returns the tools of one name in a task."""
+    """Returns the tools to which one name in a task refers."""
     if name == RECORDED_TOOLS:
         return recorded_tools(task)
     if name in SHIPPED_TOOLS:
@@ -294,7 +296,7 @@ def _with_task(tool: TypedTool, task: Task | None) -> TypedTool:
 
 
 class RecordedTool:
-    """One tool of a recording. The tool has no state: if several recorded calls have the same arguments, it returns the output of the first
+    """One tool in a recording. The tool has no state: if several recorded calls have the same arguments, it returns the output of the first
     call."""
 
     needs_sandbox = False
@@ -320,7 +322,8 @@ class RecordedTool:
         return ToolOutcome(output=f"error: {self.name} has no recorded answer to this call; {recorded}", ok=False)
 
     def _names(self) -> str:
-        """Returns the names of arguments. Values stay hidden: what the recorded agent passed may be the answer to the task."""
+        """Returns the names of the recorded arguments. Their values stay hidden, because the recorded agent may have passed the answer to
+        the task."""
         names = dict.fromkeys(name[:_MAX_NAME] for call in self._calls.values() for name in call.arguments if name in self._declared)
         return ", ".join(list(names)[:_MAX_LISTED]) or "that its schema does not declare"
 

@@ -1,4 +1,4 @@
-"""The tool protocol, bounds of tools, and the built-in tools that run programs or submit an answer."""
+"""The tool protocol, the bounds on tool calls, and the built-in tools that run programs or submit an answer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from agentrl.records import ExecResult, Limits
 from agentrl.records.fields import Record, Text
 
 MAX_TEXT = 300_000
-"""Maximum characters of a program that a tool runs. A sandbox does not accept a much longer command line."""
+"""Maximum characters in a program that a tool runs. A sandbox does not accept command lines that are much longer than this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class ToolOutcome(Record):
     output: Text
     ok: bool
     answer: Text | None = None
-    reward: float | None = None  # of this action in the environment of the task
+    reward: float | None = None  # reward of this action in the task's environment
     parts: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -38,11 +38,11 @@ class InvalidOutcome(Exception):
 
 
 OUTAGE = "mcp_outage"
-"""`ToolFault.kind` of an outage that a working server reports. The call can be repeated."""
+"""The value of `ToolFault.kind` for an outage that a working server reports. The call can be repeated."""
 
 
 class ToolFault(Exception):
-    """A failed call. The agent sees `text`, and the episode's record has `kind`.
+    """A failed call. The agent sees `text`, and the episode's record contains `kind`.
 
     If `outage` is set, the call is an infrastructure fault instead, unless the arguments provoked it (`agentrl.agent.outage_blame`).
     """
@@ -55,11 +55,12 @@ class ToolFault(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Bounds of one tool's calls, instead of the task's limits. None means the task's limit, or no bound."""
+    """Bounds on one tool's calls, which replace the task's limits. None means the task's limit, or no bound if the task has no such
+    limit."""
 
-    timeout_s: float | None = None  # of one call
-    output_chars: int | None = None  # of one call; shows head and tail, and marks the cut
-    calls: int | None = None  # in one episode, of all its agents
+    timeout_s: float | None = None  # for one call
+    output_chars: int | None = None  # for one call; longer output is cut to its head and tail, and the cut is marked
+    calls: int | None = None  # in one episode, by all its agents
 
     def apply_to(self, limits: Limits) -> Limits:
         """Returns the task's limits with these bounds applied."""
@@ -124,7 +125,7 @@ class Tool(Protocol):
     """One tool. The object serves all episodes and must not keep state (`agentrl.agent.toolbox` supports tools with state).
 
     If `needs_sandbox` is False, `sandbox` is None in the call and no sandbox is opened. Optional attributes: `bounds` (a `Bounds`), and
-    `together` (True: its calls may run concurrently with other calls of the turn that also allow it).
+    `together` (if True, its calls may run concurrently with other calls of the turn that also allow it).
     """
 
     name: str
@@ -132,11 +133,11 @@ class Tool(Protocol):
     schema: Mapping[str, Any]  # OpenAI function schema, rendered by the chat template
 
     async def __call__(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, limits: Limits) -> ToolOutcome:
-        """Runs a call. If arguments are invalid, the outcome should have ok=False and a text that describes the expected arguments.
+        """Runs a call. If the arguments are invalid, the outcome should have ok=False and a text that describes the expected arguments.
 
-        If the call raises an exception, returns an invalid outcome or does not return in time, the agent gets an error and its episode is
-        scored. An outage (`agentrl.base.outages`) ends the attempt instead. `InfrastructureError`, `TaskError` and `PluginError` keep their
-        meaning.
+        If the call raises an exception, returns an invalid outcome or does not return in time, the agent receives an error and its episode
+        is scored. An outage (`agentrl.base.outages`) ends the attempt instead. `InfrastructureError`, `TaskError` and `PluginError` keep
+        their meaning.
         """
 
 
@@ -248,7 +249,7 @@ def definition_problem(tool: Any) -> str:
 
 
 def render_result(result: ExecResult, limits: Limits) -> str:
-    """Returns the text that shows a program's result to the agent: its output within the limit, and how it ended if it failed."""
+    """Returns the text that shows a program's result to the agent: its output, cut to the limit, and an error line if it failed."""
     text = result.stdout.rstrip("\n")
     if result.stderr.strip():
         text = f"{text}\n{result.stderr.rstrip()}".lstrip("\n")

@@ -59,7 +59,7 @@ class TurnLoop:
         task, trajectory = episode.task, current_trajectory(episode)
         environment = None if task.environment is None else await AgentEnvironment.open(episode, self.chat, self.instructions)
         actions = () if environment is None else environment.tools()
-        memory = None if environment is not None and environment.choices else episode.memory  # an answer is then not a call
+        memory = None if environment is not None and environment.choices else episode.memory  # answers are then actions, not calls
         tools = load_tools(task.tools, episode.agent_state.get("tools"), episode.tools, memory, task, actions)
         try:
             tools.refer = self.chat.refer
@@ -82,12 +82,12 @@ class Ended:
 
 
 class AgentRun:
-    """One agent of an episode: the main agent, or a sub-agent `depth` levels below it.
+    """One agent in an episode: the main agent, or a sub-agent `depth` levels below it.
 
     Args:
         trajectory: where its turns are recorded.
         prompt: its first messages.
-        spent: calls of all agents of the episode so far, by the tool's name; shared by these agents.
+        spent: number of calls so far per tool name; shared by all agents of the episode.
         environment: the environment in which the main agent acts.
 
     Raises:
@@ -114,7 +114,7 @@ class AgentRun:
         self._spent = spent
         self._depth = depth
         self._environment = environment
-        self._turns = 0  # for the limit of sub-agents, which are never resumed
+        self._turns = 0  # counted for the turn limit of sub-agents, which are never resumed
         self._compactor = None if loop.compaction is None else Compactor(chat=loop.chat, share=loop.compaction)
         config = loop.delegation
         self._delegates = config is not None and depth < config.depth
@@ -207,20 +207,21 @@ class AgentRun:
             trajectory.add_last_state(state)
 
     def _cut(self, limit: str) -> Ended:
-        """Returns the end at a limit. If the episode had no allowed action, none of its turns has been charged yet, so the failure is
-        recorded here."""
+        """Returns the end of a run that reached a limit. If the episode had no allowed action, none of its turns has been charged yet, so
+        the failure is recorded here."""
         if self._environment is not None and self._environment.unpaid:
             self._add_no_action("the rules forbid it or it has no working call, as in all earlier turns")
         return Ended(reason=limit)
 
     def _add_no_action(self, why: str) -> None:
-        """Records a turn without an action that ends the episode before its environment does, which must not score better than acting."""
+        """Records a failure if a turn without an action ends the episode before its environment does, because this must not score better
+        than acting."""
         if self._environment is not None:
             message, turn = f"a turn is not an action: {why}", self._episode.turn_count
             self._episode.add_failure(Failure(stage="environment", blame=Blame.POLICY, kind=NO_ACTION, message=message, turn=turn))
 
     def _start(self, prompt: Sequence[Message]) -> None:
-        """Adds the prompt to a new context. The observation that ends the prompt of an environment is untrusted."""
+        """Adds the prompt to a new context. The observation at the end of an environment's prompt is untrusted."""
         chat = self._loop.chat
         if self._environment is None:
             self.trajectory.add_prompt(chat.opening(prompt, self._schemas))
@@ -264,7 +265,7 @@ class AgentRun:
     def _limit(self) -> str:
         """Returns the limit of the episode or of this sub-agent that was reached; empty if no limit was reached."""
         config = self._loop.delegation
-        if self._episode.sandbox_lost:  # because of another agent
+        if self._episode.sandbox_lost:  # by a call of another agent
             return "tool_timeout"
         if limit := self.trajectory.limit():
             return limit
@@ -273,10 +274,11 @@ class AgentRun:
         return "turn_limit" if self._turns >= config.turns else ""
 
     async def _results(self, parsed: ParsedCompletion) -> tuple[tuple[ToolResult, ...], str | None]:
-        """Runs the calls of one turn, up to a submitted answer or a lost sandbox. Returns the results and the answer.
+        """Runs the calls of one turn, up to a submitted answer or a lost sandbox. Returns the results and the answer, which is None if none
+        was submitted.
 
-        Calls run in order. Exceptions are consecutive sub-agents and calls of tools that allow concurrency: they run concurrently. The
-        result of a malformed call is its error.
+        Calls run in order, except that consecutive sub-agents run concurrently, and so do consecutive calls of tools that allow
+        concurrency. The result of a malformed call is its error.
         """
         results: list[ToolResult] = []
         calls = parsed.message.tool_calls
@@ -314,7 +316,7 @@ class AgentRun:
         if config.sandbox != "shared" and not all(map(desk.refused, allowed)):
             try:
                 copy = await self._episode.working_copy()
-            except ValueError as error:  # too large, which the agents caused
+            except ValueError as error:  # too large, because of what the agents wrote
                 copy_error = f"error: no helper was started, because your files cannot be copied: {error}"
         opened = [
             refused[position] or copy_error or desk.open(calls[number], number, trajectory=self.trajectory, turn=turn)
@@ -342,7 +344,7 @@ class AgentRun:
         return delegation.reported(ended.answer, ended.reason, files)
 
     async def _speak_as(self, worker: delegation.Opened, episode: LiveEpisode) -> Ended:
-        """Runs a sub-agent in its view of the episode, and closes its tools."""
+        """Runs a sub-agent with its view of the episode, and closes its tools."""
         config = self._loop.delegation
         names = episode.task.tools if config is None or config.tools is None else config.tools
         tools = load_tools(names, None, episode.tools, episode.memory, episode.task)

@@ -1,4 +1,5 @@
-"""Builds tools from typed functions: the schema comes from signature and docstring, and arguments are validated before the call."""
+"""Builds tools from typed functions: the schema is derived from the signature and the docstring, and arguments are validated before the
+call."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ class TaskData:
     data: Mapping[str, Any] = field(default_factory=dict)
     """`Task.data` without the keys that contain the truth, such as `answer`, `expected` and `target`, at any depth."""
     seed: int = 0
-    """Seed for random choices of the tool. It is the same in all attempts at the task, so only the agent's actions differ."""
+    """Seed for the tool's random choices. It is the same in all attempts at the task, so only the agent's actions differ."""
 
     @classmethod
     def of(cls, task: Task) -> TaskData:
@@ -46,7 +47,7 @@ NO_TASK = TaskData(id="")
 
 _MARK, _BOUNDS, _TOGETHER = "__agentrl_tool__", "__agentrl_bounds__", "__agentrl_together__"
 _INJECTED = (Sandbox, Limits, TaskData)  # the episode sets parameters of these types; the agent does not see them
-_MAX_ERRORS = 5  # of one call's arguments
+_MAX_ERRORS = 5  # maximum errors shown for one call
 _SECTION = re.compile(r"^(Args|Arguments|Returns|Raises|Yields):[ \t]*", re.MULTILINE)
 _ENTRY = re.compile(r"(\w+)\s*(?:\([^)]*\))?:\s*(.*)")
 
@@ -81,18 +82,20 @@ def tool(
             return "\\n".join(matches(query)[:limit])
 
     A task refers to this tool as `mytools:search`. The agent sees the parameters with their types, the docstring up to its sections, and
-    the entries of `Args`. Any type that pydantic can write as JSON schema is allowed. A parameter annotated `Sandbox` gets the episode's
-    sandbox, a parameter annotated `TaskData` the readable part of its task, and a parameter annotated `Limits` its limits. The function
-    returns the text for the agent, a `ToolOutcome`, or a value that is shown as JSON. If a function is not `async`, it runs in a thread.
+    the entries of `Args`. Any type that pydantic can write as a JSON schema is allowed. A parameter annotated `Sandbox` receives the
+    episode's sandbox, a parameter annotated `TaskData` receives the readable part of the episode's task, and a parameter annotated `Limits`
+    receives the task's limits. The function returns the text for the agent, a `ToolOutcome`, or a value that is shown as JSON. If a
+    function is not `async`, it runs in a thread.
 
     If the decorator marks methods, a task refers to their class, such as `mytools:Memory`. The tools of the class share one object per
     episode (`agentrl.agent.toolbox`).
 
     Args:
-        timeout_s: maximum seconds of one call, instead of the task's limit.
-        output_chars: maximum characters of one call's output, instead of the task's limit.
+        timeout_s: maximum seconds for one call, instead of the task's limit.
+        output_chars: maximum characters in one call's output, instead of the task's limit.
         calls: maximum number of calls in one episode.
-        together: calls may run concurrently with other calls of the turn whose tools also allow it. Results keep the order of the calls.
+        together: whether calls may run concurrently with other calls of the turn whose tools also allow it. Results keep the order of the
+            calls.
     """
     if function is None:
         bounds = _bounds(timeout_s, output_chars, calls)
@@ -220,7 +223,7 @@ def typed_tool(function: Callable[..., Any], *, method: bool = False) -> TypedTo
     try:
         arguments = create_model(name, __config__=ConfigDict(extra="forbid", allow_inf_nan=False), **fields)
         schema = _schema(name, description, arguments)
-    except Exception as error:  # pydantic raises many, and user-supplied types any
+    except Exception as error:  # pydantic raises many exception types, and user-supplied types may raise any
         reason = user_code.describe_error(error)
         raise _invalid(name, f"has parameters that JSON cannot represent ({reason})", "use str, int, float, bool, list, dict") from None
     return TypedTool(name, schema, needs_sandbox, function, arguments, names, injected, getattr(function, _BOUNDS, NO_BOUNDS), together)

@@ -1,4 +1,4 @@
-"""Counts the operations in progress of a driver and its rollout workers, by kind, for the timeline of a run."""
+"""Counts the operations in progress in a driver and its rollout workers, by kind, for the timeline of a run."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 REPORT_S = 5.0
-"""Seconds after which the report of another process no longer counts."""
+"""Seconds after which a report from another process no longer counts."""
 
 
 class Activity:
-    """Counts the operations in progress, by kind, in this process and in those that report theirs. Use it from one event loop."""
+    """Counts the operations in progress, by kind, in this process and in processes that report their counts. Use it from only one event
+    loop."""
 
     def __init__(self) -> None:
         self._running = Counter[str]()
@@ -37,16 +38,16 @@ class Activity:
         return dict(self._running)
 
     def report(self, process: str, counts: Mapping[str, int]) -> None:
-        """Replaces the reported operations of a different process."""
+        """Replaces the counts that another process reported."""
         self._reports[process] = time.monotonic(), counts
 
     def drop_reports(self) -> None:
-        """Forgets the operations of other processes."""
+        """Discards the counts that other processes reported."""
         self._reports.clear()
 
 
 ACTIVITY = Activity()
 """The operations of this driver and its rollout workers."""
 GROUPS, ATTEMPTS, SANDBOXES, SCORING, REQUESTS = "groups", "attempts", "sandboxes", "scoring", "requests"
-"""Kinds: running groups and attempts; opening a sandbox or a call in one; scoring an episode or a group; requests that the driver sends for
-its workers."""
+"""Kinds: running groups; running attempts; opening a sandbox or a call in one; scoring an episode or a group; requests that the driver
+sends for its workers."""

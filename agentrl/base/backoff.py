@@ -60,7 +60,7 @@ class SystemClock:
 
 
 def requested_wait_s(headers: Mapping[str, str], *, now: float) -> float | None:
-    """Returns the seconds that a server requests to wait; None if its headers contain no valid wait.
+    """Returns the seconds that a server asks the client to wait; None if its headers contain no valid wait.
 
     The first of these counts: `retry-after-ms`; `retry-after` (seconds, or a date as in RFC 9110); the longest `x-ratelimit-reset-*`
     whose `x-ratelimit-remaining-*` is 0 or missing.
@@ -85,8 +85,8 @@ def requested_wait_s(headers: Mapping[str, str], *, now: float) -> float | None:
 def backoff_s(tries: int, requested_s: float | None, *, refused: int = 1, luck: float | None = None) -> float:
     """Returns the seconds to wait after `tries` attempts (from 1).
 
-    The wait is at least the requested wait. If none was requested, it is 1, 2, 4, ... up to 60 seconds, minus up to half of it. If the
-    server rejects several rounds in a row, a requested wait counts as at least 0.25, 0.5, 1, ... up to 60 seconds.
+    The wait is at least the requested wait. If no wait was requested, it is 1, 2, 4, ... up to 60 seconds, minus a random part of up to
+    half. If the server rejects several rounds in a row, a requested wait counts as at least 0.25, 0.5, 1, ... up to 60 seconds.
 
     Args:
         requested_s: the wait that the server requested.

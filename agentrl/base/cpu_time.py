@@ -1,4 +1,4 @@
-"""CPU seconds of the process trees below this process, by the part that they belong to, from `proc(5)`. Linux only."""
+"""CPU seconds used by the process trees below this process, by the part that they belong to, from `proc(5)`. Linux only."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 DRIVER, SANDBOXES, DOCKER, OTHERS, IDLE = "driver", "sandboxes", "docker", "others", "idle"
-"""Parts: this process; processes that it or a worker starts and that belong to no other part; the Docker daemon with all of its containers;
-all other processes of the machine; time in which no process ran."""
+"""Parts: this process; processes that it or a worker starts and that belong to no other part; the Docker daemon with all its containers;
+all other processes on the machine; time in which no process ran."""
 MODULES = {"agentrl.serving": "server", "agentrl.learner": "learner", "agentrl.run.worker": "workers", "agentrl.reward": "scoring"}
-"""Module in a process's command -> part of that process and of the processes that it starts."""
+"""Module in a process's command -> the part to which that process and the processes that it starts belong."""
 _STARTERS = (DRIVER, "workers")  # parts whose processes start sandboxes
 _DAEMONS = ("dockerd", "containerd")  # prefixes of program names
 _COMMAND_BYTES = 4096
@@ -26,7 +26,7 @@ class ProcessTimes:
     parent: int
     started: int  # identifies a process together with its id
     own: int
-    children: int  # ticks of its ended and awaited children, and of their children
+    children: int  # ticks of its exited children for which it waited, and of their children
     program: str
 
 
@@ -34,13 +34,13 @@ Processes = Mapping[int, ProcessTimes]
 
 
 class CpuClock:
-    """Counts CPU seconds by part since it was created. The counts of all parts add up to the time of all CPUs.
+    """Counts CPU seconds by part since its construction. The counts of all parts add up to the time of all CPUs.
 
-    The time of an ended process is found in the process that awaited it, so short-lived programs count too. Only the time of a daemon
-    that its parent did not await is missing from its part. It counts as `others`.
+    The time of an exited process is found in the process that waited for it, so short-lived programs count too. Only the time of a daemon
+    whose parent did not wait for it is missing from its part and counts as `others`.
 
     Args:
-        processes: reads the processes of the machine.
+        processes: reads the processes on the machine.
         totals: reads the busy and the idle time of all CPUs, in clock ticks.
         command: reads the command of a process.
     """
@@ -60,7 +60,7 @@ class CpuClock:
         self._ticks: dict[str, int] = {}
 
     def read(self) -> dict[str, float]:
-        """Returns the seconds of each part so far; parts that never ran are absent."""
+        """Returns part -> CPU seconds so far. Parts that never ran are absent."""
         now, (busy, idle) = self._processes(), self._totals()
         parts = self._classify(now)
         for pid, ticks in _spent(self._before, now).items():
@@ -79,7 +79,7 @@ class CpuClock:
             self._ticks[part] = self._ticks.get(part, 0) + ticks
 
     def _classify(self, processes: Processes) -> dict[int, str]:
-        """Returns the part of each process below the driver, and the part of the Docker daemon."""
+        """Returns process -> part for each process below the driver and for the Docker daemon."""
         below: dict[int, list[int]] = {}
         for pid, one in processes.items():
             below.setdefault(one.parent, []).append(pid)
@@ -101,9 +101,10 @@ class CpuClock:
 
 
 def _spent(before: Processes, now: Processes) -> dict[int, tuple[int, int]]:
-    """Returns process -> (own ticks, ticks of its ended children) since `before`. What these children had used in `before` is excluded."""
+    """Returns process -> (own ticks, ticks of its exited children) since `before`. Ticks that these children had already used in `before`
+    are excluded."""
     alive = {pid: before[pid] for pid, one in now.items() if pid in before and before[pid].started == one.started}
-    counted: dict[int, int] = {}  # process -> ticks of its ended descendants that were counted before
+    counted: dict[int, int] = {}  # process -> ticks of its exited descendants that were counted before
     for pid, ended in before.items():
         if pid not in alive:
             parent = ended.parent
@@ -119,7 +120,7 @@ def _spent(before: Processes, now: Processes) -> dict[int, tuple[int, int]]:
 
 
 def read_processes() -> Processes:
-    """Returns the processes of this machine that can be seen; empty on systems other than Linux."""
+    """Returns the visible processes on this machine; empty on systems other than Linux."""
     return dict(_each_process())
 
 
@@ -129,7 +130,7 @@ def _each_process() -> Iterator[tuple[int, ProcessTimes]]:
         names = os.listdir(_PROC)
     for name in names:
         if name.isdecimal():
-            with suppress(OSError, ValueError, IndexError):  # the process ended
+            with suppress(OSError, ValueError, IndexError):  # the process has exited
                 head, _, tail = (_PROC / name / "stat").read_bytes().rpartition(b")")
                 fields = tail.split()
                 own, children = int(fields[11]) + int(fields[12]), int(fields[13]) + int(fields[14])
@@ -147,7 +148,7 @@ def read_totals() -> tuple[int, int]:
 
 
 def read_command(pid: int) -> str:
-    """Returns the start of the command of a process; empty if the process ended."""
+    """Returns the beginning of a process's command; empty if the process has exited."""
     with suppress(OSError), (_PROC / str(pid) / "cmdline").open("rb") as file:
         return file.read(_COMMAND_BYTES).replace(b"\0", b" ").decode("utf-8", "replace")
     return ""

@@ -1,4 +1,4 @@
-"""Opens agentrl's SQLite files: checks their application id and schema, uses write-ahead logging, and writes in transactions.
+"""Opens agentrl's SQLite files, checks their application id and schema, uses write-ahead logging, and writes in transactions.
 
 A run folder may come from a third party, so its files are untrusted: open them with `connect`, and run queries within `query_deadline`.
 """
@@ -23,13 +23,14 @@ _RETRY_S = 0.01
 _STEPS = 20_000  # instructions of SQLite's virtual machine between two checks of the time
 _UNPACKED = 64 << 20
 _RATIO = 256
-"""A body may decompress to `_UNPACKED` bytes, or to `_RATIO` times its size."""
+"""A body may decompress to at most `_UNPACKED` bytes or `_RATIO` times its size, whichever is larger."""
 _SKIPPED = (0x184D2A50).to_bytes(4, "little")  # starts a frame without content (RFC 8878, 3.1.2)
 
 
 @contextmanager
 def transaction(db: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
-    """Runs the block in a transaction. Takes the write lock first (IMMEDIATE), so that values read in it stay valid until the commit."""
+    """Runs the block in a transaction. Acquires the write lock first (IMMEDIATE), so that values read in the transaction stay valid until
+    the commit."""
     db.execute("BEGIN IMMEDIATE")
     try:
         yield db
@@ -40,9 +41,9 @@ def transaction(db: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
 
 
 def enter_wal(db: sqlite3.Connection, *, timeout_s: float) -> str:
-    """Turns write-ahead logging on. Returns the journal mode, which differs if the file system does not support it.
+    """Turns write-ahead logging on. Returns the journal mode, which is not `wal` if the file system does not support it.
 
-    It waits for locks itself, because the busy timeout of SQLite does not cover this change.
+    Waits for locks itself, because SQLite's busy timeout does not cover this change.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -67,7 +68,7 @@ class ForeignDatabase(sqlite3.DatabaseError):
 
 
 def connect(path: Path | None, schema: Sequence[str], *, timeout_s: float, longest: int = 1 << 30) -> sqlite3.Connection:
-    """Opens one of agentrl's SQLite files, or a database in memory if `path` is None, in autocommit mode and for use by several threads.
+    """Opens one of agentrl's SQLite files, or an in-memory database if `path` is None, in autocommit mode and for use by several threads.
 
     Raises `ForeignDatabase` as `check_files` and `restrict_connection` do.
     """
@@ -85,7 +86,7 @@ def connect(path: Path | None, schema: Sequence[str], *, timeout_s: float, longe
 def connect_read_only(path: Path, schema: Sequence[str], *, timeout_s: float, longest: int = 1 << 30) -> sqlite3.Connection:
     """Opens one of agentrl's SQLite files, whose folder a third party may have written, for reading by several threads.
 
-    Raises like `connect`, and `FileNotFoundError`.
+    Raises `FileNotFoundError`, and the errors that `connect` raises.
     """
     check_files(path)
     untrusted_files.check_file(path, inside=path.parent)
@@ -104,8 +105,8 @@ def connect_read_only(path: Path, schema: Sequence[str], *, timeout_s: float, lo
 def check_files(path: Path) -> None:
     """Raises `ForeignDatabase` if the file, or one of SQLite's files next to it, is not a regular file in its folder.
 
-    SQLite writes to the files next to it and follows links, so a link could make it overwrite a file of the user. The files are not opened,
-    because closing them would release the locks of other connections of this process.
+    SQLite writes to the files next to it and follows links, so a link could make it overwrite one of the user's files. The files are not
+    opened, because closing them would release the locks of other connections of this process.
     """
     for end in ("", "-wal", "-shm", "-journal"):
         try:
@@ -124,7 +125,7 @@ def is_read_only(path: Path) -> bool:
 
 
 def restrict_connection(db: sqlite3.Connection, schema: Sequence[str], *, longest: int = 1 << 30) -> None:
-    """Restricts an open file: its schema may use no functions, and no value may have more than `longest` bytes.
+    """Restricts an open database: its schema may not use functions, and no value may be longer than `longest` bytes.
 
     Raises `ForeignDatabase` if it contains views, triggers, virtual tables or anything else that `schema` does not create.
     """
@@ -141,7 +142,7 @@ def restrict_connection(db: sqlite3.Connection, schema: Sequence[str], *, longes
 
 
 def require_schema(db: sqlite3.Connection, schema: Sequence[str]) -> None:
-    """Raises `ForeignDatabase` if tables or indices of an open file differ in any way from what `schema` creates."""
+    """Raises `ForeignDatabase` if tables or indices in an open database differ in any way from what `schema` creates."""
     stored = sorted(str(sql) for _, _, sql in db.execute(_OBJECTS))
     if stored != sorted(_created(tuple(schema))):
         raise ForeignDatabase("its tables differ from those that agentrl creates")
@@ -163,7 +164,7 @@ _COMPUTED = re.compile(r"\bAS\s*\(", re.IGNORECASE)  # a generated column
 
 @contextmanager
 def query_deadline(db: sqlite3.Connection, seconds: float) -> Iterator[None]:
-    """Limits the total time of the queries in the block. Raises `sqlite3.OperationalError`."""
+    """Limits the total time of the queries in the block. A query that exceeds it raises `sqlite3.OperationalError`."""
     until = time.monotonic() + seconds
     db.set_progress_handler(lambda: time.monotonic() > until, _STEPS)
     try:
@@ -179,8 +180,8 @@ def query_deadline(db: sqlite3.Connection, seconds: float) -> Iterator[None]:
 def compress(data: bytes) -> bytes:
     """Compresses the content of a zstd column so that `decompress` accepts it.
 
-    The output of a policy that repeats itself may compress 10,000-fold. Such a body gets a frame of padding, so that it has 1 byte for each
-    256 bytes of content.
+    The output of a policy that repeats itself may compress 10,000-fold. A padding frame is added to such a body, so that it has 1 byte for
+    each 256 bytes of content.
     """
     body = zstandard.ZstdCompressor(level=3, write_checksum=True).compress(data)
     if len(data) > max(_UNPACKED, _RATIO * len(body)):
@@ -203,14 +204,14 @@ def decompress(body: object, *, most: int | None = None) -> bytes:
 
 
 def require_full_text_search() -> None:
-    """Raises `UserError` if Python's SQLite has no full-text search, which the experience store and the notes of a memory need."""
+    """Raises `UserError` if Python's SQLite has no full-text search, which the experience store and the notes in a memory need."""
     with closing(sqlite3.connect(":memory:")) as db:
         if not db.execute("SELECT 1 FROM pragma_module_list WHERE name = 'fts5'").fetchone():
             raise UserError("Python's SQLite was built without FTS5", fix="use a Python with FTS5 in sqlite3")
 
 
 def is_damaged(error: sqlite3.Error) -> bool:
-    """Whether an error reports a damaged file, as opposed to a full disk, a lock or a wrong statement."""
+    """Whether an error reports a damaged file, as opposed to a full disk, a lock or an incorrect statement."""
     return getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 

@@ -1,4 +1,4 @@
-"""Short descriptions of errors: of an exception, a chain or group of exceptions, or the log of another program.
+"""Short descriptions of an exception, of a chain or group of exceptions, or of the errors in another program's log.
 
 This module also writes the error messages for values that do not validate.
 """
@@ -31,7 +31,7 @@ _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 
 
 def group_members(error: BaseException) -> Iterator[BaseException]:
-    """Yields the members of a group in order; for any other error, the error."""
+    """Yields the members of an exception group in order; for any other error, yields the error."""
     pending = [error]
     while pending:  # avoids recursion, because groups may be nested deeply
         one = pending.pop()
@@ -68,7 +68,8 @@ def _says_full(error: BaseException) -> bool:
 
 
 def main_error(error: BaseException) -> BaseException:
-    """Returns the error to show: one that reports a full disk, else the first `UserError`, else agentrl's first error, else the first."""
+    """Returns the error to show: one that reports a full disk, else the first `UserError`, else the first of agentrl's errors, else the
+    first error."""
     errors = list(group_members(error))
     if any(disk_full_error(cause) for cause in errors):
         return next(cause for cause in errors if disk_full_error(cause))
@@ -93,12 +94,12 @@ def raw_text(error: BaseException) -> str:
 
 
 def raise_location(error: BaseException, *, libraries: bool = False) -> str:
-    """Returns `file:line` where an error was raised: the innermost line of user-supplied code, else of agentrl, else "".
+    """Returns the `file:line` at which an error was raised: the innermost line of user-supplied code, else of agentrl, else "".
 
-    For a SyntaxError in a file, it is the line with the error.
+    For a SyntaxError in a file, returns the line with the error.
 
     Args:
-        libraries: whether to fall back to a line of other packages instead of agentrl's.
+        libraries: whether to fall back to a line in other packages instead of agentrl's.
     """
     if isinstance(error, SyntaxError) and isinstance(error.filename, str) and os.path.isfile(error.filename) and error.lineno is not None:
         return f"{display_path(error.filename)}:{error.lineno}"
@@ -147,18 +148,18 @@ _KNOWN = (  # pattern in a log, its cause, and the fix
 )
 _PREFIX = re.compile(r"^(?:\([^()]*pid=\d+\) ?)?(?:(?:ERROR|CRITICAL|WARNING|INFO) [\d-]+ [\d:.]+ \[[^\]]*\] ?)?")
 _RAISED = re.compile(r"^(?:[A-Za-z_][\w.]*\.)?(?:[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Halted)|OutOfMemoryError)(?::|$)")
-# Errors that only refer to an error of another process.
+# Errors that only refer to an error in another process.
 _WRAPPERS = re.compile(
     r"Engine core initialization failed|See root cause above|ChildFailedError|EngineDeadError|WorkerProc initialization failed"
 )
 
 
 def cause_in_log(text: str) -> tuple[str, str]:
-    """Returns the cause of a failure in a log, and its fix, which may be "".
+    """Returns the cause of a failure that a log reports, and the fix, which may be "".
 
-    The cause is a known one, else the last traceback or `error:`, else the last line.
+    The cause is a known cause, else the last traceback or `error:` line, else the last line.
 
-    Ignores errors that only refer to an error of a different process. Returns ("", "") for an empty log.
+    Ignores errors that only refer to an error in a different process. Returns ("", "") for an empty log.
     """
     for pattern, cause, fix in _KNOWN:
         if pattern.search(text):
@@ -174,7 +175,7 @@ def cause_in_log(text: str) -> tuple[str, str]:
 
 
 def _message(lines: list[str], start: int) -> Iterator[str]:
-    """Yields the line of an error and the indented lines of its message; for pydantic, only the message."""
+    """Yields the first line of an error and the indented lines of its message; for a pydantic error, only the message."""
     following = lines[start + 1] if start + 1 < len(lines) else ""
     if "ValidationError" in lines[start] and following.startswith("  Value error, "):
         yield following.removeprefix("  Value error, ")
@@ -187,7 +188,7 @@ def _message(lines: list[str], start: int) -> Iterator[str]:
 
 
 def validation_text(error: ValidationError) -> str:
-    """Returns the errors of a validation, one line per key. Keys of a single section start with its class, as in `LearnerConfig.lr`."""
+    """Returns the errors of a validation, one line per key. Keys in a single section start with its class, as in `LearnerConfig.lr`."""
     lines = []
     for item in error.errors(include_url=False):
         path = [*([] if error.title == "Recipe" else [error.title]), *item["loc"]]
@@ -208,7 +209,7 @@ def shortened(value: object) -> str:
 
 
 def unknown_name(key: str, known: Iterable[str], *, what: str = "key", elsewhere: Sequence[str] = ()) -> str:
-    """Returns the message for an unknown key, with similar and known keys. `elsewhere`: dotted keys of this name in sections below."""
+    """Returns the message for an unknown key, with similar and known keys. `elsewhere`: dotted keys with this name in nested sections."""
     names = sorted(known)
     near = f"did you mean {' or '.join(elsewhere[:2])}? " if elsewhere else did_you_mean(key, names, "{}? ")
     return f"unknown {what}; {near}known here: {', '.join(names)}"

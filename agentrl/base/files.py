@@ -1,4 +1,4 @@
-"""Atomic writes, hashes, and files of JSON lines. Errors are those of the operating system (`OSError`)."""
+"""Atomic writes, hashes, and files of JSON lines. Errors of the operating system are raised as `OSError`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 from agentrl.base import untrusted_files
 
 MANIFEST = "manifest.json"
-"""Name of the file that contains the sha256 of every other file of its folder."""
+"""Name of the file that contains the sha256 of every other file in its folder."""
 _RETRY_S = 0.01
 _MOST_OF_LINES = 4 << 30  # maximum bytes of a file of lines
 _OPENED = (Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd"))
@@ -28,11 +28,11 @@ def replace_file(path: Path, *, tag: str = "", durable: bool = False) -> Iterato
     """Context that yields a temporary path, and replaces `path` with the file that the block wrote there.
 
     Readers see either the old or the new content, even after a power failure. If the block fails, `path` is unchanged. In a private folder
-    (`is_private`) the file becomes private. A device, a pipe or a path such as /dev/stdout is not replaced: the content is written to it.
+    (`is_private`) the file becomes private. A device, a pipe or a path such as /dev/stdout is not replaced; the content is written to it.
 
     Args:
         tag: distinguishes writers that may replace `path` at the same time.
-        durable: also sync the folder, so that the new content survives a power failure.
+        durable: also sync the folder, so that after the block the new content survives a power failure.
     """
     if _no_file(path):
         with tempfile.TemporaryDirectory() as work:
@@ -41,7 +41,7 @@ def replace_file(path: Path, *, tag: str = "", durable: bool = False) -> Iterato
                 shutil.copyfileobj(source, sink)
         return
     part = path.with_name(f".{path.name}.{tag}.part" if tag else f".{path.name}.part")
-    if part.is_symlink() or (part.exists() and not part.is_file()):  # in a third-party folder it could lead to a file of the user
+    if part.is_symlink() or (part.exists() and not part.is_file()):  # in a third-party folder it could point to one of the user's files
         part.unlink()
     try:
         yield part
@@ -58,7 +58,7 @@ def replace_file(path: Path, *, tag: str = "", durable: bool = False) -> Iterato
 
 
 def wait_for_lock(handle: int, how: int, *, within_s: float) -> bool:
-    """Locks an open file (flock). Returns False if a different process holds it for the next `within_s` seconds."""
+    """Locks an open file (flock). Returns False if a different process holds the lock for the next `within_s` seconds."""
     deadline = time.monotonic() + within_s
     while True:
         try:
@@ -76,7 +76,7 @@ def is_private(folder: Path) -> bool:
 
 
 def make_private(folder: Path) -> None:
-    """Removes the permissions of group and others from a folder and everything below it."""
+    """Removes the permissions of the group and of others from a folder and everything below it."""
     for path in (folder, *folder.rglob("*")):
         with contextlib.suppress(OSError):  # the file was removed meanwhile
             if not path.is_symlink() and (mode := path.stat().st_mode) & 0o077:
@@ -92,7 +92,7 @@ def write_atomically(path: Path, content: bytes | str, *, tag: str = "", durable
     """Replaces the content of a file atomically; text is written as UTF-8. See `replace_file`.
 
     Args:
-        private: make the file readable for this user only, whatever the umask and the folder are.
+        private: make the file readable by this user only, regardless of the umask and the folder.
     """
     with replace_file(path, tag=tag, durable=durable) as part:
         if private:
@@ -141,13 +141,13 @@ def sha256_file(path: Path) -> str:
 
 
 def folder_manifest(folder: Path) -> dict[str, str]:
-    """Returns relative path -> sha256 of every regular file below `folder`, sorted. Does not follow links."""
+    """Returns relative path -> sha256 for every regular file below `folder`, sorted by path. Does not follow links."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
     return {path.relative_to(folder).as_posix(): sha256_file(path) for path in files}
 
 
 def has_intact_files(folder: Path) -> bool:
-    """Whether the files of a folder are exactly those of its manifest, which was written last."""
+    """Whether the files in a folder are exactly those in its manifest, which was written last."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
@@ -158,12 +158,12 @@ def has_intact_files(folder: Path) -> bool:
 
 
 def json_line(value: Any) -> bytes:
-    """Returns a value as one line of JSON, with a line end."""
+    """Returns a value as one line of JSON, including the line break."""
     return json.dumps(value, ensure_ascii=False).encode() + b"\n"
 
 
 def append_lines(path: Path, lines: Iterable[bytes], *, durable: bool = False) -> None:
-    """Appends lines, which must include line ends, to a file. Creates the file and its folder. Supports one writer at a time.
+    """Appends lines, which must include line breaks, to a file. Creates the file and its folder if needed. Supports one writer at a time.
 
     First removes an incomplete last line, which a killed process may have left. If `durable` is True, the lines survive a power failure.
     """
@@ -180,7 +180,7 @@ def append_lines(path: Path, lines: Iterable[bytes], *, durable: bool = False) -
 
 
 def complete_lines(path: Path) -> list[bytes]:
-    """Returns the lines of a file, without line ends; empty if the file is missing. Excludes an incomplete last line.
+    """Returns the lines of a file, without line breaks; empty if the file is missing. Excludes an incomplete last line.
 
     Raises `ValueError` if the path is not a regular file.
     """

@@ -1,6 +1,6 @@
 """Extras of this installation of agentrl: the command that installs an extra, and the import of a package that belongs to it.
 
-On the public index, `agentrl` is a different project. So an install command contains a name that pip looks up only if this installation
+On the public index, `agentrl` is a different project. So an install command names a package for pip to look up only if this installation
 came from an index under that name.
 """
 
@@ -63,7 +63,8 @@ def package_versions() -> dict[str, str]:
 
 
 def import_optional(module: str, extra: str, *, needed_for: str) -> Any:
-    """Imports a module of a package that an extra installs. If it is missing, raises `UserError` with package and extra."""
+    """Imports a module of a package that an extra installs. If it is missing, raises `UserError` with the names of the package and the
+    extra."""
     root = module.partition(".")[0]
     try:
         return importlib.import_module(module)
@@ -92,7 +93,7 @@ def _installed(root: Path) -> Distribution | None:
 
 
 def _origin(root: Path) -> dict[str, Any]:
-    """Returns pip's record of the file, folder or repository that it installed from (PEP 610); empty if it installed from an index."""
+    """Returns pip's record (PEP 610) of the file, folder or repository that it installed the package from; empty if that was an index."""
     installed = _installed(root)
     try:
         origin = json.loads((installed and installed.read_text("direct_url.json")) or "{}")

@@ -1,8 +1,9 @@
-"""Detects parts of a run that make no progress, with a deadline for each kind of work that is derived from its history.
+"""Detects parts of a run that make no progress. Each kind of work has a deadline that is derived from its history.
 
-Progress is completed work (a micro-batch, a checkpoint, a token, an answer); a running process is not enough. A part reports what it is
-about to do. The deadline is `DEADLINE_FACTOR` times the longest duration of that work so far, and at least `least_s`. Work without a
-history of at least half the size has the longer deadline `first_s`, because a first step compiles and a first checkpoint creates files.
+Progress is completed work (a micro-batch, a checkpoint, a token, a response). A running process alone is not enough. A part reports what it
+is about to do. The deadline is `DEADLINE_FACTOR` times the longest duration of that work so far, and at least `least_s`. Until work of at
+least half the size has been measured, the longer deadline `first_s` applies, because a first step compiles and a first checkpoint creates
+files.
 """
 
 from __future__ import annotations
@@ -15,28 +16,28 @@ from weakref import WeakSet
 
 DEADLINE_FACTOR = 10.0
 MIN_DEADLINE_S = 60.0
-"""Shortest deadline: longer than the pauses of a busy machine."""
+"""Minimum deadline in seconds. It is longer than the pauses of a busy machine."""
 SOUND_S = 600.0
-"""Seconds of work after which earlier failures of the part no longer count."""
+"""Seconds for which a part must work until its earlier failures no longer count."""
 STOPPED_S = 8.0
-"""Seconds after which a part that has a stopped process counts as stuck."""
+"""Seconds for which a process must be stopped until its part counts as stuck."""
 LOCK_WAIT_S = 120.0
-"""Longest wait for a lock that another process holds. A part that a signal has stopped is detected and killed sooner, which releases its
-locks, so the wait ends and the run continues."""
+"""Maximum seconds to wait for a lock that another process holds. A part that a signal has stopped is detected and killed sooner, which
+releases its locks, so the wait ends and the run continues."""
 _STOPPED_LOOK_S = 2.0  # seconds between two checks for stopped processes
 _HISTORY = 1024  # newest durations of one kind of work
 _KINDS, _OTHER = 64, "other work"  # kinds of work whose time is counted separately
-_LOOK_S = 20.0  # most seconds of silence that one check counts: a check may wait that long for an answer
+_LOOK_S = 20.0  # maximum seconds of silence that one check counts, because it may wait that long for a response
 
 
 class Liveness:
-    """The progress of one part. Call `progress` for each report of the part, and `overdue` regularly to check its silence.
+    """The progress of one part. Call `progress` for each report from the part, and `overdue` regularly to check its silence.
 
     Each check counts at most `_LOOK_S` of silence. Time in which the checking process is stopped (a debugger, a suspended machine) does
     not count, because no reports are read then.
     """
 
-    silent_s: float  # silence since the last report, as far as it counts
+    silent_s: float  # counted seconds of silence since the last report
     _size: float  # size of the current work
     _since: float  # start of the current work, on the clock
 
@@ -45,12 +46,12 @@ class Liveness:
         Args:
             what: the part's name in messages, such as "the learner".
             first_s: deadline in seconds for work without a history.
-            least_s: shortest deadline in seconds.
+            least_s: minimum deadline in seconds.
             clock: seconds of a monotonic clock.
         """
         self.what = what
         self._first_s, self._least_s, self._clock = first_s, least_s, clock
-        self._taken: dict[tuple[str, bool], deque[tuple[float, float]]] = {}  # (work, first of its life?) -> (size, seconds)
+        self._taken: dict[tuple[str, bool], deque[tuple[float, float]]] = {}  # (work, first after a start?) -> (size, seconds)
         self._met: set[str] = set()  # kinds of work since the last start
         self._current: tuple[str, bool] | None = None
         self.needs_s = 0.0
@@ -59,7 +60,8 @@ class Liveness:
         self.begin()
 
     def begin(self, work: str = "starting") -> None:
-        """Records a start or restart. The history stays; the first work of each kind is compared with earlier first times."""
+        """Records a start or restart. The history is kept, and the first work of each kind is compared with the first work after earlier
+        starts."""
         self._met, self._current = set(), None
         self.progress(work)
 
@@ -87,7 +89,7 @@ class Liveness:
 
     def spent_s(self) -> dict[str, float]:
         """Returns the seconds spent so far on each kind of work, including the work in progress. Work that was not reported counts as the
-        work before it."""
+        last reported work."""
         spent = dict(self._spent)
         if self._current is not None:
             spent[self.work] = spent.get(self.work, 0.0) + max(self._clock() - self._since, 0.0)
@@ -134,7 +136,8 @@ class StoppedProcesses:
     """Detects that a signal such as SIGSTOP has stopped a process of a part. The kernel reports it, so no history is needed."""
 
     def __init__(self, what: str, *, states: Callable[[int], Mapping[int, str]], clock: Callable[[], float] = time.monotonic) -> None:
-        """`what`: the part's name in messages. `states`: like `base.processes.process_tree`. `clock`: seconds of a monotonic clock."""
+        """`what`: the part's name in messages. `states`: a function like `base.processes.process_tree`. `clock`: seconds of a monotonic
+        clock."""
         self.what = what
         self.least_s = STOPPED_S
         self._states, self._clock = states, clock
@@ -142,7 +145,7 @@ class StoppedProcesses:
         self._looked = float("-inf")
 
     def overdue(self, root: int) -> str:
-        """Returns why the part with the process `root` counts as stuck; empty if no process has been stopped for `least_s` seconds."""
+        """Returns why the part with the root process `root` counts as stuck; empty if no process has been stopped for `least_s` seconds."""
         now = self._clock()
         if now - self._looked < _STOPPED_LOOK_S:
             return ""
@@ -158,7 +161,7 @@ class StoppedProcesses:
 
 
 class RestartAlert(str):
-    """An alert that a part of the run is restarted, which trackers can distinguish from other alerts.
+    """An alert about the restart of a part of the run. Trackers can distinguish it from other alerts.
 
     Args:
         part: "server", "learner", "rollout worker", "judge" or "redis".
@@ -168,17 +171,17 @@ class RestartAlert(str):
     part: str
 
     def __new__(cls, part: str, text: str) -> RestartAlert:
-        """Returns the alert with its part."""
+        """Returns the alert text with the attribute `part`."""
         alert = super().__new__(cls, text)
         alert.part = part
         return alert
 
 
 class Restarts:
-    """Counts the restarts of one part in a row. The count returns to 0 when the part has worked for `sound_s` since its last start, or
+    """Counts the consecutive restarts of one part. The count returns to 0 when the part has worked for `sound_s` since its last start, or
     when `completed` is called.
 
-    The run therefore ends soon if a part cannot work, and rare failures do not add up over a long run.
+    The run therefore fails soon if a part cannot work, and rare failures do not add up over a long run.
     """
 
     def __init__(self, *, sound_s: float = SOUND_S, clock: Callable[[], float] = time.monotonic) -> None:
@@ -195,7 +198,7 @@ class Restarts:
         self._row = 0
 
     def failed(self) -> int:
-        """Records a failure. Returns the number of failures in a row, this one included."""
+        """Records a failure. Returns the number of consecutive failures, including this one."""
         self.total += 1
         self._row += 1
         return self._row
@@ -206,9 +209,10 @@ class Restarts:
 
 
 class AnswerLiveness:
-    """The liveness of an external part that answers questions of many episodes: an MCP server or a judge's endpoint.
+    """The liveness of an external part that answers questions from many episodes: an MCP server or a judge's endpoint.
 
-    Time counts while any question waits. After `deadline_s` of such time without an answer, the part counts as stuck until it answers.
+    Time counts while any question is waiting for an answer. After `deadline_s` of such time without an answer, the part counts as stuck
+    until it answers.
     """
 
     def __init__(
@@ -248,7 +252,7 @@ class AnswerLiveness:
         return self._first_s if self._longest_s is None else max(self._least_s, DEADLINE_FACTOR * self._longest_s)
 
     def overdue(self) -> str:
-        """Returns the reason why the part counts as stuck; empty if it answers, or if no question has waited long enough.
+        """Returns the reason why the part counts as stuck; empty if it answers, or if questions have not waited long enough.
 
         Call it regularly.
         """

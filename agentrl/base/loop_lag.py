@@ -1,8 +1,8 @@
 """Measures how late the driver's event loop is, and for how long it was blocked.
 
-While the loop is blocked, it handles no timer, answer or result. Afterwards all deadlines in that time have passed. The cause may be
-code that computes without awaiting, garbage collection, or a stopped process; it is never the waiting episode. So the cause
-that is recorded for a missed deadline depends on how long the loop was blocked before it (`StallCount`).
+While the loop is blocked, it handles no timers, responses or results, so deadlines pass unnoticed. The cause may be code that computes
+without awaiting, garbage collection, or a stopped process, but never the waiting episode. So the cause that is recorded for a missed
+deadline depends on how long the loop was blocked before it (`StallCount`).
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from contextvars import Context, ContextVar, copy_context
 TICK_S = 0.05
 """Seconds between two measurements."""
 STALL_S = 1.0
-"""A loop that is this late was blocked. Shorter lags only count in the figures."""
+"""A loop that is at least this late counts as blocked. Shorter lags only appear in the metrics."""
 SHARE = 0.1
-"""If the loop was blocked for at least this share of a deadline, a missed deadline is the machine's fault."""
+"""If the loop was blocked for more than this share of a deadline, a missed deadline is the machine's fault."""
 _LEAST_S = 0.001  # minimum duration of a step of user code that is recorded
-_KEPT = 1 << 16  # newest measurements that are kept for the figures
+_KEPT = 1 << 16  # newest measurements that are kept for the metrics
 
 
 class LoopLag:
-    """The lag of one event loop. Only counts while `watched`."""
+    """The lag of one event loop. It is measured only inside `watched`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self.round = 0  # measurements so far
-        self._calls = 0  # calls of user code that have not ended: episodes, tools and verifiers
+        self._calls = 0  # calls of user code in progress: episodes, tools and verifiers
         self._waited = False  # whether there was such a call since the last measurement
         self._stalled_s = 0.0
         self._due: float | None = None  # time of the next measurement
@@ -42,13 +42,15 @@ class LoopLag:
     def stalled_s(self) -> float:
         """Seconds for which the loop has been blocked so far.
 
-        Includes a stall that is not measured yet: a deadline and the measurement after a stall are due in the same round of the loop.
+        Includes a stall that is not measured yet, because a deadline and the measurement after a stall are due in the same round of the
+        loop.
         """
         late = 0.0 if self._due is None else self._clock() - self._due
         return self._stalled_s + (late if late >= STALL_S else 0.0)
 
     def metrics(self) -> dict[str, float]:
-        """Returns the lag since the last call, in milliseconds. Empty if there are no measurements."""
+        """Returns the 99th percentile and the maximum of the lag since the last call, in milliseconds. Empty if there are no
+        measurements."""
         late, self._late = sorted(self._late), deque(maxlen=_KEPT)
         if not late:
             return {}
@@ -61,7 +63,7 @@ class LoopLag:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Counts a call of user code, which waits while the loop is blocked."""
+        """Counts the block as a call of user code, which waits while the loop is blocked."""
         self._calls, self._waited = self._calls + 1, True
         try:
             yield
@@ -76,7 +78,7 @@ class LoopLag:
             yield
         finally:
             task.cancel()
-            self._due = None  # first, because a cancellation may end the wait: the time after the watch is not a stall
+            self._due = None  # first, because a cancellation may end the wait, and the time after the watch is not a stall
             await asyncio.wait({task})
 
     async def _watch(self, alert: Callable[[str], None]) -> None:
@@ -118,7 +120,8 @@ DRIVER_LAG = LoopLag()
 
 
 class StallCount:
-    """Counts how long the driver's loop was blocked since construction. Excludes the time for which the counted code blocked it."""
+    """Counts how long the driver's loop has been blocked since construction, excluding the time for which the code of the count's own task
+    blocked it."""
 
     def __init__(self, parent: StallCount | None = None) -> None:
         self._parent = parent
@@ -140,7 +143,7 @@ class StallCount:
         return self.seconds > SHARE * limit_s
 
     def add(self, seconds: float) -> None:
-        """Records that the code itself held the loop, in every enclosing count. Steps between two measurements are one stall."""
+        """Records in every enclosing count that the code itself blocked the loop. Steps between two measurements are one stall."""
         counted: StallCount | None = self
         while counted is not None:
             before = counted._in_round_s if counted._round == DRIVER_LAG.round else 0.0
@@ -157,7 +160,7 @@ def count_stalls(within: StallCount | None = None) -> tuple[StallCount, Context]
     """Returns a count of stalls, and a context for the task whose own code the count excludes.
 
     Args:
-        within: the enclosing count; None means the one of the current task, if there is any.
+        within: the enclosing count; None means the count of the current task, if it has one.
     """
     stalls, context = StallCount(within or _current.get()), copy_context()
     context.run(_current.set, stalls)
@@ -165,12 +168,12 @@ def count_stalls(within: StallCount | None = None) -> tuple[StallCount, Context]
 
 
 def current_stalls() -> StallCount | None:
-    """Returns the count of the current task, which excludes stalls caused by its own code; None outside of user code."""
+    """Returns the count of the current task, which excludes stalls caused by its own code; None outside user code."""
     return _current.get()
 
 
 def count_as(stalls: StallCount | None) -> None:
-    """Makes the code of the current task count, from now on, as code of the task with `stalls`, for which it works."""
+    """From now on, counts the code of the current task as code of the task that `stalls` belongs to, because it works for that task."""
     _current.set(stalls)
 
 

@@ -1,6 +1,6 @@
-"""The images of a run: decodes untrusted files within bounds, and stores them by their hash in the run folder's `media`.
+"""The images of a run: decodes untrusted files within bounds, and stores them by their hash in the folder `media` of the run folder.
 
-An image is stored as an RGB PNG without metadata, so that server and learner decode the same pixels.
+An image is stored as an RGB PNG without metadata, so that the server and the learner decode the same pixels.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 MAX_PIXELS = 1 << 22
 MAX_SIDE = 8192
 MAX_STORED = 16 << 20
-"""Maximum bytes of a stored image; an image of `MAX_PIXELS` needs fewer."""
+"""Maximum bytes of a stored image. An image with `MAX_PIXELS` pixels needs fewer."""
 NUMPY = b"\x93NUMPY"
 """The first bytes of an npy file."""
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -40,17 +40,18 @@ _CONFIG_BYTES = 1 << 20
 
 
 class InvalidImage(ValueError):
-    """Bytes that are not an image within the bounds."""
+    """The bytes are not an image within the bounds."""
 
 
 class MissingImage(InfrastructureError):
-    """A media folder does not contain an image. Text may refer to an image that never existed."""
+    """A media folder does not contain the image. The image may never have existed, because text may refer to any image."""
 
 
 class MediaFolder:
-    """The images of one run, by name: the first 10 hexadecimal digits of the sha256 of their files. Safe for threads and processes.
+    """The images of one run, by name: the first 10 hexadecimal digits of the sha256 of their files. Safe for use by several threads and
+    processes.
 
-    On a host without the run folder, `fetch` returns a file from the driver, and `send` stores one there.
+    On a host without the run folder, `fetch` returns a file from the driver, and `send` stores a file at the driver.
     """
 
     def __init__(
@@ -74,7 +75,8 @@ class MediaFolder:
         return sha256
 
     def read(self, name: str) -> bytes:
-        """Returns the file of an image. Raises `MissingImage`, and `InfrastructureError` if it is damaged or the driver does not answer."""
+        """Returns the bytes of an image's file. Raises `MissingImage`, and `InfrastructureError` if it is damaged or the driver does not
+        respond."""
         content = self._local(name)
         if content is None and self._fetch is not None:
             with contextlib.suppress(LookupError):
@@ -112,7 +114,8 @@ def _name(content: bytes) -> str:
 
 
 def normalized_image(content: bytes) -> bytes:
-    """Returns a PNG or JPEG file, or an npy file of uint8 [H, W, 3 or 4], as an RGB PNG file on white. Raises `InvalidImage`."""
+    """Returns the image in a PNG or JPEG file, or in an npy file of uint8 [H, W, 3 or 4], as an RGB PNG file with a white background.
+    Raises `InvalidImage`."""
     from PIL import Image, ImageOps
 
     try:
@@ -146,7 +149,7 @@ def open_png(png: bytes) -> Image:
 
 
 def read_array(content: bytes) -> NDArray[Any]:
-    """Returns the numbers of an npy file. Raises `InvalidImage`; an array of objects is never unpickled."""
+    """Returns the array in an npy file. Raises `InvalidImage` if it is invalid. An array of objects is never unpickled."""
     import numpy as np
 
     try:
@@ -168,7 +171,7 @@ def is_pixels(array: NDArray[Any]) -> bool:
 
 
 def number_text(array: NDArray[Any]) -> str:
-    """Returns the numbers of an array as text, each with the digits that identify it: `[[0.1, 2.0], [3.0, 4.0]]`."""
+    """Returns the numbers of an array as text, each with the fewest digits that identify it: `[[0.1, 2.0], [3.0, 4.0]]`."""
     if array.ndim == 0:
         return str(array[()])
     return f"[{', '.join(map(number_text, array))}]"
@@ -182,7 +185,7 @@ def _pixels(content: bytes) -> NDArray[Any]:
 
 
 def image_token(folder: Path) -> int | None:
-    """Returns the id of the token that represents a part of an image in a folder's model; None if the model reads only text."""
+    """Returns the id of the token that represents a part of an image for the model in a folder; None if the model reads only text."""
     try:
         config = json.loads(untrusted_files.read_bytes(folder / "config.json", most=_CONFIG_BYTES))
     except (OSError, ValueError, RecursionError):

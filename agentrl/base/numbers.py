@@ -1,12 +1,13 @@
 """Decides whether two numbers are equal up to rounding. All verifiers and triage use this comparison.
 
-A tolerance is for numbers that arithmetic has rounded. Whole numbers (counts, ids, amounts in cents) are exact, so two different whole
-numbers are never equal within a tolerance.
+A tolerance applies only to numbers that arithmetic has rounded. Whole numbers (counts, ids, amounts in cents) are exact, so two different
+whole numbers never count as equal.
 
 The module also computes the Wilson interval of a proportion, and Student's t distribution for the interval of a mean. It uses only the
 standard library.
 
-It compares scores up to rounding. Sums such as 0.1 + 0.2 + 0.2 and 0.5 differ by rounding, which must not count as a preference.
+It also compares scores up to rounding. The sum 0.1 + 0.2 + 0.2 and the number 0.5 may differ by rounding, which must not count as a
+preference.
 
 All code that compares scores uses these functions: advantages, groups with equal scores, preference pairs, thresholds and comparisons of
 policies. Scores are compared to nine decimals, or to nine digits if they are larger than 1.
@@ -41,7 +42,7 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def is_whole(value: Fraction | float) -> bool:
-    """Whether a finite number is whole and known exactly. A float from 2**53 on is not exact: it may be rounded."""
+    """Whether a finite number is whole and known exactly. A float of 2**53 or more is not exact, because it may have been rounded."""
     if isinstance(value, float):
         return value.is_integer() and abs(value) < _EXACT_FLOAT
     return value.denominator == 1
@@ -51,7 +52,7 @@ def same_number(number: Fraction | float, wanted: Fraction | float, *, relative:
     """Whether two numbers are equal up to rounding.
 
     Two different whole numbers are never equal. If only one of the numbers is whole and they differ by more than 0.5, they are not equal.
-    Otherwise `is_near` decides. Infinite numbers equal only themselves, and NaN equals nothing.
+    Otherwise `is_near` decides. An infinite number equals only itself, and NaN equals nothing.
     """
     if number == wanted:
         return True
@@ -67,7 +68,7 @@ def is_near(number: Fraction | float, wanted: Fraction | float, *, relative: flo
     """Whether two finite numbers differ by at most max(relative * |wanted|, absolute).
 
     No constant may be near all small values of `wanted`. Therefore, if `wanted` is not 0, then 0 and numbers of the opposite sign are never
-    near it, and `absolute` counts as at most |wanted| / 2, and as 0 if it exceeds |wanted|.
+    near it, and `absolute` is capped at |wanted| / 2 and counts as 0 if it exceeds |wanted|.
     """
     if number == wanted:
         return True
@@ -86,7 +87,7 @@ def is_near(number: Fraction | float, wanted: Fraction | float, *, relative: flo
 
 @lru_cache(maxsize=64)
 def _written(tolerance: float) -> Fraction:
-    """Returns the decimal number that a tolerance was written as: 0.001 is exactly a thousandth, unlike its float."""
+    """Returns the decimal number as which a tolerance was written: 0.001 is exactly a thousandth, unlike the float."""
     return Fraction(repr(float(tolerance)))
 
 
@@ -98,7 +99,7 @@ def wilson_interval(share: float, n: float, *, level: float = LEVEL) -> tuple[fl
 
     Args:
         share: the observed proportion.
-        n: number of observations; a fraction if repeated observations count less.
+        n: number of observations, which may be fractional if repeated observations count less.
     """
     z2 = NormalDist().inv_cdf((1 + level) / 2) ** 2
     center = (share * n + z2 / 2) / (n + z2)
@@ -117,7 +118,8 @@ def student_t_quantile(freedom: int, *, level: float = LEVEL) -> float:
 
 
 def student_t_probability(t: float, freedom: int) -> float:
-    """Returns P(|T| <= t), a finite sum for an integer number of degrees of freedom (Abramowitz and Stegun 1964, 26.7.3 and 26.7.4)."""
+    """Returns P(|T| <= t), which is a finite sum for an integer number of degrees of freedom (Abramowitz and Stegun 1964, 26.7.3 and
+    26.7.4)."""
     angle = math.atan2(t, math.sqrt(freedom))
     sine, cosine = math.sin(angle), math.cos(angle)
     odd = freedom % 2
@@ -129,11 +131,11 @@ def student_t_probability(t: float, freedom: int) -> float:
 
 
 ROUNDING = 1e-9
-"""Largest difference at which two scores count as equal, relative to the larger score or to 1."""
+"""Maximum difference at which two scores count as equal, relative to the larger score or to 1."""
 
 
 def tolerance(*scores: float) -> float:
-    """Returns the largest difference at which these scores count as equal; 0 if a score is infinite."""
+    """Returns the maximum difference at which these scores count as equal; 0 if a score is infinite."""
     largest = max((1.0, *map(abs, scores)))
     return ROUNDING * largest if largest < float("inf") else 0.0
 
@@ -161,5 +163,5 @@ def all_negligible(credits: Iterable[float], scores: Iterable[float]) -> bool:
 
 
 def exact_fraction(score: float) -> Fraction:
-    """Returns a finite score as the fraction that it was before rounding, so that sums and ties of scores are exact."""
+    """Returns the fraction that a finite score was before rounding, so that sums and ties of scores are exact."""
     return Fraction(f"{score:.9f}" if abs(score) <= 1 else f"{score:.9e}")

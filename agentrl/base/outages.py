@@ -1,4 +1,4 @@
-"""Decides which errors report an outage: a failed server, network or machine, and not a wrong request.
+"""Decides which errors report an outage: a failure of a server, a network or a machine, as opposed to a wrong request.
 
 `outage_of` decides for exceptions, `outage_phrase` for strings. Tools, MCP servers, verifiers and the triage of traces use the same two
 functions. Third-party exceptions are recognised by attributes and names, so no client library is imported. docs/tools.md states the rule.
@@ -28,7 +28,7 @@ _NOT_THE_SERVER = (
     *(ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, AssertionError, NotImplementedError),
     *(MemoryError, NameError, SyntaxError, ImportError),
 )
-"""Built-in exceptions that code raises on a wrong value. Their names and messages are not searched, but their causes are."""
+"""Built-in exceptions that code raises for a wrong value. Their names and messages are not searched, but their causes are."""
 
 _MACHINE = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EROFS, errno.ESTALE),
@@ -72,7 +72,7 @@ _ENDS = (
     r"|\s(?:internal server|bad gateway|service (?:temporarily )?unavailable|gateway time|server error\b|too many requests"
     r"|origin (?:is|dns)|web server (?:is|returned))))"
 )
-"""What follows the status of an error report. In "Status: 500 items", the number counts something."""
+"""What follows the status in an error report. In "Status: 500 items", the number counts something."""
 _WITH_STATUS = (
     r"(?:\bhttps?(?:/[\d.]{1,4})?(?: error| status(?: code)?| code)?|\b(?:http|response|upstream|error)_status(?:_?code)?"
     r"|\bstatus[ _]?code|\b(?:error|response)[ _]code"
@@ -104,7 +104,7 @@ _SAYS = re.compile(
 )
 _FIELD = re.compile(rf"\"(?:code|status|status_?code|http_?status)\"\s{{0,4}}:\s{{0,4}}\"?{_STATUS}\b(?!\.\d)", re.IGNORECASE)
 _ERROR_FIELD = re.compile(r"\"(?:errors?|exception|message)\"\s{0,4}:", re.IGNORECASE)
-"""In JSON, a status is an error report only next to a field that describes the error."""
+"""In JSON, a status reports an error only if it is next to a field that describes the error."""
 _NEAR = 300  # maximum characters between the two
 _WORD = re.compile(r"[a-z0-9]+")
 _URL = re.compile(r"\b[a-z][a-z0-9+.-]{1,20}://", re.IGNORECASE)
@@ -122,7 +122,7 @@ _ADDRESS_KEY = re.compile(
 class Outage:
     """An outage, described in one printable line.
 
-    `late`: whether there was no answer in time, or a program was killed. A large request can also cause these.
+    `late`: whether there was no response in time, or a program was killed. A large request can also cause either.
     """
 
     text: str
@@ -133,8 +133,8 @@ def outage_of(error: BaseException, arguments: Mapping[str, Any] | None = None, 
     """Returns the outage that an exception reports; None if the request or the code was wrong.
 
     Causes, contexts and members of groups are searched too. The first exception that identifies the server or the request as the cause
-    decides: by an HTTP status, a database error code, or a type of the standard library. 401, 408, 429 and 5xx are the server's fault.
-    Other statuses are the request's fault. An outage at an address in `arguments` is the request's fault, because the arguments chose the
+    decides. It does so by an HTTP status, a database error code, or a type of the standard library. 401, 408, 429 and 5xx are the server's
+    fault. Other statuses are the request's fault. An outage at an address in `arguments` is the request's fault, because it chose the
     address.
 
     Args:
@@ -155,7 +155,7 @@ def outage_of(error: BaseException, arguments: Mapping[str, Any] | None = None, 
 def outage_phrase(text: str, arguments: Mapping[str, Any] | Sequence[Any] | None = None) -> str:
     """Returns the phrase in which a string reports an outage; "" if there is none.
 
-    The content of `arguments` does not count, because a tool may repeat its arguments.
+    Phrases in `arguments` do not count, because a tool may repeat its arguments.
     """
     own = set(_WORD.findall(" ".join(_texts(arguments)).lower())) if arguments else set()
     for report in _reports(text[:_MAX_TEXT]):
@@ -174,7 +174,7 @@ def _reports(text: str) -> Iterator[str]:
 
 
 def is_outage_name(error_type: str) -> bool:
-    """Whether an exception's type name, or an HTTP status given instead, reports an outage: `httpx.ConnectTimeout`, `503`."""
+    """Whether an exception's type name, or an HTTP status in its place, reports an outage: `httpx.ConnectTimeout`, `503`."""
     name = error_type.strip().rpartition(".")[2]
     if name.isdigit():
         return name in ("401", "408", "429") or (len(name) == 3 and name.startswith("5"))
@@ -189,7 +189,7 @@ def has_address(arguments: Mapping[str, Any]) -> bool:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yields the errors of `error_chain`, and those that some libraries keep in other attributes."""
+    """Yields the errors from `error_chain`, and those that some libraries store in other attributes."""
     for cause in error_chain(error):
         yield cause
         for name in ("reason", "orig"):
@@ -212,7 +212,7 @@ def _verdict(error: BaseException, own: Sequence[Any]) -> str | None:
 
 
 def _by_status(error: Exception) -> str | None:
-    """Returns the verdict by the HTTP or gRPC status in a client's exception."""
+    """Returns the verdict that follows from the HTTP or gRPC status in a client's exception."""
     response = _attribute(error, "response")
     holders: list[tuple[Any, str]] = [(response, "status_code"), (response, "status"), (error, "status_code"), (error, "status")]
     holders += [(error, "code"), (error, "http_status"), (_attribute(error, "resp"), "status")]
@@ -230,9 +230,9 @@ def _by_status(error: Exception) -> str | None:
 
 
 def _by_type(error: Exception) -> str | None:
-    """Returns the verdict by the types of the standard library."""
+    """Returns the verdict that follows from an exception type of the standard library."""
     if isinstance(error, subprocess.CalledProcessError):
-        return "late" if error.returncode < 0 else "request"  # a signal ended the program, or it ended itself
+        return "late" if error.returncode < 0 else "request"  # a signal killed the program, or it exited itself
     if isinstance(error, TimeoutError | subprocess.TimeoutExpired):
         return "late"
     if isinstance(error, ConnectionError | socket.gaierror | socket.herror | EOFError):
@@ -245,7 +245,7 @@ def _by_type(error: Exception) -> str | None:
 
 
 def _by_database(error: Exception) -> str | None:
-    """Returns the verdict by the error codes of SQLite, PostgreSQL and MySQL."""
+    """Returns the verdict that follows from an error code of SQLite, PostgreSQL or MySQL."""
     if isinstance(error, sqlite3.Error):
         code = getattr(error, "sqlite_errorcode", None)
         if isinstance(code, int):
@@ -262,7 +262,7 @@ def _by_database(error: Exception) -> str | None:
 
 
 def _by_name(error: Exception) -> str | None:
-    """Returns the verdict by the names of the error's type and of its bases, except built-in types."""
+    """Returns the verdict that follows from the names of the error's type and of its base classes, except built-in types."""
     names = [kind.__name__ for kind in type(error).__mro__ if kind.__module__ != "builtins"]
     if any(map(_WRONG_NAME.search, names)):
         return "request"
@@ -272,8 +272,8 @@ def _by_name(error: Exception) -> str | None:
 
 
 def _chose_address(error: BaseException, arguments: Mapping[str, Any]) -> bool:
-    """Whether the address that failed is one of the arguments. If the error has no address, or only a numeric one, any argument that is
-    an address counts."""
+    """Whether the address that failed is one of the arguments. If the error contains no address, or only a numeric address, any argument
+    that is an address counts."""
     hosts = {host.lower() for host in _hosts(error) if host}
     texts = [text.lower() for text in _texts(arguments)]
     if any(_holds(text, host) for host in hosts for text in texts):
@@ -284,7 +284,7 @@ def _chose_address(error: BaseException, arguments: Mapping[str, Any]) -> bool:
 
 
 def _holds(text: str, host: str) -> bool:
-    """Whether a string contains a host. A host of one word, such as "search", must be in the form of an address."""
+    """Whether a string contains a host. A host that is a single word, such as "search", must appear in the form of an address."""
     if "." in host or ":" in host:
         return re.search(rf"(?<![\w.-]){re.escape(host)}(?![\w-])", text) is not None
     return text.strip() == host or re.search(rf"(?://|@){re.escape(host)}(?![\w-])|(?<![\w.-]){re.escape(host)}:\d", text) is not None
@@ -298,7 +298,7 @@ def _is_address(key: str, text: str) -> bool:
 
 
 def _hosts(error: BaseException) -> Iterator[str]:
-    """Yields the hosts in a client's exception that the client connected to."""
+    """Yields the hosts that a client connected to, as its exception reports them."""
     for path in ("host", "request.url", "request_info.url", "url", "pool.host", "filename"):
         value: Any = error
         for name in path.split("."):
@@ -317,7 +317,7 @@ def _hosts(error: BaseException) -> Iterator[str]:
 
 
 def _named(value: Any, key: str = "", depth: int = 8) -> Iterator[tuple[str, str]]:
-    """Yields every string in the arguments, with the name of its argument or field."""
+    """Yields every string in the arguments, as a pair with the name of its argument or field."""
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, Mapping) and depth:

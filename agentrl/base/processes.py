@@ -1,4 +1,4 @@
-"""Process-wide settings: death with the parent, limits, garbage collection, OpenMP. Also kills processes that carry a mark."""
+"""Process-wide settings: exit with the parent, limits, garbage collection, OpenMP. Also kills processes that carry a mark."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ _SPINS = 20_000  # checks of a flag, which take a fraction of a millisecond
 def die_with_parent(parent: int) -> None:
     """Asks the kernel to kill this process as soon as process `parent`, which started it, is gone (`prctl(2)`).
 
-    Linux only; no effect elsewhere. The kernel watches the thread that started this process: start it from a thread that lives as long
-    as it should. A forked process does not inherit this setting.
+    Linux only; no effect elsewhere. The kernel watches the thread that started this process, so start the process from a thread that lives
+    at least as long. A forked process does not inherit this setting.
     """
     if not sys.platform.startswith("linux"):
         return
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:  # it died before the request took effect
+    if os.getppid() != parent:  # the parent died before the request took effect
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 @contextlib.contextmanager
 def deadline_alarm(limit_s: float, raised: Callable[[], BaseException], *, cpu: bool = False) -> Iterator[None]:
-    """Raises what `raised` returns if the block takes longer than `limit_s` seconds; if `cpu` is True, seconds of CPU time.
+    """Raises the exception that `raised` returns if the block takes longer than `limit_s` seconds, or seconds of CPU time if `cpu` is True.
 
-    Python runs a signal's handler in the main thread, between two operations. So a block in another thread has no limit.
+    Python runs signal handlers in the main thread, between two operations, so a block in any other thread has no limit.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -64,7 +64,7 @@ def deadline_alarm(limit_s: float, raised: Callable[[], BaseException], *, cpu: 
 def kill_marked(name: str, value: str) -> int:
     """Kills the processes of this user whose environment at their start had `name` set to `value`. Returns their number.
 
-    Programs inherit the variable in any session or process group, so this finds daemons. Linux only; kills none on other systems.
+    Programs inherit the variable in any session or process group, so this also finds daemons. Linux only; kills none on other systems.
     """
     wanted, killed = f"{name}={value}".encode(), 0
     for _ in range(8):  # repeated, because processes may start others meanwhile
@@ -94,12 +94,12 @@ def process_tree(root: int) -> dict[int, str]:
 
 
 def process_group(group: int) -> list[int]:
-    """Returns the ids of the processes of a group that have not ended. Linux only; empty on other systems."""
+    """Returns the ids of the processes in a group that have not exited. Linux only; empty on other systems."""
     return [pid for pid in _processes() if (stat := read_stat(pid)).group == group and not stat.has_ended]
 
 
 def memory_by_group() -> Counter[int]:
-    """Returns the resident bytes of the other processes by process group. Shared pages count for each process. Linux only."""
+    """Returns process group -> resident bytes of its processes, except this process. Shared pages count for each process. Linux only."""
     used = Counter[int]()
     for stat in map(read_stat, _processes()):
         used[stat.group] += stat.memory
@@ -107,7 +107,7 @@ def memory_by_group() -> Counter[int]:
 
 
 def available_memory() -> int:
-    """Returns the bytes of memory that this container may use; if it has no limit, those of this machine."""
+    """Returns the bytes of memory that this container may use; if it has no limit, the bytes of memory of this machine."""
     amounts = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
         with contextlib.suppress(OSError, ValueError):  # the file does not exist, or contains "max"
@@ -116,7 +116,7 @@ def available_memory() -> int:
 
 
 class ProcessStat(NamedTuple):
-    """What `proc(5)` reports about a process. `started` and the process id together identify it, because ids are reused."""
+    """What `proc(5)` reports about a process. `started` and the process id together identify a process, because ids are reused."""
 
     state: str = ""  # empty if it does not exist
     parent: int = 0
@@ -126,7 +126,7 @@ class ProcessStat(NamedTuple):
 
     @property
     def has_ended(self) -> bool:
-        """Whether it no longer runs: it does not exist, or its parent has not read its exit code."""
+        """Whether the process no longer runs, because it does not exist or its parent has not read its exit code."""
         return self.state in ("", "Z", "X")
 
 
@@ -148,7 +148,7 @@ def _processes() -> list[int]:
 
 
 def _environment(pid: int) -> list[bytes]:
-    """Returns the environment of a process at its start; empty for a process of another user and for one that has ended."""
+    """Returns the environment of a process at its start; empty if the process belongs to another user or has exited."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     return []
@@ -157,7 +157,7 @@ def _environment(pid: int) -> list[bytes]:
 def raise_file_limit() -> int:
     """Raises the soft limit on open files to the hard limit, and returns it.
 
-    A driver with thousands of episodes needs a socket for each, and shells start programs with a limit of 1,024.
+    A driver with thousands of episodes needs a socket for each, but shells usually start programs with a limit of 1,024.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -171,9 +171,9 @@ def import_environment(folder: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def freeze_imports() -> Iterator[None]:
-    """Excludes objects created in this context from garbage collection, for imports.
+    """Excludes objects created in the block from garbage collection. Use it around imports.
 
-    Torch and similar libraries create millions of objects and no garbage; collections took a fifth to a quarter of the import.
+    Torch and similar libraries create millions of objects and no garbage. Collections took a fifth to a quarter of the import time.
     """
     gc.disable()
     try:
@@ -185,12 +185,12 @@ def freeze_imports() -> Iterator[None]:
 
 @contextlib.asynccontextmanager
 async def rare_collections(every_s: float = COLLECT_EVERY_S) -> AsyncIterator[None]:
-    """Within this context, full garbage collections run only every `every_s` seconds and at the end.
+    """Runs full garbage collections only every `every_s` seconds in the block, and at its end.
 
     A full collection stops the event loop, for about half a second with 4,000 episodes in flight. By default, Python starts a full
     collection whenever the number of objects that survived the younger generations has grown by a quarter. In a busy driver this happens
     every few seconds, and more than one turn in a hundred waits for a collection. Younger generations are collected as before, and
-    reference counting frees nearly everything. Objects that exist at the start are examined only at the end.
+    reference counting frees nearly all objects. Objects that exist at the start are examined only at the end.
     """
     first, second, third = gc.get_threshold()
     gc.collect()
@@ -217,8 +217,8 @@ def openmp_environment(threads: int, *, alone: bool) -> dict[str, str]:
 
     Args:
         threads: threads per team.
-        alone: whether no other process computes at the same time. If it is True, waiting threads spin briefly before they sleep, because a
-            small model has hundreds of such waits per token. Otherwise they sleep at once, because spinning takes CPU time from other
+        alone: whether no other process computes at the same time. If True, waiting threads spin briefly before they sleep, because a small
+            model causes hundreds of such waits per token. Otherwise they sleep at once, because spinning takes CPU time from other
             processes.
     """
     return {

@@ -1,7 +1,8 @@
-"""Locks that allow one driver per run folder. They are kernel locks (flock), released when the processes that hold them end.
+"""Locks that allow one driver per run folder. They are kernel locks (flock), which are released when the processes that hold them exit.
 
 Only the driver holds `.driver.lock`; its child processes do not inherit it. The servers and the learner share `.parts.lock`. The kernel
-kills them when their driver dies, but not at the same instant, so the next driver waits for the last of them before it reads the folder.
+kills them when their driver dies, but not at the same instant, so the next driver waits until the last of them has exited before it reads
+the folder.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 from agentrl.errors import RunFolderBusy, UserError
 
 DRIVER, PARTS = ".driver.lock", ".parts.lock"
-_READ_TRIES = 20  # of 10 ms each; a holder writes its record immediately after it gets the lock
+_READ_TRIES = 20  # of 10 ms each; a holder writes its record immediately after it acquires the lock
 _REMOVED_TRIES = 100  # to create a folder that another process removes; below /proc every attempt fails
 _PATIENCE_S = 1.0  # seconds before a message reports what the driver waits for
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
@@ -40,14 +41,15 @@ class Holder:
 
 @contextmanager
 def drive_folder(folder: Path, *, command: str, wait_s: float = 60.0) -> Iterator[None]:
-    """Locks `folder` for this process as its driver. Creates the folder if needed, and removes it at the end if it is empty.
+    """Locks `folder` for this process, its driver, during the block. Creates the folder if needed, and removes it at the end if it is
+    empty.
 
     Args:
         command: the command of this process, for the error message of other processes.
         wait_s: seconds to wait for the servers and the learner of a driver that died.
 
-    Raises `RunFolderBusy`, with the holder if it is known, if a different process drives the folder, and `UserError` if a process of
-    a dead driver does not end.
+    Raises `RunFolderBusy`, with the holder if it is known, if a different process drives the folder, and `UserError` if a process of a dead
+    driver does not exit.
     """
     handle = _taken(folder)
     try:
@@ -65,14 +67,14 @@ def is_vacant(folder: Path) -> bool:
 
 
 def hold_shared_lock(folder: Path) -> int:
-    """Takes the shared lock, and returns its descriptor for `pass_fds`. The lock is held until every process has closed it."""
+    """Acquires the shared lock, and returns its descriptor for `pass_fds`. The lock is held until every process has closed it."""
     handle = os.open(folder / PARTS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(handle, fcntl.LOCK_SH)
     return handle
 
 
 def _taken(folder: Path) -> int:
-    """Takes the driver's lock and returns its descriptor. Retries if the last driver just removed the folder."""
+    """Acquires the driver's lock and returns its descriptor. Retries if the last driver has just removed the folder."""
     try:
         str(folder).encode()
     except UnicodeEncodeError:
@@ -118,14 +120,15 @@ def _same_file(handle: int, path: Path) -> bool:
 
 
 def _write(handle: int, holder: Holder) -> None:
-    """Writes the holder into the lock file. If the disk is full, the lock still holds, but errors of other processes omit the holder."""
+    """Writes the holder into the lock file. If the disk is full, the lock still holds, but error messages of other processes omit the
+    holder."""
     with contextlib.suppress(OSError):
         os.ftruncate(handle, 0)
         os.pwrite(handle, json.dumps(asdict(holder)).encode() + b"\n", 0)
 
 
 def _read(handle: int) -> Holder | None:
-    """Waits for the record of the holder and returns it; None if the holder writes none.
+    """Waits for the record of the lock's holder and returns it; None if the holder writes no record.
 
     Call it only while the lock is held, because records stay in the file.
     """
@@ -181,14 +184,14 @@ def _users(path: Path) -> list[int]:
     wanted, holders = str(path.resolve()), []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal() and int(entry.name) != os.getpid():
-            with contextlib.suppress(OSError):  # the process ended, or belongs to a different user
+            with contextlib.suppress(OSError):  # the process has exited, or belongs to a different user
                 if any(os.readlink(link) == wanted for link in (entry / "fd").iterdir()):
                     holders.append(int(entry.name))
     return holders
 
 
 def _remove_if_vacant(folder: Path) -> None:
-    """Removes an empty folder. Call it while the lock is held: a process that opened the removed file detects the change."""
+    """Removes an empty folder. Call it while the lock is held, because a process that opened the removed file then detects the change."""
     with contextlib.suppress(OSError):
         if is_vacant(folder):
             (folder / DRIVER).unlink()

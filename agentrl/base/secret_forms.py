@@ -123,12 +123,12 @@ def _words(name: str) -> list[str]:
 
 
 def is_secret_variable(name: str) -> bool:
-    """Whether an environment variable is withheld from processes that need no secret. Ambiguous names count."""
+    """Whether an environment variable is withheld from processes that need no secrets. This includes variables with ambiguous names."""
     return name not in _NO_SECRET and _VARIABLE.search(name.upper()) is not None
 
 
 def looks_generated(text: str) -> bool:
-    """Whether a string looks like a generated key: a UUID, or at least 16 letters and digits in alternation. A path does not."""
+    """Whether a string looks like a generated key: a UUID, or at least 16 interleaved letters and digits. A path does not."""
     if _UUID.fullmatch(text):
         return True
     if re.match(r"[/~.]", text) or re.search(r"\s", text):
@@ -145,7 +145,7 @@ def holds_secret(text: str) -> bool:
 
 
 def hide_logins(text: str, mark: str) -> str:
-    """Replaces logins in URLs and tokens of webhooks by `mark`."""
+    """Replaces logins in URLs and webhook tokens with `mark`."""
     if "://" not in text:
         return text
     text = _WEBHOOK.sub(lambda match: f"{match[1]}{mark}", text)
@@ -184,7 +184,7 @@ def secrets_in_command(arguments: Sequence[str], *, shell: bool = False) -> Iter
     """Yields the flags, variables and headers in a program's arguments that precede a secret, but not the secret.
 
     Args:
-        shell: whether the words come from a shell command. There `name=value` may be code, so only `NAME=value` counts as a variable.
+        shell: whether the words come from a shell command, in which `name=value` may be code, so only `NAME=value` counts as a variable.
     """
     program = ""
     arguments = [word.rstrip(";") for word in arguments] if shell else list(arguments)
@@ -197,7 +197,7 @@ def secrets_in_command(arguments: Sequence[str], *, shell: bool = False) -> Iter
         if value := _login_flag(program, word, after) or _header(word) or _header(attached):
             yield value
         elif _FLAG.fullmatch(flag) and is_secret(flag.lstrip("-"), attached or ("" if after.startswith("-") else after)):
-            yield flag if flag.startswith("--") else f"{flag[:2]}..."  # -pVALUE may hold the secret itself
+            yield flag if flag.startswith("--") else f"{flag[:2]}..."  # -pVALUE may contain the secret itself
         elif value := _assigned(attached, shell=shell):
             yield value
         elif " " in word and (re.fullmatch(r"-\w*c", before) or arguments[0].rpartition("/")[2] in _SHELLS):
@@ -205,7 +205,7 @@ def secrets_in_command(arguments: Sequence[str], *, shell: bool = False) -> Iter
 
 
 def split_command(text: str) -> list[str]:
-    """Returns the words of a shell command, split at white space if its quotes do not match."""
+    """Returns the words of a shell command. If its quotes do not match, splits it at white space."""
     try:
         return shlex.split(text[:_LONGEST_COMMAND])
     except ValueError:
@@ -240,7 +240,8 @@ def _assigned(word: str, *, shell: bool) -> str:
 
 
 def _header(word: str) -> str:
-    """Returns the name if the string is an HTTP header with a secret, such as `Authorization: Bearer abc`; otherwise an empty string."""
+    """Returns the header's name if the string is an HTTP header with a secret, such as `Authorization: Bearer abc`; otherwise an empty
+    string."""
     match = _HEADER.fullmatch(word)
     if match is None:
         return ""

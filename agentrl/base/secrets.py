@@ -36,9 +36,9 @@ def is_reference(text: object) -> bool:
 
 
 def read_secret(reference: str) -> str:
-    """Returns the secret at a reference, without a file's last line break. From then on, `redact` hides it.
+    """Returns the secret that a reference points to, without the final line break of a file. From then on, `redact` hides it.
 
-    Raises `UserError` if it does not exist; the message never repeats text that may be a secret.
+    Raises `UserError` if the secret does not exist. The message never repeats text that may be a secret.
     """
     if not is_reference(reference):
         raise UserError("a secret is given by value, or its reference is misspelled", fix=HOW_TO_REFER)
@@ -125,7 +125,7 @@ def _under(key: str, value: Any, path: str) -> Iterator[str]:
 
 
 def _is_pin(key: str, value: Any) -> bool:
-    """Whether a value is a password of digits, which a command-line override turns into a number. `token: 50256` is not."""
+    """Whether a value is a password that consists of digits, which a command-line override turns into a number. `token: 50256` is not."""
     return type(value) is int and abs(value) > 999 and secret_forms.marks_secret(key) and not key.lower().endswith("token")
 
 
@@ -135,7 +135,8 @@ def _in_words(words: Sequence[str], where: str, *, shell: bool = False) -> Itera
 
 
 def redact(text: str) -> str:
-    """Returns a string without secrets that this process read or has in its environment, and without logins and webhooks in URLs."""
+    """Returns a string without the secrets that this process has read or has in its environment, and without logins and webhooks in
+    URLs."""
     for secret in sorted(_read | _in_environment(), key=len, reverse=True):
         for form in {secret, json.dumps(secret)[1:-1], repr(secret)[1:-1], quote(secret, safe=""), quote(secret)}:
             if len(secret) >= _SHORTEST and form in text:
@@ -145,7 +146,8 @@ def redact(text: str) -> str:
 
 @cache
 def _in_environment() -> frozenset[str]:
-    """Returns the values of environment variables whose names mark a secret, except short values and paths, which occur in any text."""
+    """Returns the values of environment variables whose names mark a secret, except short values and paths, which also occur in ordinary
+    text."""
     return frozenset(
         value
         for name, value in os.environ.items()
@@ -165,7 +167,8 @@ class RedactingFormatter(logging.Formatter):
 
 
 def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment for a child process that needs no secret: without secret variables and without values that contain one."""
+    """Returns the environment for a child process that needs no secrets: without secret variables, and without values that contain a
+    secret."""
     known = [secret for secret in _read if len(secret) >= _SHORTEST]
     return {
         name: value

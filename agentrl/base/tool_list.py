@@ -15,7 +15,7 @@ from agentrl.base.user_code import clean
 MAX_TOOLS = 64
 MAX_PAGES = 16
 MAX_SCHEMA = 16_384
-"""Maximum characters of one tool's parameters, as JSON."""
+"""Maximum number of characters in the JSON of one tool's parameters."""
 MAX_DEPTH = 16
 MAX_DESCRIPTION = 4_000
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -26,7 +26,7 @@ _DATA = ("const", "enum", "default", "examples")  # their values are not schemas
 
 
 class InvalidMessage(Exception):
-    """A message of a server is invalid. The text is printable and short."""
+    """A message from a server is invalid. The error text is printable and short."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class ListedTool:
 
     @property
     def shape(self) -> str:
-        """The parameters without annotations, which may depend on the machine that the server runs on."""
+        """The parameters without their annotations, because annotations may depend on the machine that the server runs on."""
         return json.dumps(_edited(self.parameters, lambda schema: _without(schema, _ANNOTATIONS)), sort_keys=True)
 
     def rewritten(self, rewrite: Callable[[str], str]) -> ListedTool:
@@ -57,7 +57,7 @@ class ListedTool:
 
 
 def parse_tool(listed: Any) -> ListedTool:
-    """Returns the tool of one entry of a `tools/list`. Raises `InvalidMessage` if no agent can use it, or it is too large."""
+    """Returns the tool that one entry of a `tools/list` describes. Raises `InvalidMessage` if no agent can use it or it is too large."""
     name = listed.get("name") if isinstance(listed, Mapping) else None
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise InvalidMessage(f"a tool named {clean(name, 80)!r}: a name must have 1 to 64 letters, digits, _ and -")
@@ -79,7 +79,7 @@ def parse_tool(listed: Any) -> ListedTool:
 
 
 def usable_tools(listed: Sequence[Any], only: Sequence[str]) -> tuple[ListedTool, ...]:
-    """Returns the tools of a server that the agent gets: those in `only`, or if `only` is empty, all usable ones.
+    """Returns the tools of a server that the agent receives: those in `only` or, if `only` is empty, all usable tools.
 
     Raises `InvalidMessage` if a tool in `only` is missing or unusable, if no tool is usable, or if there are too many.
     """
@@ -97,7 +97,7 @@ def usable_tools(listed: Sequence[Any], only: Sequence[str]) -> tuple[ListedTool
 
 
 def excluded_tools(listed: Sequence[Any]) -> dict[str, str]:
-    """Returns the unusable tools of a server: name -> reason. An entry without a usable name is listed by its number."""
+    """Returns name -> reason for the unusable tools of a server. An entry without a usable name is listed by its number."""
     return _sorted(listed)[1]
 
 
@@ -118,7 +118,7 @@ def _sorted(listed: Sequence[Any]) -> tuple[dict[str, ListedTool], dict[str, str
 
 
 def tool_difference(pinned: Sequence[ListedTool], listed: Sequence[Any]) -> str:
-    """Returns the first difference from the pinned tools; empty if there is none. Added tools do not count."""
+    """Returns the first difference between the pinned and the listed tools; empty if there is none. Added tools do not count."""
     for tool in pinned:
         entries = [entry for entry in listed if isinstance(entry, Mapping) and entry.get("name") == tool.name]
         if not entries:
@@ -133,7 +133,8 @@ def tool_difference(pinned: Sequence[ListedTool], listed: Sequence[Any]) -> str:
 
 
 def _edited(value: Any, edit: Callable[[Mapping[str, Any]], Mapping[str, Any]], levels: int = MAX_DEPTH, *, names: bool = False) -> Any:
-    """Returns a copy of a schema with `edit` applied to each schema object in it. `names`: the keys of `value` are names, not keywords."""
+    """Returns a copy of a schema with `edit` applied to each schema object in it. `names`: whether the keys of `value` are names instead of
+    keywords."""
     if levels > 0 and isinstance(value, Mapping):
         return {
             key: item if not names and key in _DATA else _edited(item, edit, levels - 1, names=not names and key in _NAMED)
@@ -143,7 +144,7 @@ def _edited(value: Any, edit: Callable[[Mapping[str, Any]], Mapping[str, Any]], 
 
 
 def _reduced(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns a schema without titles, which repeat names and cost tokens, and without `patternProperties`: their keys are not names.
+    """Returns a schema without titles, which repeat names and cost tokens, and without `patternProperties`, whose keys are not names.
 
     An object with `patternProperties` then allows any other properties.
     """
@@ -174,7 +175,7 @@ def _checked(value: Any, name: str, levels: int) -> Any:
 
 
 def _is_key(key: Any) -> bool:
-    """Whether a key is short, printable, normalized and without angle brackets, so that a model can write it in every form of call."""
+    """Whether a key is short, printable, normalized and without angle brackets, so that a model can write it in every tool-call format."""
     if not isinstance(key, str) or not 0 < len(key) <= _MAX_KEY or key != key.strip() or not key.isprintable():
         return False
     return not set("<>") & set(key) and unicodedata.is_normalized("NFKC", key)

@@ -1,10 +1,10 @@
 """Opens files that a third party may have written: run folders, suites, traces, models. Only regular, bounded files are read.
 
-A pipe could block forever, a device might never end, and a link could show a file that only its reader may read. A rejected file raises
-`ValueError`, whose message does not quote the file. Errors of the system stay `OSError`.
+A pipe could block forever, a device could return data without end, and a link could expose a file that only the user may read. A rejected
+file raises `ValueError`, whose message does not quote the file. System errors are raised as `OSError`.
 
-This module also parses third-party TOML, and raises one kind of error. `tomllib` raises three kinds, and takes quadratic time for long
-keys.
+This module also parses third-party TOML and raises only one kind of error, whereas `tomllib` raises three kinds, and takes quadratic time
+for long keys.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def open_file(path: Path, *, inside: Path | None = None) -> Iterator[BinaryIO]:
     """Opens a file for reading.
 
     Args:
-        inside: the folder that must contain the file after links are followed. None allows any target, as for a path that a user typed.
+        inside: the folder that must contain the file after links are followed. None allows any target; use it for a path that a user typed.
 
     Raises `ValueError` if the path is not a regular file or is outside `inside`.
     """
@@ -43,7 +43,8 @@ def open_file(path: Path, *, inside: Path | None = None) -> Iterator[BinaryIO]:
 def check_file(path: Path, *, inside: Path) -> None:
     """Raises the errors of `open_file`, without opening the file.
 
-    Use it for files that SQLite may use in this process, because closing a descriptor of a file ends all locks of the process on the file.
+    Use it for files that SQLite may use in this process, because closing a descriptor of a file releases all locks that the process holds
+    on the file.
     """
     with _checked(path, inside):
         pass
@@ -52,7 +53,7 @@ def check_file(path: Path, *, inside: Path) -> None:
 def check_output(path: Path, *, inside: Path) -> None:
     """Raises `ValueError` unless `path` is a regular file below `inside`, or can become one, after links are followed.
 
-    Use it for files that are written in a third-party folder, where a link could redirect a write to a different file of the user, and a
+    Use it for files that are written in a third-party folder, where a link could redirect a write to another of the user's files, and a
     pipe could block it forever.
     """
     if not path.parent.resolve().is_relative_to(inside.resolve()):
@@ -82,7 +83,7 @@ def _checked(path: Path, inside: Path | None) -> Iterator[int]:
 
 
 def read_bytes(path: Path, *, most: int, inside: Path | None = None) -> bytes:
-    """Returns the bytes of a file. Raises `ValueError` if there are more than `most`, and the errors of `open_file`."""
+    """Returns the bytes of a file. Raises `ValueError` if there are more than `most` bytes, and the errors that `open_file` raises."""
     with open_file(path, inside=inside) as file:
         data = file.read(most + 1)
     if len(data) > most:
@@ -107,9 +108,9 @@ def resolve_inside(text: str, under: Path) -> Path | None:
 
 
 MAX_LEVELS = 64
-"""Largest number of parts of a dotted key: `a.b.c` has three."""
+"""Maximum number of parts in a dotted key. For example, `a.b.c` has three."""
 
-_BITS = 63  # and the sign
+_BITS = 63  # in addition to the sign
 _TEXT = re.compile(r"\"\"\".*?\"\"\"|'''.*?'''|\"(?:[^\"\\\n]|\\.)*\"|'[^'\n]*'|#[^\n]*", re.DOTALL)
 _KEY = re.compile(r"[\w-]+(?:[ \t]*\.[ \t]*[\w-]+)*")
 

@@ -1,13 +1,13 @@
 """The boundary to user-supplied code (agents, tools, verifiers, judges, families, trackers), and descriptions of exceptions.
 
 Whatever the code raises is a result, never control flow: `call_user_code` runs it in a separate task until its deadline, and
-`fault_boundary` catches what it raises. Descriptions of exceptions are bounded, printable and never raise, because their text may come
-from an agent.
+`fault_boundary` catches what it raises. Descriptions of exceptions are bounded and printable, and computing them never raises, because the
+text may come from an agent.
 
-In an event loop, ctrl-C is a cancellation: `asyncio.run` and `agentrl.session.measure.handle_interrupts` cancel the main task before they
-raise KeyboardInterrupt in code that blocks the loop, so a KeyboardInterrupt that reaches a boundary is a result like any other exception.
-A CancelledError, or the exception that the code converted it to, is a cancellation only if the count of the current task has increased
-since the boundary was entered. Python's own handler, which is active outside of event loops, raises KeyboardInterrupt without a
+In an event loop, ctrl-C is a cancellation: `asyncio.run` and `agentrl.session.measure.handle_interrupts` cancel the main task before
+KeyboardInterrupt is raised in code that blocks the loop, so a KeyboardInterrupt that reaches a boundary is a result like any other
+exception. A CancelledError, or the exception that the code converted it to, is a cancellation only if the count of the current task has
+increased since the boundary was entered. Python's own handler, which is active outside of event loops, raises KeyboardInterrupt without a
 cancellation; while it is installed, every KeyboardInterrupt in the main thread passes.
 """
 
@@ -36,12 +36,12 @@ T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
 
 GRACE_S = 2.0
-"""Time that a cancelled call may take to end before it is abandoned."""
+"""Seconds that a cancelled call may take to finish before it is abandoned."""
 _MAX_TEXT = 1 << 20  # examined characters of the text of an exception
 HOLD_S = loop_lag.STALL_S
 """A call that computes for longer than this without awaiting anything is logged, because it blocks every other episode."""
 MAX_THREADS = 1024
-"""Largest number of threads of `run_in_thread`, including abandoned ones."""
+"""Maximum number of threads that `run_in_thread` starts, including abandoned threads."""
 MAX_TRACEBACK = 8000
 _FRAMES = 40  # innermost frames of a traceback
 _KINDS = 512  # kinds of faults that the log distinguishes
@@ -52,15 +52,15 @@ _theirs: ContextVar[bool] = ContextVar("_theirs", default=False)  # whether user
 
 
 class CallTimeout(Exception):
-    """A call gave no result before its deadline. Not a `TimeoutError`, which the called code may raise itself."""
+    """A call returned no result before its deadline. Not a `TimeoutError`, because the called code may raise that itself."""
 
 
 class DriverStalled(InfrastructureError):
-    """A call gave no result before its deadline, and the event loop was blocked for a large part of that time."""
+    """A call returned no result before its deadline, and the event loop was blocked for a large part of that time."""
 
 
 class CodeExited(Exception):
-    """A task started by user-supplied code raised SystemExit or KeyboardInterrupt, which would have ended the event loop and the run."""
+    """A task started by user-supplied code raised SystemExit or KeyboardInterrupt, which would have stopped the event loop and the run."""
 
 
 async def call_user_code(
@@ -68,8 +68,8 @@ async def call_user_code(
 ) -> T:
     """Runs `code()` in a separate task and returns its result.
 
-    A call that ignores its cancellation for `grace_s` is abandoned at its next await, and this is logged. Code that neither awaits nor
-    returns cannot be interrupted. The time for which it blocked the event loop is logged.
+    A call that ignores its cancellation for `grace_s` seconds is abandoned at its next await, and this is logged. Code that neither awaits
+    nor returns cannot be interrupted, but the time for which it blocked the event loop is logged.
 
     Args:
         what: name of the code in the log, such as "tool search".
@@ -79,7 +79,7 @@ async def call_user_code(
         CallTimeout: no result after `timeout_s`.
         DriverStalled: no result after `timeout_s`, because other code blocked the event loop.
         RuntimeError: `code` raised GeneratorExit or KeyboardInterrupt, which would otherwise look like a closed coroutine or ctrl-C.
-        BaseException: any other exception of `code`, including SystemExit and a CancelledError without a cancellation.
+        BaseException: any other exception that `code` raised, including SystemExit and a CancelledError without a cancellation.
     """
     _contain(asyncio.get_running_loop())
     steps = _Steps(code, what)
@@ -108,7 +108,7 @@ async def call_user_code(
 
 
 async def _caught(steps: Awaitable[T]) -> tuple[T | None, BaseException | None]:
-    """Returns the result or the exception as a value, because a task that ends with SystemExit would end the event loop.
+    """Returns the result or the exception as a value, because a task that ends with SystemExit would stop the event loop.
 
     Only `_end` and the code itself cancel this task, so a CancelledError is a value too.
     """
@@ -130,11 +130,11 @@ class Fault:
 
 @contextlib.contextmanager
 def fault_boundary() -> Iterator[Fault]:
-    """Context of code that may raise anything. Its exception becomes `Fault.error`; the caller must handle that.
+    """Context for code that may raise anything. Its exception becomes `Fault.error`, which the caller must handle.
 
-    A generator must not yield in the context, because closing it would look like an error of the code.
+    A generator must not yield in the context, because closing the generator would look like an error in the code.
 
-    Raises only what must end more than this code:
+    Raises only exceptions that must stop more than this code:
         CancelledError: the current task was cancelled, even if the code converted the cancellation to another exception.
         KeyboardInterrupt: ctrl-C; see `is_interrupt`.
         GeneratorExit: the coroutine is being closed, by another task or after a cancellation.
@@ -166,7 +166,7 @@ def raising_as(make: Callable[[BaseException], Exception], *, but: tuple[type[Ba
 
 @contextlib.contextmanager
 def logging_faults(what: str) -> Iterator[None]:
-    """A `fault_boundary` that logs an error (see `log_unexpected`). For code on which no result depends."""
+    """A `fault_boundary` that logs an error (see `log_unexpected`). Use it for code on which no result depends."""
     with fault_boundary() as fault:
         yield
     if fault.error is not None:
@@ -174,7 +174,7 @@ def logging_faults(what: str) -> Iterator[None]:
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Whether an exception is ctrl-C: a KeyboardInterrupt, or a group of them, in the main thread under Python's own handler.
+    """Whether ctrl-C caused an exception: it is a KeyboardInterrupt, or a group of them, in the main thread under Python's own handler.
 
     That handler raises without a cancellation. Any other handler must cancel the main task before it raises, or end the process.
     """
@@ -186,7 +186,8 @@ def is_interrupt(error: BaseException) -> bool:
 
 
 def cancellation_count() -> int:
-    """Returns how many cancellations the current task has received. A CancelledError without a new one is a bug of the code that raised it.
+    """Returns how many cancellations the current task has received. A CancelledError without a new cancellation is a bug in the code that
+    raised it.
 
     Compare with an earlier count: in Python 3.11, a TaskGroup with a failed task may leave the count of its parent at 1. A cancellation
     counts from the await that raises it.
@@ -203,7 +204,7 @@ def _current_task() -> asyncio.Task[Any] | None:
 
 
 def _contain(loop: asyncio.AbstractEventLoop) -> None:
-    """Makes tasks that user-supplied code starts on this loop raise `CodeExited` instead of an exception that would end the loop."""
+    """Makes tasks that user-supplied code starts on this loop raise `CodeExited` instead of an exception that would stop the loop."""
     before = loop.get_task_factory()
     if isinstance(before, _Factory):
         return
@@ -211,7 +212,7 @@ def _contain(loop: asyncio.AbstractEventLoop) -> None:
 
 
 class _Factory:
-    """A task factory on top of the factory `before`, or of asyncio's default if None."""
+    """A task factory that wraps the factory `before`, or asyncio's default if `before` is None."""
 
     def __init__(self, before: Any) -> None:
         self._before = before
@@ -253,7 +254,7 @@ class _Contained(Coroutine[Any, Any, Any]):
 
     @property
     def cr_await(self) -> Any:
-        """The awaitable that the code waits for."""
+        """The awaitable that the coroutine is waiting for."""
         return getattr(self._code, "cr_await", None)
 
     def __await__(self) -> Generator[Any, Any, Any]:
@@ -283,9 +284,9 @@ def _warn_blocked(what: str, seconds: float) -> None:
 
 
 class _Steps(Generic[T]):
-    """Awaits `code()` and measures the longest time that it computed without awaiting.
+    """Awaits `code()` and measures the longest time for which it computed without awaiting.
 
-    After `dropped` is set, a cancellation ends it even if the code ignores cancellations.
+    After `dropped` is set, a cancellation stops it even if the code ignores cancellations.
     """
 
     def __init__(self, code: Callable[[], Awaitable[T]], what: str) -> None:
@@ -324,7 +325,7 @@ class _Steps(Generic[T]):
 async def run_in_thread(code: Callable[[], T], *, what: str) -> T:
     """Runs blocking `code()` in a new thread and returns its result.
 
-    A thread cannot be stopped: if this call is cancelled, the thread continues as a daemon.
+    A thread cannot be stopped. If this call is cancelled, the thread continues as a daemon.
 
     Raises:
         InfrastructureError: `MAX_THREADS` threads are running.
@@ -365,7 +366,7 @@ def first_cause(error: BaseException, *kinds: type[E]) -> E | None:
 
 
 def describe_error(error: BaseException, limit: int = 300) -> str:
-    """Returns an exception in one printable line of at most `limit` characters: "ZeroDivisionError: division by zero"."""
+    """Returns an exception as one printable line of at most `limit` characters: "ZeroDivisionError: division by zero"."""
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     kind, text = type(error).__name__[:64], " ".join(error_text(error, limit).split())
@@ -383,12 +384,12 @@ def printable(text: str, limit: int) -> str:
 
 
 def one_line(text: str, limit: int = 1000) -> str:
-    """Returns at most `limit` printable characters of `text`, in one line."""
+    """Returns at most `limit` printable characters of `text`, as one line."""
     return " ".join(printable(text, limit).split())
 
 
 def clip(text: str, limit: int) -> str:
-    """Returns about `limit` characters of a string: head and tail, with the cut marked."""
+    """Returns about `limit` characters of a string: its head and tail, with a mark at the cut."""
     if len(text) <= limit:
         return text
     half = limit // 2
@@ -396,7 +397,8 @@ def clip(text: str, limit: int) -> str:
 
 
 def clean(words: Any, limit: int) -> str:
-    """Returns about `limit` characters of a string, head and tail, without control characters; empty if `words` is not a string."""
+    """Returns about `limit` characters of a string, from its head and tail, without control characters; empty if `words` is not a
+    string."""
     if not isinstance(words, str):
         return ""
     text = clip(words, limit).replace("\r\n", "\n").replace("\t", "    ")
@@ -404,11 +406,11 @@ def clean(words: Any, limit: int) -> str:
 
 
 def log_unexpected(what: str, error: BaseException, *, trace: bool = True) -> None:
-    """Logs an unexpected exception: the first of a kind (`what`, type and location) with its traceback, the 10th, 100th, ... in a
-    line each.
+    """Logs an unexpected exception: the first of a kind (`what`, type and location) with its traceback, the 10th, 100th, ... in one line
+    each.
 
     Args:
-        trace: False to omit a traceback that would not help. That of a full disk is always omitted.
+        trace: False to omit a traceback that would not help. The traceback of a full disk is always omitted.
     """
     trace = trace and disk_full_error(error) is None
     frame = next(iter(traceback.extract_tb(error.__traceback__, limit=-1)), None)
@@ -423,7 +425,7 @@ def log_unexpected(what: str, error: BaseException, *, trace: bool = True) -> No
 
 
 def _again(key: tuple[str, ...]) -> bool:
-    """Counts one more error of a kind. Returns whether to log it: the first, 10th, 100th, ..."""
+    """Counts an error of a kind. Returns whether to log it: the first, 10th, 100th, ..."""
     if key not in _seen and len(_seen) >= _KINDS:
         key = ("others",)
     times = _seen[key] = _seen.get(key, 0) + 1

@@ -13,7 +13,7 @@ from agentrl.errors import UserError
 if TYPE_CHECKING:
     import httpx
 
-_MOST_PIECES = 4096  # maximum number of small pieces of an answer
+_MOST_PIECES = 4096  # maximum number of small pieces in a response
 _FULL_PIECE = 64  # a piece of fewer bytes is small
 _PIECES_AT_ONCE = 64
 
@@ -30,9 +30,9 @@ def validate_url(url: str) -> str:
 
 
 async def bounded_body(response: httpx.Response, most: int) -> bytes:
-    """Reads at most `most + 1` bytes of a response body; the caller detects a body that is too large by the additional byte.
+    """Reads at most `most + 1` bytes of a response body. The additional byte shows the caller that the body is too large.
 
-    Raises `httpx.RemoteProtocolError` for an answer in very many pieces, because each piece costs more time than its bytes.
+    Raises `httpx.RemoteProtocolError` for a response in very many pieces, because each piece takes more time than its bytes.
     """
     import httpx
 
@@ -51,7 +51,8 @@ async def bounded_body(response: httpx.Response, most: int) -> bytes:
 
 @cache
 def certificates() -> ssl.SSLContext:
-    """Returns a TLS context with the system's trusted certificates. It is cached, because loading them takes longer than most calls."""
+    """Returns a TLS context with the system's trusted certificates. The context is cached, because loading the certificates takes longer
+    than most calls."""
     return ssl.create_default_context()
 
 

@@ -1,4 +1,4 @@
-"""The table of all cases."""
+"""The table of all fault cases."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from agentrl.chaos.parts import Injected
 from agentrl.chaos.subject import Subject
 
 SERVER_S, LEARNER_S, WORKER_S, SANDBOX_S, DETECTED_S, RESUMED_S = 90.0, 60.0, 5.0, 2.0, 30.0, 180.0
-"""Bounds in seconds until a killed server, learner, worker or sandbox is replaced, a stopped part is detected, and a killed driver's run is
-resumed."""
+"""Maximum seconds until a killed server, learner, worker or sandbox is replaced, a stopped part is detected, and the run of a killed driver
+is resumed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +22,7 @@ class Case:
     name: str  # unique
     injects: str
     inject: Callable[[Subject], Injected]
-    bound_s: float | None = None  # largest `Injected.recovered_s`
+    bound_s: float | None = None  # maximum of `Injected.recovered_s`
     needs_small_disk: bool = False  # mounting a small disk needs root
     needs_bubblewrap: bool = False
     needs_workers: bool = False  # also Redis; the case is injected into a second run, which has both

@@ -1,4 +1,5 @@
-"""Checks a run after the faults: the ledger is consistent, no group was lost or used twice, and no score comes from a fault."""
+"""Checks, after the faults, that a run's ledger is consistent, that no group was lost or used twice, and that no score comes from a
+fault."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ _SHOWN = 8
 
 
 def problems(run: Subject, *, orphans: frozenset[str] = frozenset()) -> Iterator[str]:
-    """Yields the problems of a run that has ended. `orphans`: result of `orphaned_sandboxes` before the run started."""
+    """Yields the problems in a finished run. `orphans`: the result of `orphaned_sandboxes` before the run started."""
     if run.exit_code != 0:
         yield f"the run ended with exit code {run.exit_code}: {run.last_output()}"
         return
@@ -66,7 +67,7 @@ def _ledger_problems(run: Subject, recipe: Recipe) -> Iterator[str]:
 
 
 async def _group_problems(store: ExperienceStore, recipe: Recipe, root: Path) -> list[str]:
-    """Compares each group with the task that the seed assigns to it, and each score with a second score by the same verifiers."""
+    """Compares each group with the task that the seed assigns to it, and each score with a second score from the same verifiers."""
     schedule, scorer = GroupSchedule(open_family(recipe.tasks, seed=recipe.seed, root=root), recipe.seed), TaskScorer(root=root)
     indices, wrong = [entry.index for entry in store.entries()], list[str]()
     for start in range(0, len(indices), _GROUPS):

@@ -1,4 +1,4 @@
-"""Faults of the run's driver, its folder and its disk. After each fault, the run continues or is resumed."""
+"""Faults of the run's driver, run folder and disk. After each fault, the run continues or is resumed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def hang_up(run: Subject) -> Injected:
 
 
 def interrupted(run: Subject) -> Injected:
-    """Sends ctrl-C, which finishes the step; then ctrl-C twice while the resumed run starts; then resumes again."""
+    """Sends ctrl-C, after which the driver finishes the step. Then sends ctrl-C twice while the resumed run starts, and resumes the run
+    again."""
     run.wait_for_step()
     os.kill(run.pid, signal.SIGINT)
     code = run.wait_for_end()
@@ -63,7 +64,7 @@ def interrupted(run: Subject) -> Injected:
 
 
 def driver_killed(run: Subject) -> Injected:
-    """Kills the driver while groups are sampled: the kernel ends all of its processes, and --resume continues."""
+    """Kills the driver while groups are sampled. The kernel must kill all its processes, and --resume must continue the run."""
     run.wait_for_step()
     run.wait_for(run.sandboxes, "open sandboxes", poll_s=0.01)
     sandboxes = len(run.sandboxes())
@@ -73,7 +74,7 @@ def driver_killed(run: Subject) -> Injected:
 
 
 def disk_full(run: Subject) -> Injected:
-    """Fills the disk of the run folder: the run pauses, and continues when there is room."""
+    """Fills the disk of the run folder. The run must pause, and continue when there is free space."""
     run.wait_for_step()
     filler = fill(run.run_dir.parent)
     try:
@@ -96,7 +97,7 @@ def disk_full(run: Subject) -> Injected:
 
 
 def fill(folder: Path) -> Path:
-    """Writes or extends a file until it takes all free space of the folder's disk. Returns its path."""
+    """Writes or extends a file until it occupies all free space on the folder's disk. Returns its path."""
     path = folder / "filler"
     handle = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     try:
@@ -113,7 +114,7 @@ def fill(folder: Path) -> Path:
 
 @contextmanager
 def small_disk(folder: Path) -> Iterator[bool]:
-    """Mounts a file system of 1.4 GiB at a folder. Yields whether that was possible. Mounting needs root."""
+    """Mounts a 1.4 GiB file system at a folder. Yields whether that was possible. Mounting requires root."""
     folder.mkdir(parents=True, exist_ok=True)
     command = ["mount", "-t", "tmpfs", "-o", f"size={_SMALL_MIB}m", "none", str(folder)]
     mounted = os.geteuid() == 0 and subprocess.run(command, capture_output=True, check=False).returncode == 0
@@ -125,7 +126,7 @@ def small_disk(folder: Path) -> Iterator[bool]:
 
 
 def _resumed(run: Subject, witness: str) -> Injected:
-    """Resumes an ended run, and waits until it completes a step."""
+    """Resumes a run that has stopped, and waits until it completes a step."""
     _expect_nothing_left(run)
     began, steps = time.monotonic(), run.steps_done()
     run.start()

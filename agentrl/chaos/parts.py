@@ -23,14 +23,15 @@ _TRIES = 12  # number of steps in which a moment of milliseconds may be missed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Injected:
-    """The outcome of a fault: evidence from outside the affected part, and the seconds until the run worked again."""
+    """The outcome of a fault: evidence from outside the affected part, and the seconds until the run recovered."""
 
     witness: str
     recovered_s: float | None = None  # None if no part has to recover
 
 
 def server_killed_idle(run: Subject) -> Injected:
-    """Kills the idle policy server: a rank of the learner is killed first, until no group may be sampled."""
+    """Kills the policy server while it is idle. To make the server idle, first kills a rank of the learner and waits until no more groups
+    may be sampled."""
     run.wait_for_step()
     os.kill(run.processes(RANK)[-1], signal.SIGKILL)
     run.wait_for(lambda: len(run.entries()) >= PER_STEP * (run.served() + 1 + STALENESS), "an idle server", poll_s=0.01)
@@ -55,7 +56,7 @@ def server_killed_in_flight(run: Subject) -> Injected:
 
 
 def engine_killed(run: Subject) -> Injected:
-    """Kills the engine behind its API server, which may still answer health checks."""
+    """Kills the engine behind the server's API process, which may still respond to health checks."""
     run.wait_for_step()
     api, engine = _server(run), _engine(run)
     size = run.output_size()
@@ -90,7 +91,7 @@ def server_killed_in_swap(run: Subject) -> Injected:
 
 
 def server_stopped(run: Subject) -> Injected:
-    """Stops the engine (SIGSTOP) while the server's routes answer. Measures the seconds until it is detected."""
+    """Stops the engine (SIGSTOP) while the server's routes still respond. Measures the seconds until the stop is detected."""
     run.wait_for_step()
     engine, size = _engine(run), run.output_size()
     os.kill(engine, signal.SIGSTOP)
@@ -102,12 +103,12 @@ def server_stopped(run: Subject) -> Injected:
 
 
 def learner_killed_before(run: Subject) -> Injected:
-    """Kills a learner rank that waits for groups."""
+    """Kills a learner rank that is waiting for groups."""
     return _rank_killed(run, lambda step: True, lambda step: not _assigned(run, step), "no group was assigned to the step")
 
 
 def learner_killed_during(run: Subject) -> Injected:
-    """Kills a learner rank that computes an update."""
+    """Kills a learner rank that is computing an update."""
 
     def computes(step: int) -> bool:
         return _assigned(run, step) and not _part(run, step).exists() and not _checkpoint(run, step).exists()
@@ -116,7 +117,7 @@ def learner_killed_during(run: Subject) -> Injected:
 
 
 def learner_killed_after(run: Subject) -> Injected:
-    """Kills a learner rank that has updated the weights and writes its checkpoint."""
+    """Kills a learner rank that has updated the weights and is writing its checkpoint."""
 
     def writes(step: int) -> bool:
         return _part(run, step).exists() and not _manifest(run, step).exists()
@@ -125,7 +126,7 @@ def learner_killed_after(run: Subject) -> Injected:
 
 
 def learner_killed_before_rename(run: Subject) -> Injected:
-    """Kills a learner rank between the last byte of its checkpoint and the rename."""
+    """Kills a learner rank after it has written the last byte of its checkpoint and before it renames it."""
 
     def complete(step: int) -> bool:
         return _manifest(run, step).exists()
@@ -134,7 +135,7 @@ def learner_killed_before_rename(run: Subject) -> Injected:
 
 
 def learner_killed_uncommitted(run: Subject) -> Injected:
-    """Kills a learner rank between the rename of its checkpoint and the commit in the ledger."""
+    """Kills a learner rank after it has renamed its checkpoint and before it commits the step to the ledger."""
 
     def renamed(step: int) -> bool:
         return _checkpoint(run, step).exists()
@@ -169,7 +170,7 @@ def checkpoint_damaged(run: Subject) -> Injected:
 
 
 def learner_stopped(run: Subject) -> Injected:
-    """Stops a learner rank (SIGSTOP). Measures the seconds until it is detected."""
+    """Stops a learner rank (SIGSTOP). Measures the seconds until the stop is detected."""
     run.wait_for_step()
     rank, size, log = run.processes(RANK)[-1], run.output_size(), _learner_log_size(run)
     os.kill(rank, signal.SIGSTOP)
@@ -179,7 +180,7 @@ def learner_stopped(run: Subject) -> Injected:
 
 
 def learner_stopped_with_lock(run: Subject) -> Injected:
-    """Stops a learner rank (SIGSTOP) while it holds the lock of the version registry. Measures the seconds until it is detected."""
+    """Stops a learner rank (SIGSTOP) while it holds the lock of the version registry. Measures the seconds until the stop is detected."""
     run.wait_for_step()
     rank, size, log = run.processes(RANK)[-1], run.output_size(), _learner_log_size(run)
 
@@ -207,7 +208,7 @@ def _holds_lock(run: Subject, pid: int) -> bool:
 
 
 def sandboxes_killed(run: Subject) -> Injected:
-    """Kills every open sandbox with the programs in it."""
+    """Kills every open sandbox and the programs in it."""
     served = run.served()
     run.wait_for(lambda: run.served() > served, "a new version, whose groups start", poll_s=0.01)
     run.wait_for(run.sandboxes, "an open sandbox", poll_s=0.005)
@@ -222,7 +223,7 @@ def sandboxes_killed(run: Subject) -> Injected:
 
 
 def _checkpoint(run: Subject, step: int) -> Path:
-    """Returns the final folder of the checkpoint after the learner's step, counted from 0."""
+    """Returns the final folder of the checkpoint after step `step` of the learner, counted from 0."""
     return run.run_dir / "checkpoints" / f"{step + 1:06d}"
 
 
@@ -286,7 +287,7 @@ def _server_processes(run: Subject) -> list[int]:
 
 
 def _engine(run: Subject) -> int:
-    """Returns the child process of the server that uses the most memory."""
+    """Returns the id of the server's child process that uses the most memory."""
     api = _server(run)
     below = [pid for pid in process_tree(api) if pid != api]
     if not below:
@@ -304,7 +305,7 @@ def _server_killed(run: Subject, evidence: str) -> Injected:
 
 
 def _server_back(run: Subject, witness: str, size: int, began: float) -> Injected:
-    """Waits until a new server works, which means that a group was stored or that a new version serves."""
+    """Waits until a new server works, that is, until a group is stored or a new version is served."""
     run.wait_for(lambda: "the inference server is replaced" in run.output(size), "the alert for the lost server")
     stored, served = len(run.entries()), run.served()
     run.wait_for(lambda: len(run.entries()) > stored or run.served() > served, "a group or a swap of the new server")
@@ -312,7 +313,7 @@ def _server_back(run: Subject, witness: str, size: int, began: float) -> Injecte
 
 
 def _health(api: int) -> int | None:
-    """Returns the status with which the server answers its probe; None if it does not answer."""
+    """Returns the status of the server's response to a health probe; None if it does not respond."""
     words = command_line(api).split()
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{words[words.index('--port') + 1]}/health", timeout=5.0) as answer:
@@ -322,5 +323,5 @@ def _health(api: int) -> int | None:
 
 
 def _attempts_failed(run: Subject) -> int:
-    """Returns the number of attempts that the driver counted as faults, from the metrics of the steps."""
+    """Returns the number of attempts that the driver counted as faults, according to the metrics of the steps."""
     return int(sum(line.get("attempts_failed", 0) for line in run.metrics()))

@@ -23,10 +23,11 @@ _PAUSE_S = (1.0, 5.0)
 
 
 def run_soak(*, work: Path, backend: str, minutes: float, kills: int = 100, seed: int = 0, report: Report = print) -> list[Result]:
-    """Kills parts until `kills` parts were killed or `minutes` have passed. Returns one result for this run and one for the comparison.
+    """Kills parts until `kills` parts were killed or `minutes` have passed. Returns a result for this run and, if the run has no problems,
+    one for the comparison.
 
-    A sandbox is killed every few seconds. The server, its engine, a rank of the learner or the driver is killed after each completed step,
-    because a run with earlier kills would only restart its parts. A run that has ended is resumed.
+    A sandbox is killed every few seconds. The server, its engine, a rank of the learner or the driver is killed only after each completed
+    step, because a run with more frequent kills would only restart its parts. A run that has stopped is resumed.
     """
     with ExitStack() as stack:
         orphans = orphaned_sandboxes()
@@ -78,7 +79,7 @@ def _kill_parts(run: Subject, chance: random.Random, *, until: float, most: int,
 
 
 def _pids(run: Subject, part: str) -> list[int]:
-    """Returns the processes of parts of this kind."""
+    """Returns the ids of the processes of this kind of part."""
     if part == "driver":
         return [run.pid]
     if part == "learner":
@@ -101,7 +102,7 @@ def _gone(run: Subject, pid: int) -> bool:
 
 
 def _finish(run: Subject) -> None:
-    """Waits until the run ends without more faults. Resumes a run that was paused or whose driver was killed."""
+    """Waits, without further faults, until the run finishes. Resumes a run that was paused or whose driver was killed."""
     for _ in range(3):
         if run.exit_code not in (None, 0):
             run.start()
@@ -110,7 +111,7 @@ def _finish(run: Subject) -> None:
 
 
 def _compare(run: Subject, alone: Subject) -> Result:
-    """Checks whether both runs have the same success, by the 95% interval of the difference."""
+    """Checks whether both runs have the same success rate, by the 95% interval of the difference."""
     one, other = Summary.read(run.run_dir).heldout_after, Summary.read(alone.run_dir).heldout_after
     if one is None or other is None:
         return Result(case="19 same success", problem="a run has no evaluation after its last step")

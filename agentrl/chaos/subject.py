@@ -1,4 +1,4 @@
-"""The run under test: a real `agentrl train` in a separate process. It is observed through its run folder, its output and `/proc`."""
+"""The run under test: a real `agentrl train` in a separate process. The run is observed through its run folder, its output and `/proc`."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ SMALL = (
     *("learner.keep_checkpoints=3", "evaluation.heldout=16", "evaluation.heldout_real=0"),
     'tasks.verifiers=["agentrl.chaos.verifier:unreliable"]',
 )
-"""Overrides of the quickstart's recipe. A step has four groups of eight attempts and takes seconds."""
+"""Overrides for the quickstart's recipe. A step has four groups of eight attempts and takes seconds."""
 SERVER, RANK, LAUNCHER = "agentrl.serving.launch", "agentrl.learner.main", "agentrl.learner.launch"
 MARK = "AGENTRL_CHAOS"
-"""Environment variable of each process of a run under test. It identifies the processes that outlive the run."""
+"""Environment variable of every process of a run under test. It identifies the processes that outlive the run."""
 MOMENT_S = 900.0
-"""Largest number of seconds to wait for an event or a recovery."""
+"""Maximum number of seconds to wait for an event or a recovery."""
 _POLL_S = 0.05
 
 
@@ -46,7 +46,7 @@ class Subject:
     """One run under test, across all of its starts."""
 
     def __init__(self, run_dir: Path, *, steps: int, backend: str, log: Path, overrides: Sequence[str] = SMALL) -> None:
-        """`log`: file for the output of all starts. `overrides`: changes to the quickstart's recipe.
+        """`log`: the file for the output of all starts. `overrides`: changes to the quickstart's recipe.
 
         Raises `UserError` if this installation lacks the quickstart.
         """
@@ -67,7 +67,7 @@ class Subject:
         return (sys.executable, "-m", "agentrl", "train", "recipes/quickstart.py", f"steps={self.steps}", *self._options)
 
     def extend(self, steps: int) -> None:
-        """Adds steps for the next start of a run that has ended."""
+        """Adds steps to a run that has finished, for its next start."""
         self.steps += steps
 
     def start(self) -> None:
@@ -79,7 +79,7 @@ class Subject:
             self._process = self.spawn((*self.command, *(["--resume"] if resume else [])), log.fileno())
 
     def spawn(self, command: Sequence[str], output: int) -> subprocess.Popen[bytes]:
-        """Starts a command of the project with this run's mark, and with the default handlers for ctrl-C and a closing terminal.
+        """Starts a command in the project folder with this run's mark, and with the default handlers for ctrl-C and a closed terminal.
 
         The command dies with this process.
         """
@@ -119,11 +119,12 @@ class Subject:
             return " ".join(log.read().decode(errors="replace").split())
 
     def output_size(self) -> int:
-        """Returns the number of bytes of output so far; see `output`."""
+        """Returns the number of bytes of output so far, which can be passed to `output`."""
         return self.log_path.stat().st_size
 
     def wait_for(self, condition: Callable[[], object], what: str, *, timeout_s: float = MOMENT_S, poll_s: float = _POLL_S) -> float:
-        """Waits until `condition` holds and returns the seconds. Raises `ChaosError` if the run ends first, or after `timeout_s`."""
+        """Waits until `condition` holds and returns the seconds waited. Raises `ChaosError` if the run exits first, or after
+        `timeout_s`."""
         began = time.monotonic()
         while not condition():
             if self.exit_code is not None:
@@ -134,7 +135,7 @@ class Subject:
         return time.monotonic() - began
 
     def wait_for_end(self, *, timeout_s: float = MOMENT_S) -> int:
-        """Waits for the end of the newest start and returns its exit code. Raises `ChaosError` after `timeout_s`."""
+        """Waits until the newest start has exited and returns its exit code. Raises `ChaosError` after `timeout_s`."""
         assert self._process is not None, "call start() first"
         try:
             return self._process.wait(timeout_s)
@@ -142,11 +143,11 @@ class Subject:
             raise ChaosError(f"the run did not end within {timeout_s:.0f} s: {self.last_output()}") from None
 
     def last_output(self) -> str:
-        """Returns the end of the output, for an error message."""
+        """Returns the last part of the output, for an error message."""
         return f"... {self.output()[-1500:]} (full output: {self.log_path})"
 
     def processes(self, module: str) -> list[int]:
-        """Returns the processes below the driver that run a Python module, the newest last.
+        """Returns the ids of the processes below the driver that run a Python module, the newest last.
 
         A forked child that has not yet started its program has the command line of its parent. Such a child does not count.
         """
@@ -155,7 +156,7 @@ class Subject:
         return [pid for pid in words if pid not in forked and module in words[pid] and (module == LAUNCHER or LAUNCHER not in words[pid])]
 
     def sandboxes(self) -> set[int]:
-        """Returns the bubblewrap processes of open sandboxes."""
+        """Returns the ids of the bubblewrap processes of open sandboxes."""
         return {pid for pid in process_tree(self.pid) if command_line(pid).startswith("bwrap ")}
 
     @property
@@ -178,7 +179,8 @@ class Subject:
         return len({entry.step for entry in self.entries() if entry.use is not None})
 
     def wait_for_step(self) -> None:
-        """Waits until the learner completes another step and learner and server run, so that the next case starts with a recovered run."""
+        """Waits until the learner has completed another step and both the learner and the server are running, so that the next case starts
+        with a recovered run."""
         steps = self.steps_done()
         self.wait_for(lambda: self.steps_done() > steps and self.processes(RANK) and self.processes(SERVER), "another step")
 
@@ -195,12 +197,12 @@ class Subject:
             registry.close()
 
     def served(self) -> int:
-        """Returns the number of the version that serves; -1 if no version serves yet."""
+        """Returns the number of the version that is being served; -1 if there is none yet."""
         version = self.version(VersionState.SERVING, VersionState.PROMOTED)
         return -1 if version is None else version.number
 
     def resume_command(self) -> list[str]:
-        """Returns the command for continuing the run that the newest start printed. Raises `ChaosError` if it printed none."""
+        """Returns the command, printed by the newest start, that continues the run. Raises `ChaosError` if it printed none."""
         with self.log_path.open("rb") as log:
             log.seek(self._output_start)
             text = log.read().decode(errors="replace")
@@ -210,18 +212,18 @@ class Subject:
         return shlex.split(rest.splitlines()[0])
 
     def left(self) -> dict[int, str]:
-        """Returns the processes with this run's mark: process id -> command line."""
+        """Returns process id -> command line for the processes with this run's mark."""
         wanted = f"{MARK}={self.mark}".encode()
         marked: dict[int, str] = {}
         for entry in Path("/proc").iterdir():
             if entry.name.isdecimal():
-                with contextlib.suppress(OSError):  # the process is ending, or belongs to another user
+                with contextlib.suppress(OSError):  # the process is exiting, or belongs to another user
                     if wanted in (entry / "environ").read_bytes().split(b"\0"):
                         marked[int(entry.name)] = command_line(int(entry.name))
         return marked
 
     def close(self) -> None:
-        """Kills the driver. The run's other processes end with it. Idempotent."""
+        """Kills the driver. The run's other processes are killed with it. Idempotent."""
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
             self._process.wait()
@@ -231,7 +233,7 @@ class Subject:
 
 
 def command_line(pid: int) -> str:
-    """Returns the command line of a process; empty if the process has ended."""
+    """Returns the command line of a process; empty if the process has exited."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:
@@ -239,12 +241,12 @@ def command_line(pid: int) -> str:
 
 
 def send(pids: Iterable[int], number: signal.Signals) -> None:
-    """Sends a signal to processes. Some of them may have ended."""
+    """Sends a signal to processes, some of which may have exited."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
 
 
 def ended(pid: int) -> bool:
-    """Whether a process has ended. A zombie counts as ended."""
+    """Whether a process has exited. A zombie counts as exited."""
     return process_tree(pid).get(pid, "Z") in "ZX"

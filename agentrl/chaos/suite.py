@@ -1,4 +1,4 @@
-"""Injects cases one after another into one or two runs, and then checks each run."""
+"""Injects cases one after another into one or two runs, then checks each run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Result:
 
     @property
     def ok(self) -> bool:
-        """Whether the run survived and recovered within the bound."""
+        """Whether the run survived the fault and recovered within the bound."""
         return not self.problem
 
     def as_data(self) -> dict[str, Any]:
@@ -55,11 +55,11 @@ def run_cases(
     examine: Callable[[Subject], None] = lambda run: None,
 ) -> list[Result]:
     """Injects cases into a run in the folder `work`, and cases that need rollout workers into a second run. Returns a result for each case,
-    and one for each run after its cases.
+    and one for the verification of each run after its cases.
 
     Args:
-        slack: factor for every bound, for a machine that does other work.
-        report: function that is called with lines of text for each case.
+        slack: factor for every bound, for a machine that also does other work.
+        report: function that is called with text about each case.
         overrides: changes to the quickstart's recipe.
         examine: function that is called with each run after the verification.
     """
@@ -120,7 +120,7 @@ def _run_case(case: Case, run: Subject, slack: float) -> Result:
 
 
 def _inject(case: Case, run: Subject) -> Injected:
-    """Injects a case. If the run finishes before the right moment, adds steps and injects the case again."""
+    """Injects a case. If the run finishes before the right moment, adds steps and tries again."""
     for last in (False, True):
         if run.exit_code == 0:
             run.extend(STEPS_PER_CASE)

@@ -1,4 +1,4 @@
-"""A verifier that fails on request, and the cases that use it. No failure may produce a score."""
+"""A verifier that fails on request, and the cases that use it. A failure must never result in a score."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SHARE = 4  # one in this many tasks is affected
 
 class UnreliableVerifier:
     """A `PreparedVerifier` that scores like the quickstart's verifier. While `RUN_DIR.verifier` contains the name of a fault (raise, nan,
-    hang, block or late), a quarter of the tasks have this fault. `RUN_DIR.verifier-calls` lists the affected calls."""
+    hang, block or late), the fault affects a quarter of the tasks. `RUN_DIR.verifier-calls` lists the affected calls."""
 
     timeout_s = 3.0
 
@@ -37,7 +37,7 @@ class UnreliableVerifier:
         self._folder: Path | None = None
 
     def prepare(self, *, root: Path, folder: Path | None) -> None:
-        """Stores the run folder. A fault is requested in a file next to it."""
+        """Stores the path of the run folder. A file next to the folder requests a fault."""
         self._folder = folder
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
@@ -75,27 +75,27 @@ def switch_path(run_dir: Path) -> Path:
 
 
 def journal_path(run_dir: Path) -> Path:
-    """Returns the path of the file that lists the calls that a fault affected."""
+    """Returns the path of the file that lists the calls affected by a fault."""
     return run_dir.with_name(f"{run_dir.name}.verifier-calls")
 
 
 def verifier_raises(run: Subject) -> Injected:
-    """The verifier raises on a quarter of the tasks. Their episodes are excluded."""
+    """Makes the verifier raise on a quarter of the tasks, whose episodes must be excluded."""
     return _unscored(run, "raise")
 
 
 def verifier_returns_nan(run: Subject) -> Injected:
-    """The verifier returns NaN on a quarter of the tasks. Their episodes are excluded."""
+    """Makes the verifier return NaN on a quarter of the tasks, whose episodes must be excluded."""
     return _unscored(run, "nan")
 
 
 def verifier_hangs(run: Subject) -> Injected:
-    """The verifier never returns on a quarter of the tasks. Their episodes are excluded after its deadline."""
+    """Makes the verifier never return on a quarter of the tasks, whose episodes must be excluded after its deadline."""
     return _unscored(run, "hang")
 
 
 def verifier_blocks(run: Subject) -> Injected:
-    """The verifier blocks the driver's event loop for two seconds, on a quarter of the tasks."""
+    """Makes the verifier block the driver's event loop for two seconds on a quarter of the tasks."""
     steps = run.steps_done()
     switch_path(run.run_dir).write_text("block")
     try:
@@ -111,7 +111,8 @@ def verifier_blocks(run: Subject) -> Injected:
 
 
 def late_scores(run: Subject) -> Injected:
-    """Leaves a quarter of the scores open, and sends them late, twice, contradictory and for an unknown episode."""
+    """Leaves a quarter of the scores pending, then sends late scores, duplicates, contradictory scores and a score for an unknown
+    episode."""
     pending = partial(run.store.pending_scores, limit=1000)
     switch_path(run.run_dir).write_text("late")
     try:
@@ -136,7 +137,7 @@ def late_scores(run: Subject) -> Injected:
 
 
 def _rejection(run: Subject, score: LateScore, now: float) -> str:
-    """Returns the cause of a score's rejection. Raises `ChaosError` if the score is accepted."""
+    """Returns the reason why a late score is rejected. Raises `ChaosError` if the score is accepted."""
     try:
         run.store.add_score(score, now=now)
     except ScoreRejected as error:
@@ -158,7 +159,7 @@ def _counts(causes: Counter[str]) -> str:
 
 
 def _unscored(run: Subject, fault: str) -> Injected:
-    """Injects a fault until a stored group has it. Raises `ChaosError` if an affected episode has a score."""
+    """Injects a fault until it affects a stored group. Raises `ChaosError` if an affected episode has a score."""
     first = len(run.entries())
     switch_path(run.run_dir).write_text(fault)
     try:
@@ -180,7 +181,7 @@ def _called(run: Subject, fault: str) -> set[str]:
 
 
 def _affected(run: Subject, fault: str, first: int) -> list[Score]:
-    """Returns the scores of the stored episodes that this fault affected, in groups from `first` - 8 on."""
+    """Returns the scores of the stored episodes that this fault affected, in groups with index `first` - 8 or higher."""
     called = _called(run, fault)
     groups = run.store.groups(entry.index for entry in run.store.entries(first=max(first - 8, 0)))
     return [scored.score for group in groups for scored in group.episodes if scored.episode.id in called]

@@ -11,12 +11,12 @@ from agentrl.chaos.parts import Injected
 from agentrl.chaos.subject import ChaosError, Subject, command_line, ended, send
 
 WORKERS = ("rollout.workers=2", "rollout.checkpoint_turns=true", "store=redis")
-"""Overrides of the second run, which has workers."""
+"""Overrides for the second run, which has workers."""
 _MODULE = "agentrl.run.worker"
 
 
 def worker_killed(run: Subject) -> Injected:
-    """Kills one of two rollout workers while it samples. Measures the seconds until its groups are queued for the other."""
+    """Kills one of two rollout workers while it is sampling. Measures the seconds until its groups are queued for the other worker."""
     pid, size = _sampling(run)[0], run.output_size()
     os.kill(pid, signal.SIGKILL)
     recovered = run.wait_for(lambda: "it was killed by signal 9, SIGKILL" in run.output(size), "the alert for the worker", poll_s=0.01)
@@ -25,7 +25,7 @@ def worker_killed(run: Subject) -> Injected:
 
 
 def workers_killed(run: Subject) -> Injected:
-    """Kills all rollout workers while they sample. Measures the seconds until a new one has finished a group."""
+    """Kills all rollout workers while they are sampling. Measures the seconds until a new worker has finished a group."""
     pids = _sampling(run)
     send(pids, signal.SIGKILL)
     began = time.monotonic()
@@ -35,7 +35,7 @@ def workers_killed(run: Subject) -> Injected:
 
 
 def worker_stopped(run: Subject) -> Injected:
-    """Stops a rollout worker (SIGSTOP). Measures the seconds until its groups are queued for the other."""
+    """Stops a rollout worker (SIGSTOP). Measures the seconds until its groups are queued for the other worker."""
     pid, size = _sampling(run)[0], run.output_size()
     os.kill(pid, signal.SIGSTOP)
     detected = run.wait_for(lambda: "is silent; its groups continue in another worker" in run.output(size), "the detection of the worker")
@@ -44,7 +44,7 @@ def worker_stopped(run: Subject) -> Injected:
 
 
 def redis_killed(run: Subject) -> Injected:
-    """Kills the Redis server while workers send groups. Measures the seconds until a group was stored again."""
+    """Kills the Redis server while workers are sending groups. Measures the seconds until a group is stored again."""
     _sampling(run)
     [pid] = _servers(run)
     os.kill(pid, signal.SIGKILL)
@@ -60,7 +60,7 @@ def redis_killed(run: Subject) -> Injected:
 
 
 def _sampling(run: Subject) -> list[int]:
-    """Waits until groups of a new version are sampled. Returns the two workers."""
+    """Waits until groups of a new version are being sampled. Returns the process ids of the two workers."""
     run.wait_for(lambda: len(run.processes(_MODULE)) == 2, "two workers")
     served = run.served()
     run.wait_for(lambda: run.served() > served, "a new version, whose groups start", poll_s=0.01)
@@ -77,7 +77,7 @@ def _next_group(run: Subject) -> None:
 
 
 def _gone(run: Subject, pids: list[int], evidence: str) -> str:
-    """Waits for the end of workers and returns the evidence as text."""
+    """Waits until workers have exited and returns the evidence as text."""
     run.wait_for(lambda: all(ended(pid) for pid in pids), "the end of the workers", poll_s=0.01)
     return f"worker {', '.join(map(str, pids))} was killed by signal 9; {evidence}"
 

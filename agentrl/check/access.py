@@ -1,4 +1,4 @@
-"""Checks what an agent can access: answers in its files, its prompt and its image, and tests that share its sandbox.
+"""Checks what an agent can access: answers in its files, its prompt and its image, and tests that share a sandbox with the code under test.
 
 The files of an image are copied to the host and searched there, so the truth never enters a sandbox.
 """
@@ -24,13 +24,13 @@ SHARED_SANDBOX_RISKS = {
     "shell": "the code under test shares a sandbox with test.sh: it can read the expected values and write into the shell's memory",
     "harbor": "the code under test shares a sandbox with the verdict: it can write the reward file",
 }
-"""Modes of grading in which tests and code under test share a sandbox -> the risk."""
+"""Maps each grading mode in which tests and code under test share a sandbox to the risk."""
 PAGE_BYTES = 1 << 20
 PAGES = 24
-FILE_BYTES = 256 << 10  # maximum number of bytes that are searched in a file
+FILE_BYTES = 256 << 10  # maximum number of bytes that are searched in each file
 PAGE_S = 60.0
 
-# Prints a page of files as JSON, with the start of the next page. Skips files of Debian packages and Python's package folders.
+# Prints a page of files as JSON, with the start of the next page. Skips files from Debian packages, and Python's package folders.
 _PAGE = """
 import base64, glob, json, os, sys
 owned = set()
@@ -78,7 +78,7 @@ def prove_separation(tasks: Sequence[Task]) -> Proof:
             continue
         try:
             mode = grading_of(task).mode
-        except TaskError:  # the results of the cases report it
+        except TaskError:  # the results of the cases report this
             continue
         graded += 1
         if mode in SHARED_SANDBOX_RISKS:
@@ -120,7 +120,7 @@ async def prove_unreadable(tasks: Sequence[Task], golden: Mapping[str, GoldAttem
 
 
 def _leak_findings(leaks_of: Mapping[str, list[Leak]], where: str) -> list[Finding]:
-    """Returns the findings over all tasks (id -> leaks): one for certain leaks, one for all other leaks."""
+    """Returns at most two findings for all tasks (id -> leaks): one about certain leaks, and one about all other leaks."""
     findings: list[Finding] = []
     for certain in (True, False):
         of_kind = {task: [leak for leak in leaks if leak.certain is certain] for task, leaks in leaks_of.items()}
@@ -140,14 +140,15 @@ def _leak_findings(leaks_of: Mapping[str, list[Leak]], where: str) -> list[Findi
 
 @dataclass(slots=True, kw_only=True)
 class ImageFiles:
-    """The copied files: path -> bytes. `problem` states why other files were not searched."""
+    """The copied files: path -> bytes. `problem` states why the search was incomplete; empty if it was complete."""
 
     files: dict[str, bytes] = field(default_factory=dict)
     problem: str = ""
 
 
 async def image_files(spec: SandboxSpec, sandboxes: SandboxBackend) -> ImageFiles:
-    """Returns all readable files of a fresh sandbox with this spec, page by page. Raises `SandboxError` if the sandbox fails."""
+    """Reads all readable files in a fresh sandbox with this spec, page by page, and returns them. Raises `SandboxError` if the sandbox
+    fails."""
     sandbox = await sandboxes.open(spec)
     copied, skip = ImageFiles(), 0
     try:

@@ -1,7 +1,7 @@
 """Cheats that a trained agent might submit instead of work, and malformed inputs. `agentrl check` grades all of them. Each must score 0.
 
-There are three kinds. Answers are for tasks that grade the submitted answer. File contents, and programs that run in the agent's sandbox,
-are for tasks that grade files. A program gets the list OUTPUTS, the paths of the gold solution's files.
+There are three kinds of cheats. Answers are for tasks that grade the submitted answer. File contents, and programs that run in the agent's
+sandbox, are for tasks that grade files. A program receives the list OUTPUTS with the paths of the gold solution's files.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ def cheat_program(name: str, paths: Sequence[str]) -> str:
 
 
 def malformed_arguments(properties: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns malformed arguments for a call of a tool with these parameters, by a description of what is malformed."""
+    """Returns description -> malformed arguments, for calls of a tool with these parameters."""
     names = list(properties) or ["x"]
     nested: Any = "x"
     for _ in range(60):

@@ -63,10 +63,11 @@ NEVER_PROVEN = (
 async def check_family(
     source: FamilySource, config: SandboxConfig, *, count: int | None, parallel: int = 8, quiet: bool = False
 ) -> CheckReport:
-    """Runs all cases of the first `count` tasks of every split, at most `parallel` at once, and all proofs. If `count` is None, runs all
-    tasks of a folder.
+    """Runs all cases for the first `count` tasks of every split, at most `parallel` cases at once, and all proofs. `count` may be None if
+    every split is finite; it then means all tasks.
 
-    Raises `UserError` if the family cannot be opened, and `InfrastructureError` if the sandboxes fail. Faults of tasks are in the report.
+    Raises `UserError` if the family cannot be opened, and `InfrastructureError` if the sandboxes fail. Faults of tasks are included in the
+    report.
     """
     family = source.open()
     try:
@@ -112,7 +113,8 @@ async def _check_environments(source: FamilySource, family: TaskFamily, wanted: 
 
 
 def open_group_judge(source: FamilySource) -> GroupJudgeScorer | None:
-    """Returns the recipe's group judge without other verifiers; None if the recipe has none. Raises `UserError` if it cannot be used."""
+    """Returns a scorer with only the recipe's group judge; None if the recipe has no group judge. Raises `UserError` if it cannot be
+    used."""
     named = source.tasks.group_judge
     if named is None:
         return None
@@ -133,11 +135,12 @@ async def prove_tasks(
     audit: Sequence[str] = (),
     together: GroupJudgeScorer | None = None,
 ) -> tuple[list[CaseResult], list[Proof]]:
-    """Runs all cases of tasks that have a gold solution in `family`, and the proofs that examine single tasks.
+    """Runs all cases for tasks that have a gold solution in `family`, and the proofs that examine single tasks. Returns the results of the
+    cases, and the proofs.
 
     Args:
         tools: the recipe's tools, including those of its MCP servers.
-        audit, together: the recipe's audit verifiers and group judge; answers without work must not score with these either.
+        audit, together: the recipe's audit verifiers and group judge, which must not reward answers without work either.
         on_progress: receives `description`, `total` and `advance`, like `rich.progress.Progress.update`.
     """
     scorer = TaskScorer(sandboxes=sandboxes, root=root)
@@ -162,7 +165,7 @@ async def prove_tasks(
 
 
 def _not_proven(family: TaskFamily, wanted: Mapping[Split, int], tasks: Sequence[Task], proofs: Sequence[Proof]) -> Iterator[str]:
-    """Yields the properties that the report does not prove, although a reader may expect them."""
+    """Yields the properties that the report does not prove, although a reader may expect it to."""
     for split, done in wanted.items():
         size = family.size(split)
         if size is None or size > done:
@@ -175,7 +178,8 @@ def _not_proven(family: TaskFamily, wanted: Mapping[Split, int], tasks: Sequence
 
 
 def sandbox_configs(choice: str) -> list[SandboxConfig]:
-    """Returns the backends of a `--backend` option: a name, a plug-in reference, JSON with options, or `all`. Raises `UserError`."""
+    """Returns the backends that a `--backend` option selects. The option is a name, a plug-in reference, JSON with options, or `all`.
+    Raises `UserError` if it is invalid."""
     try:
         backends = ["docker", "bubblewrap"] if choice == "all" else [json.loads(choice) if choice.startswith("{") else choice]
         return [SandboxConfig.model_validate({"backend": backend}) for backend in backends]
@@ -185,7 +189,8 @@ def sandbox_configs(choice: str) -> list[SandboxConfig]:
 
 
 async def check_backend(config: SandboxConfig, image: str, *, root: Path, only: str = "", runtime: str = "") -> list[dict[str, Any]]:
-    """Runs the conformance checks on one backend. Returns a dictionary for each check, with backend, name, ok, detail and wall_s."""
+    """Runs the conformance checks on one backend. Returns a dictionary for each check, with the keys backend, name, ok, detail and
+    wall_s."""
     backend = open_backend(config, run_label="check", root=root)
     async with close_after(backend.close):
         results = await conformance.check_conformance(backend, SandboxSpec(image=image, runtime=runtime), only=only)
@@ -195,8 +200,8 @@ async def check_backend(config: SandboxConfig, image: str, *, root: Path, only: 
 async def attack_backend(
     config: SandboxConfig, image: str, *, root: Path, only: str = "", runtime: str = "", report: Callable[[str, AttackResult], None]
 ) -> list[dict[str, Any]]:
-    """Runs the attack suite on one backend and calls `report` with the backend and each result. Returns a dictionary with both for each
-    attack."""
+    """Runs the attack suite on one backend and calls `report` with the backend's name and each result. Returns a dictionary for each
+    attack, with the backend's name and the fields of the result."""
     backend = open_backend(config, run_label="attack", root=root)
     spec = replace(ATTACK_SPEC, image=image, runtime=runtime)
     async with close_after(backend.close):
@@ -262,7 +267,8 @@ class _Prover:
     golden: dict[str, GoldAttempt] = field(default_factory=dict)
 
     async def cases(self, tasks: Sequence[Task], done: Callable[[], None]) -> list[CaseResult]:
-        """Runs all cases of all tasks. Gold solutions run first, because cheats write to the paths of their files."""
+        """Runs all cases of all tasks. Gold solutions run first, because cheats write to the paths of the files that gold solutions
+        write."""
         slots, results = asyncio.Semaphore(self.parallel), []
 
         async def one(task: Task, case: str) -> None:
@@ -296,7 +302,7 @@ class _Prover:
         return CaseResult(task=task.id, case=case, wanted=wanted, value=value, detail=problem[:1000], wall_s=took)
 
     async def _attempt(self, task: Task, case: str) -> tuple[Episode, str]:
-        """Returns the episode of a case, and the error if the gold solution failed."""
+        """Returns the episode of a case, and the error if the gold solution failed; the error is empty otherwise."""
         episode = Episode(id="check", task_id=task.id, task_key=task.key, trajectories=())
         if not task.outputs and case != GOLD:
             return replace(episode, answer=None if case == NOTHING else cheats.ANSWERS[case]), ""

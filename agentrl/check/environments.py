@@ -1,4 +1,5 @@
-"""Proofs about an environment: equal episodes from equal seeds and actions, no shared state, snapshots, the range of rewards, baselines."""
+"""Proofs about an environment: equal seeds and actions give equal episodes, episodes share no state, snapshots continue an episode, and
+rewards are in their range. Also compares baselines."""
 
 from __future__ import annotations
 
@@ -21,10 +22,10 @@ from agentrl.records import EnvironmentSpec, Observation, Step, Task, ToolCall
 from agentrl.records.images import REFERENCE
 
 SEEDS = 16
-"""Largest number of seeds that are played."""
+"""Maximum number of seeds that are played."""
 FRESH = 4
-"""Number of seeds that are played in a new process."""
-_SHOWN = 1000  # characters of an observation in the report
+"""Number of seeds that are each played in a new process."""
+_SHOWN = 1000  # maximum number of characters of an observation in the report
 Action = str | ToolCall
 Actor = Callable[[Environment, str], Action]
 """Returns an action for an environment and its last observation."""
@@ -50,13 +51,13 @@ class Played:
 
     @property
     def end(self) -> str:
-        """The reason for the end of the episode."""
+        """Why the episode ended."""
         _, _, terminated, truncated = self.steps[-1]
         return "terminated" if terminated else "truncated" if truncated else "reached the limit of turns"
 
 
 async def prove_environment(tasks: Sequence[Task]) -> list[Proof]:
-    """Plays the environments of tasks and returns the proofs. Faults of an environment become findings."""
+    """Plays episodes in the environments of tasks and returns the proofs. Faults of an environment become findings."""
     tasks = [task for task in tasks if task.environment is not None][:SEEDS]
     try:
         first = await _open(_spec(tasks[0]))
@@ -90,7 +91,7 @@ _NO_ACTOR = "anything about episodes: an action is any text, and the class has n
 
 
 async def _first_turn(environment: Environment) -> Finding:
-    """Returns a note with instructions, first observation and actions; a failure if the reset fails."""
+    """Returns a note with the instructions, the first observation and the actions, or a failure if the reset fails."""
     observation = ""
     with user_code.fault_boundary() as fault:
         observation = REFERENCE.sub("<image>", (await environment.reset()).text)
@@ -108,7 +109,7 @@ def _fault_text(error: BaseException) -> str:
 
 
 async def _proof(name: str, tasks: Sequence[Task], check: Callable[[Task], Awaitable[str]]) -> Proof:
-    """Returns the proof of a claim. `check` returns the problem of a task; empty if there is none."""
+    """Returns the proof of a claim. `check` returns the problem with a task; empty if there is none."""
     wrong: dict[str, list[str]] = {}
     for task in tasks:
         with user_code.fault_boundary() as fault:
@@ -121,8 +122,8 @@ async def _proof(name: str, tasks: Sequence[Task], check: Callable[[Task], Await
 
 
 async def _play_first(task: Task, played: dict[str, Played]) -> str:
-    """Plays an episode with random actions, or with the expert's actions if any text is an action. Plays the first seeds in a new
-    process."""
+    """Plays an episode with random actions, or with the expert's actions if any text is an action. Plays each of the first `FRESH` seeds in
+    a new process."""
     if len(played) < FRESH:
         await close_environments()
     expert = _expert(_spec(task))
@@ -226,7 +227,7 @@ async def _baselines(tasks: Sequence[Task], played: Mapping[str, Played], *, ran
 
 
 class OneActor:
-    """Adapts a game with several roles to one agent, which acts for each role in turn. The reward is that of the first role."""
+    """Adapts a game with several roles to one agent, which acts for each role in turn. The reward is the first role's reward."""
 
     def __init__(self, game: RoleEnvironment) -> None:
         self.instructions, self._game = game.instructions, game
@@ -245,7 +246,7 @@ class OneActor:
         return self._next(self._waiting)
 
     async def step(self, action: str | ToolCall) -> Step:
-        """Stores the action of the next role. Applies the actions when all roles that act at the same time have one."""
+        """Stores the action of the next role. Applies the actions when all roles that act at the same time have acted."""
         assert isinstance(action, str), "the actions of games are strings"
         role = next(iter(self._waiting))
         del self._waiting[role]
@@ -270,7 +271,7 @@ class OneActor:
 
 
 async def _open(spec: EnvironmentSpec) -> Environment:
-    """Returns the environment of a task. If it is a game with several roles, one actor plays all of them."""
+    """Returns the environment of a task. If the environment is a game with several roles, one actor plays all of them."""
     environment: Any = await open_environment(spec)
     if getattr(environment, "policy_user", ""):
         environment.play_user(lambda brief, dialogue: "Go on.")  # no policy is running to play the user
@@ -285,7 +286,7 @@ def _spec(task: Task) -> EnvironmentSpec:
 
 
 async def _play(task: Task, actor: Actor, *, most: int | None = None) -> Played:
-    """Plays an episode of at most `most` steps; None means the task's limit of turns."""
+    """Plays an episode of at most `most` steps; None means the task's limit on turns."""
     environment = await _open(_spec(task))
     try:
         observation = (await environment.reset()).text
@@ -331,7 +332,7 @@ def _class(spec: EnvironmentSpec) -> Any:
 
 
 def _expert(spec: EnvironmentSpec) -> Actor | None:
-    """Returns the scripted policy of a user-supplied environment; None if it has none."""
+    """Returns the scripted policy of a user-supplied environment; None if the environment has none."""
     expert = getattr(_class(spec), "expert", None)
     if not callable(expert) or not inspect.isclass(_class(spec)):
         return None

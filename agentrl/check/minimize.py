@@ -1,11 +1,12 @@
 """Minimizes a case: removes parts of its task as long as the policy still fails the task and the task can be solved.
 
-A smaller task may be unsolvable, and every policy fails an unsolvable task. So each smaller task is proven first: its gold solution must
-score 1, and doing nothing and the cheats must score 0. Then the policy attempts the task, and the upper end of the interval of its pass
-rate must be below `FAILS_BELOW`. The smallest task gets additional attempts, which did not influence its choice.
+A smaller task may be unsolvable, and every policy fails an unsolvable task. Each smaller task is therefore proven first: its gold solution
+must score 1, and doing nothing and the cheats must score 0. Then the policy attempts the task, and the upper bound of the confidence
+interval for its pass rate must be below `FAILS_BELOW`. The smallest task is then attempted again, and only these attempts are recorded,
+because they did not influence the choice of the task.
 
 The search is ddmin (Zeller and Hildebrandt, "Simplifying and Isolating Failure-Inducing Input", 2002): it tries to remove large chunks of
-the parts first, then smaller chunks, until it reaches single parts or the end of the budget.
+the parts first, then smaller chunks, until it has tried single parts or the budget is spent.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ from agentrl.protocols import SandboxBackend, TaskFamily
 from agentrl.records import Task
 
 FAILS_BELOW = 0.5
-"""A task fails if the upper end of the 90% interval of its pass rate is below this."""
+"""The policy fails a task if the upper bound of the 90% confidence interval for its pass rate is below this value."""
 _LEVEL = 0.9
-_MAX_PROOFS = 8  # proofs for each task that the policy attempts
+_MAX_PROOFS = 8  # maximum number of proofs for each task that the policy attempts
 
 AttemptTask = Callable[[Task, int], Awaitable[Sequence[float | None]]]
-"""Returns the scores of the given number of attempts at a task; None means unscored."""
+"""Attempts a task the given number of times and returns the scores; None means unscored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemovablePart:
-    """A message except the last, a file, or a line of a file."""
+    """A part of a task: a message other than the last, a file, or a line of a file."""
 
     message: int | None = None
     file: str = ""
@@ -54,7 +55,7 @@ class MinimizeSearch:
     root: Path
     threshold: float
     repeats: int
-    budget: int  # largest number of attempts of the policy
+    budget: int  # maximum number of attempts by the policy
     attempts_used: int = 0
     proofs_used: int = 0
     _known: dict[str, bool] = field(default_factory=dict)
@@ -93,9 +94,10 @@ def fails_reliably(scores: Sequence[float | None], threshold: float) -> bool:
 
 
 async def search_smaller_case(search: MinimizeSearch, *, model: str, at: str) -> tuple[Case, str]:
-    """Returns the case with the smallest task, and a summary.
+    """Returns the case with the smallest task that the policy still fails, and a summary.
 
-    Raises `UserError` if the case does not clearly fail, cannot be proven, or starts at a later turn, or if no smaller task fails.
+    Raises `UserError` if the policy does not clearly fail the case, if the case cannot be proven or starts at a later turn, or if the
+    policy fails no smaller task.
     """
     case = search.case
     if case.start is not None:
@@ -160,7 +162,7 @@ async def minimize_case(prepared: PreparedEvaluation, case: Case, family: TaskFa
 
 
 def message_and_file_parts(task: Task) -> tuple[RemovablePart, ...]:
-    """Returns the files, and all messages except the last, which is the question."""
+    """Returns all messages except the last, which is the question, and all files."""
     messages = (RemovablePart(message=number) for number in range(len(task.prompt) - 1))
     return (*messages, *(RemovablePart(file=path) for path in sorted({*task.files, *task.binary_files})))
 

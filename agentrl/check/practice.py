@@ -1,4 +1,4 @@
-"""Generates practice tasks for the cases of a suite, from the family's variants or by mutation, and proves them like `agentrl check`."""
+"""Generates practice tasks for the cases in a suite, from the family's variants or by mutation, and proves them as `agentrl check` does."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from agentrl.task import gold_of
 from agentrl.task.outputs import run_and_collect
 
 DRAWS = 8
-"""Number of variants that are drawn for each requested task."""
+"""Maximum number of variants that are drawn for each requested task."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PracticeReport:
-    """The proven practice tasks, and the rejected tasks as (case, reason)."""
+    """The proven practice tasks, and the rejected tasks as pairs (case, reason)."""
 
     tasks: tuple[PracticeTask, ...]
     rejected: tuple[tuple[str, str], ...]
 
     def by_case(self) -> dict[str, Counter[str]]:
-        """Returns for each case the number of tasks by their origin, which is `PracticeTask.how`."""
+        """Returns, for each case, the number of tasks by origin. The origin is `PracticeTask.how`."""
         counts: dict[str, Counter[str]] = {}
         for task in self.tasks:
             counts.setdefault(task.case, Counter())[task.how] += 1
@@ -56,12 +56,12 @@ async def generate_practice(
     parallel: int = 8,
     quiet: bool = False,
 ) -> PracticeReport:
-    """Generates at most `count` proven tasks for each case of a suite.
+    """Generates at most `count` proven tasks for each case in a suite.
 
     Args:
-        withheld: the tasks that must not be trained on, including those of the suite.
+        withheld: the tasks that must not be trained on, including those in the suite.
 
-    Raises `InfrastructureError` if the sandboxes fail. Other errors are in the report.
+    Raises `InfrastructureError` if the sandboxes fail. Other errors are included in the report.
     """
     rejected: list[tuple[str, str]] = []
     drawn: list[PracticeTask] = []
@@ -97,7 +97,7 @@ def check_count(count: int, suite: Suite) -> None:
 
 
 def _problems(drawn: Sequence[PracticeTask], cases: Sequence[CaseResult], proofs: Sequence[Proof]) -> dict[str, str]:
-    """Returns the problem of each task that is not proven, by the task's id."""
+    """Returns task id -> problem for the tasks that are not proven."""
     problems: dict[str, str] = {}
     for result in cases:
         if not result.ok:
@@ -112,7 +112,8 @@ def _problems(drawn: Sequence[PracticeTask], cases: Sequence[CaseResult], proofs
 async def _draw(
     case: Case, family: TaskFamily, sandboxes: SandboxBackend, withheld: WithheldTasks, seen: set[str], *, count: int, seed: int, root: Path
 ) -> list[PracticeTask]:
-    """Draws up to `count` different tasks for a case, which are not withheld and not yet proven. Raises `TaskError` if there are none."""
+    """Draws up to `count` different tasks for a case. Excludes withheld tasks and tasks that were already drawn. Raises `TaskError` if no
+    task remains."""
     if case.task.family != family.name:
         problem = f"case {case.id} belongs to family {case.task.family!r}, but the recipe's family is {family.name!r}"
         raise TaskError(problem, fix="use a recipe of that family")
@@ -135,8 +136,8 @@ async def _draw(
 async def _mutants(
     task: Task, family: TaskFamily, sandboxes: SandboxBackend, withheld: WithheldTasks, *, count: int, seed: int, root: Path
 ) -> list[tuple[str, Task]]:
-    """Returns mutants with the answers that the gold program computes. The program must be correct on the task, and must give a different
-    answer on the mutant. Raises `TaskError` if there are no mutants."""
+    """Returns pairs (origin, mutant). The gold program computes the answer to each mutant. It must solve the original task, and its answer
+    to a mutant must differ from the answer to the task. Raises `TaskError` if there are no mutants."""
     gold_without_answer(family, task)
     cases, _ = await prove_tasks(family, [task], sandboxes, root=root)
     wrong = next((result for result in cases if result.case == GOLD and not result.ok), None)

@@ -1,7 +1,8 @@
-"""The source of a task family, and the check that the same seed, split and index give the same task: drawn again, in a different order, and
-in a different process.
+"""Opens task families, and checks that the same seed, split and index give the same task if it is drawn again, in a different order, or in
+a different process.
 
-`python -m agentrl.check.purity` draws the tasks that standard input lists, with a different hash seed and in a different order.
+`python -m agentrl.check.purity` draws the tasks that are listed on standard input, in a different order. Its caller sets a different hash
+seed.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ Drawn = Mapping[str, tuple[str, str]] | str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FamilySource:
-    """Opens a family from a recipe, or from a folder of task folders (`tasks.family` is its path)."""
+    """Opens a family from a recipe, or from a folder of task folders (whose path is `tasks.family`)."""
 
     tasks: TasksConfig
     root: Path
@@ -47,7 +48,7 @@ class FamilySource:
     tools: Mapping[str, ToolConfig] = field(default_factory=dict)
 
     def open(self, *, seed: int | None = None) -> TaskFamily:
-        """Opens the family. Raises the errors of `open_family`."""
+        """Opens the family. Raises the same errors as `open_family`."""
         return open_family(self.tasks, seed=self.seed if seed is None else seed, root=self.root)
 
 
@@ -94,8 +95,8 @@ def prove_purity(source: FamilySource, sizes: Mapping[Split, int]) -> Proof:
 
 
 def _field_texts(task: Task) -> Iterator[tuple[str, str]]:
-    """Yields (field such as `data.answer`, its text) for all fields of a task. Raises `ValueError` with the field if a field is not
-    JSON."""
+    """Yields pairs (name, text) for all fields of a task, with names such as `data.answer`. Raises `ValueError` with the field's name if a
+    field cannot be written as JSON."""
     for name, value in asdict(task).items():
         parts = {f"{name}.{key}": part for key, part in value.items()} if name in _PARTED else {name: value}
         for label, part in parts.items():
@@ -108,7 +109,7 @@ def _field_texts(task: Task) -> Iterator[tuple[str, str]]:
 
 
 def digests(task: Task) -> dict[str, tuple[str, str]]:
-    """Returns for each field the hash of its text, and the start of the text for display."""
+    """Returns, for each field, the hash of its text and the start of the text for display."""
     return {name: (hashlib.sha256(text.encode()).hexdigest(), text[:4000]) for name, text in _field_texts(task)}
 
 
@@ -169,9 +170,10 @@ def _without_id(drawn: Drawn) -> Drawn:
 
 
 def _draw_in_subprocess(source: FamilySource, draws: Sequence[Draw]) -> list[dict[str, tuple[str, str]] | str]:
-    """Returns the digests of these tasks, computed in another process. For a task that cannot be created, returns the reason.
+    """Returns the digests of these tasks, computed in another process. The entry for a task that cannot be created is the reason.
 
-    Raises `RuntimeError` with the end of the process's output if the process cannot open the family.
+    Raises `RuntimeError` with the end of the process's error output if the process cannot open the family, or if it does not finish in
+    time.
     """
     with tempfile.NamedTemporaryFile(prefix="agentrl-check-") as answer:  # standard output belongs to the family
         question = {

@@ -49,7 +49,7 @@ class Proof:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseResult:
-    """The result of one case of one task: expected score, actual score (None means unscored), and the reason."""
+    """The result of one case for one task: expected score, actual score (None means unscored), and the reason."""
 
     task: str
     case: str
@@ -60,13 +60,13 @@ class CaseResult:
 
     @property
     def ok(self) -> bool:
-        """Whether the score is the expected one."""
+        """Whether the score equals the expected score."""
         return self.value is not None and all_equal((self.value, self.wanted))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckReport:
-    """The results of `agentrl check` on a family, and the properties that were not proven."""
+    """The results of `agentrl check` for a family, and the properties that were not proven."""
 
     cases: tuple[CaseResult, ...]
     proofs: tuple[Proof, ...]
@@ -103,7 +103,7 @@ def render(report: CheckReport) -> str:
 
 
 def _findings(proof: Proof) -> list[str]:
-    """Returns the lines of a proof's findings, failures first, with its name as heading; empty if there are none."""
+    """Returns the lines of a proof's findings, failures first, with its name as the heading; empty if there are none."""
     order = ("failure", "warning", "unsafe", "note")
     ordered = sorted(proof.findings, key=lambda finding: order.index(finding.severity))
     lines = [f"  {'FAIL' if finding.severity == 'failure' else finding.severity}: {finding.what}" for finding in ordered]
@@ -170,7 +170,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def join_examples(texts: Sequence[str]) -> str:
-    """Returns the first few strings, and the number of the others."""
+    """Joins the first few strings, and appends the number of the others."""
     more = f", and {len(texts) - SHOWN:,} more" if len(texts) > SHOWN else ""
     return ", ".join(texts[:SHOWN]) + more
 

@@ -17,14 +17,14 @@ from agentrl.records import Split, Task
 from agentrl.task import make_task
 
 NAME = "no held-out task is a training task"
-SAMPLE = 2000  # number of tasks of each endless split that are compared
-DRAW_S = 30.0  # seconds for drawing the tasks of one split; fewer tasks of a slow family are compared
-GUESSED = 0.2  # smallest fraction of tasks with the same correct answer that is reported
+SAMPLE = 2000  # minimum number of tasks that are compared in each endless split
+DRAW_S = 30.0  # time limit for drawing the tasks of one split, in seconds; fewer tasks are compared if a family is slow
+GUESSED = 0.2  # a correct answer is reported if at least this fraction of the tasks share it
 
 
 def prove_splits(source: FamilySource, sizes: Mapping[Split, int]) -> Proof:
-    """Compares the prompt, files, tools, outputs and image of tasks: all tasks of a finite split, and at least `SAMPLE` tasks of an endless
-    split, as far as the time allows."""
+    """Compares the prompts, files, tools, outputs and images of tasks: all tasks of a finite split, and at least `SAMPLE` tasks of an
+    endless split, but only the tasks that can be drawn within `DRAW_S` seconds."""
     family = source.open()
     drawn: dict[Split, list[Task]] = {}
     cut: list[str] = []
@@ -64,7 +64,7 @@ def _draw(family: TaskFamily, split: Split, count: int) -> list[Task]:
 
 
 def _agent_view_hash(task: Task, root: Path) -> str:
-    """Returns the hash of everything that the agent sees of a task."""
+    """Returns the hash of everything that the agent sees in a task."""
     prompt = [asdict(message) for message in task.prompt]
     name = task.sandbox.image if task.sandbox is not None else ""
     image = task.data.get("build_context") or _recipe(root / name / "image.toml") or name
@@ -74,7 +74,7 @@ def _agent_view_hash(task: Task, root: Path) -> str:
 
 
 def _recipe(path: Path) -> str:
-    """Returns the image recipe's text, so that two folders with the same recipe count as one image."""
+    """Returns the image recipe's text, so that two folders with the same recipe count as one image; empty if there is no recipe."""
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 

@@ -1,4 +1,4 @@
-"""Checks user-supplied tools: they load, have a valid schema, and return an outcome for any arguments."""
+"""Checks that user-supplied tools load, have a valid schema, and return an outcome for any arguments."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from agentrl.records import Task
 from agentrl.task.outputs import sandbox_of
 
 NAME = "the project's tools answer any call"
-CALL_S = 15.0  # maximum duration of one call in this check, regardless of the task's limit
+CALL_S = 15.0  # maximum duration of one call in this check, even if the task's limit is higher
 _BROKE = "makes its sandbox fail, which excludes the episode"
 _TYPES = {"string", "number", "integer", "boolean", "array", "object", "null"}
 
@@ -34,7 +34,7 @@ class _Blocked(BaseException):
 async def prove_tools(tasks: Sequence[Task], sandboxes: SandboxBackend, run: ToolSource | None = None) -> Proof:
     """Calls each tool that a task refers to, with arguments that no schema allows.
 
-    Tools of MCP servers are called only if the server runs in the sandbox; a call to another server may have side effects.
+    Tools of MCP servers are called only if the server runs in the sandbox, because a call to any other server may have side effects.
     """
     users: dict[str, Task] = {}
     for task in tasks:

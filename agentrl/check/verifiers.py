@@ -1,4 +1,4 @@
-"""Checks that verifiers score anything that an agent submits, and that a second score is equal to the first."""
+"""Checks that verifiers score anything that an agent submits, and that they give the same score if the same work is scored twice."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 RETRIES = 2
 NAME = "verifiers score any answer, and do so consistently"
-TASKS = 3  # number of tasks of each verifier that get malformed answers
+TASKS = 3  # number of tasks per verifier for which malformed answers are scored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class GoldAttempt:
 
 async def prove_verifiers(tasks: Sequence[Task], golden: Mapping[str, GoldAttempt], scorer: TaskScorer, *, parallel: int) -> Proof:
     """Scores malformed answers for a few tasks of each verifier. Scores every gold episode (`golden`, by task id) a second time."""
-    scorer = replace(scorer, controls=False)  # every failure of a verifier counts, also one that the answer provokes
+    scorer = replace(scorer, controls=False)  # every failure of a verifier counts, even one that the answer provokes
     chosen: dict[tuple[str, ...], list[Task]] = {}
     for task in tasks:
         tasks_of = chosen.setdefault(task.verifiers, [])
@@ -69,7 +69,7 @@ async def prove_verifiers(tasks: Sequence[Task], golden: Mapping[str, GoldAttemp
 
 
 async def retry_sandbox_errors(act: Callable[[], Awaitable[T]]) -> T:
-    """Retries a call if a sandbox fails. A persistent failure ends the check."""
+    """Calls `act`, and retries the call if a sandbox fails. A persistent failure ends the check."""
     for attempt in range(RETRIES):
         try:
             return await act()
@@ -81,7 +81,7 @@ async def retry_sandbox_errors(act: Callable[[], Awaitable[T]]) -> T:
 
 @contextlib.asynccontextmanager
 async def quiet_verifier_log() -> AsyncIterator[None]:
-    """Suppresses the tracebacks of verifiers that raise, because the finding contains the error."""
+    """Suppresses the tracebacks of verifiers that raise exceptions, because the finding contains the error."""
     scoring_log = logging.getLogger("agentrl.reward")
     before = scoring_log.level
     scoring_log.setLevel(logging.ERROR)
@@ -102,7 +102,7 @@ def _malformed_episodes(task: Task, golden: GoldAttempt | None) -> list[tuple[st
 
 
 def _problem(score: Score) -> str:
-    """Returns the problem with the score of malformed work; empty if the score is not above 0."""
+    """Returns the problem with the score of malformed work; empty if the score is finite and not above 0."""
     if score.value is None:
         return f"no score: {shorten(score.reason, 300)}"
     if not math.isfinite(score.value):

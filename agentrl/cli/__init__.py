@@ -1,6 +1,6 @@
 """The command line. Exit codes: 0 done, 1 failed, 2 usage error, 130 interrupted.
 
-A module is imported when its command is used: `agentrl --help` imports none.
+A module is imported when its command is used, so `agentrl --help` imports none of them.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class LazyGroup(TyperGroup):
         return [name for commands in COMMANDS.values() for name in commands]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Imports a command; None if there is no such command."""
+        """Imports and returns a command; None if there is no such command."""
         for commands in COMMANDS.values():
             if (command := commands.get(cmd_name)) is not None:
                 return load_command(cmd_name, command)
@@ -187,7 +187,7 @@ def version_command() -> None:
 
 
 def run_recipe(file: str) -> NoReturn:
-    """Runs `agentrl train FILE ...`. A recipe file calls it when it is run as a script."""
+    """Runs `agentrl train FILE ...`. A recipe file calls this function when the file is run as a script."""
     main(["train", file, *sys.argv[1:]])
 
 

@@ -1,7 +1,4 @@
-"""`agentrl failures promote` and `agentrl failures minimize`: regression cases from traces.
-
-`agentrl practice`.
-"""
+"""`agentrl failures promote`, `agentrl failures minimize` and `agentrl practice`: cases and training tasks from traces."""
 
 from __future__ import annotations
 
@@ -59,9 +56,9 @@ def promote_failures(
     image: Annotated[str, typer.Option(help="For imported traces: sandbox image, for tools and verifiers that use a sandbox.")] = "",
     as_json: JsonFlag = False,
 ) -> None:
-    """Turn traces into regression cases. A case contains the task and its origin. Tasks that are already in the suite are skipped.
+    """Turn traces into regression cases. A case contains a task and its origin. Tasks that are already in the suite are skipped.
 
-    An imported trace needs --verifier and a truth. The prompt of its case is the user's message. Its tools return the recorded results.
+    An imported trace needs --verifier and a truth. The prompt of its case is the user's message. The tools return the recorded results.
 
     With --from-turn, the episode is replayed in a live sandbox up to that turn, and the case starts there.
     """
@@ -94,7 +91,7 @@ def promote_failures(
 
 
 def _user_parts(verifier: list[str] | None, truths: Path | None, truth_from: str, tools: list[str] | None, image: str) -> UserParts | None:
-    """Returns the parts that turn imported traces into cases; None if no option gives one."""
+    """Returns the parts that turn imported traces into cases; None if no option sets a part."""
     from agentrl.failure.promote import UserParts, read_truths
 
     if not (verifier or truths or truth_from or tools or image):
@@ -187,7 +184,7 @@ def practice(
 ) -> None:
     """Generate training tasks from the cases of a suite and keep those that pass the checks of `agentrl check`.
 
-    Tasks that equal or nearly equal a case of this suite, or of any suite that the recipe withholds, are excluded. To train on the
+    Tasks that are equal or nearly equal to a case in this suite, or in any suite that the recipe withholds, are excluded. To train on the
     generated tasks, set tasks.practice.
     """
     root, loaded = load_recipe(recipe, overrides or [])
@@ -233,7 +230,7 @@ async def _make(
 
 
 def render_report(report: PracticeReport, path: Path | None) -> str:
-    """Returns the generated tasks by case, and the rejected ones with reasons."""
+    """Returns the generated tasks by case, and the rejected tasks with reasons, as text."""
     lines = [f"{case}: {', '.join(f'{number} {how}' for how, number in how_many.items())}" for case, how_many in report.by_case().items()]
     lines += [f"rejected, {case}: {why}" for case, why in report.rejected[:_REFUSED_SHOWN]]
     if len(report.rejected) > _REFUSED_SHOWN:

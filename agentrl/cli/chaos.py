@@ -25,7 +25,7 @@ chaos_app = typer.Typer(no_args_is_help=True, add_completion=False, context_sett
 
 @chaos_app.command("list", epilog="Example: agentrl chaos list --json")
 def chaos_list(as_json: JsonFlag = False) -> None:
-    """List the cases with their faults and the maximum recovery times."""
+    """List the cases with their faults and maximum recovery times."""
     from agentrl.chaos import CASES
 
     if as_json:
@@ -49,10 +49,10 @@ def chaos_run(
     slack: Annotated[float, typer.Option(min=1.0, help="Multiply every time bound by this factor, for a busy machine.")] = 1.0,
     as_json: JsonFlag = False,
 ) -> None:
-    """Kill, stop and damage the parts of a small real run, and verify that no data is lost.
+    """Kill, stop and damage parts of a small real run, and verify that no data is lost.
 
-    Each case verifies that its fault happened and measures the time until the run recovers. Afterwards it checks the ledger, all scores
-    and the remaining processes. The exit code is 1 if a case fails.
+    Each case verifies that its fault occurred and measures the time until the run recovers. Afterwards, the command checks the ledger, all
+    scores and the remaining processes. The exit code is 1 if a case or a check fails.
     """
     from agentrl.chaos import CASES, run_cases, run_soak
 
@@ -61,7 +61,7 @@ def chaos_run(
         raise UserError(f"there is no case {unknown[0]}", fix="agentrl chaos list prints the numbers")
     if numbers is None and minutes:
         chosen = ()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the run under test, as ctrl-C does
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # stops the run under test, as ctrl-C does
 
     def report(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
@@ -83,7 +83,7 @@ def chaos_run(
 
 
 def render_results(results: Sequence[Result]) -> str:
-    """Returns the results as a table: case, seconds until recovery, bound, verdict and witness."""
+    """Returns the results as a table with the case, the seconds until recovery, the bound, the verdict and the evidence."""
     lines = [f"{'case':30}{'recovered':>10}{'bound':>8}  {'ok':4}witness"]
     for result in results:
         took = "-" if result.recovered_s is None else f"{result.recovered_s:.1f} s"

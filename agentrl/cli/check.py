@@ -41,7 +41,8 @@ def check(
     parallel: Annotated[int, typer.Option(min=1, help="Number of tasks checked in parallel.")] = 8,
     as_json: JsonFlag = False,
 ) -> None:
-    """Check a task family in real sandboxes: gold solutions score 1, cheats score 0, splits do not overlap, answers are hidden."""
+    """Check in real sandboxes that a task family's gold solutions score 1, cheats score 0, splits do not overlap, and answers are
+    hidden."""
     from agentrl.check.check import check_family
     from agentrl.check.report import render
     from agentrl.session.judge_servers import standalone_judge_servers
@@ -66,7 +67,7 @@ def sandbox_check(
     runtime: RuntimeName = "",
     as_json: JsonFlag = False,
 ) -> None:
-    """Check that a sandbox backend conforms to the protocol: limits, isolation, cleanup, hostile programs."""
+    """Check that a sandbox backend conforms to the protocol: limits, isolation, cleanup, and hostile programs."""
     from agentrl.check.check import check_backend, sandbox_configs
 
     root = project_root(Path.cwd() / image / "image.toml")
@@ -112,12 +113,12 @@ def sandbox_attack(
 
 
 def is_family(target: str) -> bool:
-    """Whether a target is a folder of tasks or the reference of a family or environment, and not a recipe file."""
+    """Whether a target is a folder of tasks, or a reference to a family or environment, as opposed to a recipe file."""
     return os.path.isdir(target) or (":" in target and not os.path.exists(target))
 
 
 def open_target(target: str, backend: str | None, overrides: Sequence[str] = ()) -> tuple[FamilySource, SandboxConfig]:
-    """Returns the task family and the sandbox settings of a folder of task folders, of a recipe file, or of a reference."""
+    """Returns the task family and the sandbox settings for a folder of task folders, a recipe file, or a reference."""
     from agentrl.check.check import sandbox_configs
     from agentrl.check.purity import FamilySource
 
@@ -129,7 +130,7 @@ def open_target(target: str, backend: str | None, overrides: Sequence[str] = ())
         add_project_root(root)
         family = str(path.resolve()) if path.is_dir() else target  # a `Path` would collapse the two slashes of openenv:http://HOST
         source = FamilySource(tasks=TasksConfig(family=Part(family)), root=root)
-        source.open()  # report errors of the folder before those of the backend
+        source.open()  # report errors in the folder before those in the backend
         return source, sandbox_configs(backend or "auto")[0]
     root, loaded = load_recipe(path, [*overrides, *([f"sandbox.backend={backend}"] if backend else [])])
     return FamilySource(tasks=loaded.tasks, root=root, seed=loaded.seed, mcp=loaded.mcp, tools=loaded.tools), loaded.sandbox

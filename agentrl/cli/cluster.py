@@ -1,4 +1,4 @@
-"""`agentrl cluster`: shows what a run needs, and writes what Kubernetes and Docker need to start it."""
+"""`agentrl cluster`: shows the resources that a run needs, and writes the files that Kubernetes and Docker need to start it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def plan(
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show the parts that a recipe starts and what each reserves, without starting anything.
+    """Show the parts that a recipe starts and the resources that each reserves, without starting anything.
 
     With --cluster, or with cluster.address in the recipe, also show the nodes of the cluster. The exit code is 2 if the plan cannot fit.
     """
@@ -70,7 +70,7 @@ def _plan_on_cluster(recipe: Recipe, *, as_json: bool) -> None:
 
 
 def assignment_note(plan: ClusterPlan, nodes: Sequence[ClusterNode]) -> str:
-    """Returns a sentence that says whether the plan fits now."""
+    """Returns a sentence that states whether the plan fits now."""
     from agentrl.cluster.fit import fit_plan
 
     now = fit_plan(plan, nodes, now=True)
@@ -117,7 +117,7 @@ def manifest(
     cell_memory: Annotated[str, typer.Option(help="Memory of each sandbox pod, shared by its sandboxes.")] = "8Gi",
     out: Annotated[Path | None, typer.Option(help="File to write. Default: standard output.")] = None,
 ) -> None:
-    """Write the Kubernetes objects of a run as YAML: a KubeRay RayJob, Redis, network policies and a volume.
+    """Write the Kubernetes objects for a run as YAML: a KubeRay RayJob, Redis, network policies and a volume.
 
     The recipe must set device=cpu or device=cuda. The file contains no secrets: Redis reads its password from a Kubernetes Secret. The
     first lines of the file show the command that creates the Secret.
@@ -159,7 +159,7 @@ def write_dockerfile(
     requirement: Annotated[str | None, typer.Option(help="Requirement for pip that installs agentrl. Default: this version.")] = None,
     out: Annotated[Path | None, typer.Option(help="File to write, next to its .dockerignore. Default: standard output.")] = None,
 ) -> None:
-    """Write a Dockerfile for the image of all pods of a run. The image contains the project and its sandbox images."""
+    """Write a Dockerfile for the image that all pods of a run use. The image contains the project and its sandbox images."""
     from agentrl.cluster.dockerfile import IGNORED, dockerfile, project_requirement
 
     installed = project_requirement(project, "gpu" if gpu else "cpu", requirement)

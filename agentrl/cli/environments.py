@@ -1,4 +1,4 @@
-"""`agentrl env`: Python environments of foreign packages."""
+"""`agentrl env`: Python environments for third-party packages."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def env_add(
 ) -> None:
     """Install packages into the virtual environment .environments/NAME. Record them with hashes in environments/NAME.lock.
 
-    Commit the lock. If a lock with the same requirements exists, exactly its versions are installed.
+    Commit the lock file. If a lock file with the same requirements exists, exactly its versions are installed.
     """
     with undoing():
         lock = building.add_environment(_root(), packages, name=name, python=python, upgrade=upgrade, report=_progress())
@@ -49,7 +49,7 @@ def env_sync(
     names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Environments to build. Default: all.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Build environments exactly from their locks."""
+    """Build environments exactly from their lock files."""
     for name in names or venvs.read_locks(_root()):
         with undoing():
             lock = building.sync_environment(_root(), name, report=_progress())
@@ -58,7 +58,7 @@ def env_sync(
 
 @env_app.command("list", epilog="Example: agentrl env list --json")
 def env_list(as_json: JsonFlag = False) -> None:
-    """List the environments of the project."""
+    """List the project's environments."""
     root = _root()
     locks = venvs.read_locks(root)
     if as_json:
@@ -73,7 +73,7 @@ def env_list(as_json: JsonFlag = False) -> None:
 
 @env_app.command("remove", epilog="Example: agentrl env remove inspect-ai")
 def env_remove(names: Annotated[list[str], typer.Argument(metavar="NAME...")]) -> None:
-    """Remove environments and their locks."""
+    """Remove environments and their lock files."""
     for name in names:
         if not building.remove_environment(_root(), name):
             raise UserError(f"the project has no environment {name!r}", fix="list the environments: agentrl env list")

@@ -33,7 +33,7 @@ def export(
     text: Annotated[str, typer.Option(help="Only episodes that contain these words; a word that ends in * is a prefix.")] = "",
     as_json: JsonFlag = False,
 ) -> None:
-    """Write the episodes of a run to files, with their exact tokens. The run may be in progress.
+    """Write the episodes of a run, with their exact tokens, to files. The run may be in progress.
 
     Files of an earlier export with the same names are replaced.
     """

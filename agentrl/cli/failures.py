@@ -99,7 +99,7 @@ def show(
     trace: Annotated[str, typer.Argument(help="Id of a trace, as printed by `agentrl failures list`.")],
     as_json: JsonFlag = False,
 ) -> None:
-    """Show one trace: the prompt, every turn with calls and outputs, the failing turn, the score and its evidence."""
+    """Show one trace: the prompt, every turn with its calls and outputs, the failing turn, the score and its evidence."""
     from agentrl.failure.timeline import render_trace
     from agentrl.records import codec
 
@@ -125,7 +125,7 @@ def tag_failures(
     phase: OfPhase = "",
     as_json: JsonFlag = False,
 ) -> None:
-    """Tag failures with rules, with a judge or by hand. Tags set by hand take precedence and are not removed."""
+    """Tag failures with rules, with a judge or by hand. Tags that are set by hand take precedence and are not removed."""
     from agentrl.failure.digest import write_digest
     from agentrl.failure.triage import manual_tag
 
@@ -245,7 +245,7 @@ def import_failures(
     rules: Rules = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Import traces of third-party agents and tag them with rules. Unreadable documents are reported and skipped."""
+    """Import traces from third-party agents and tag them with rules. Unreadable documents are reported and skipped."""
     from agentrl.failure.collection import Collection
     from agentrl.failure.digest import write_digest
     from agentrl.failure.formats import UnreadableDocument, read

@@ -36,9 +36,9 @@ def history(
     out: Annotated[Path | None, typer.Option(help="HTML file to write, with a plot for each suite.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show the results of suites over policy versions: pass@1 with its interval, pass@k, and tokens, turns and time per attempt.
+    """Show results on suites across policy versions: pass@1 with its interval, pass@k, and tokens, turns and time per attempt.
 
-    Changes of suite, sampling or threshold between two rows are marked. To test whether two evaluations differ, use `agentrl compare`.
+    Changes in the suite, sampling or threshold between two rows are marked. To test whether two evaluations differ, use `agentrl compare`.
     """
     from agentrl.observe.evaluations import write_history_page
 

@@ -28,7 +28,7 @@ judge_app = typer.Typer(no_args_is_help=True, add_completion=False, context_sett
 
 @judge_app.callback()
 def judges() -> None:
-    """Measure judges and correct their success rates."""
+    """Measure judges, and correct success rates for judge errors."""
 
 
 @judge_app.command(
@@ -46,7 +46,7 @@ def calibrate(
     recipe: Annotated[Path | None, typer.Option(help="Recipe with the judge server that the judge needs. The command starts it.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Measure a judge on labelled answers: agreement, sensitivity, specificity, bias by length and position, reliability, cost.
+    """Measure a judge on labelled answers: agreement, sensitivity, specificity, bias by length and position, reliability, and cost.
 
     The exit code is 1 if the judge is not significantly better than chance.
     """
@@ -94,7 +94,7 @@ def correct(
     total: Annotated[int, typer.Argument(help="Number of answers with a verdict.")],
     as_json: JsonFlag = False,
 ) -> None:
-    """Estimate the true success rate from the rate of a judge, its sensitivity and its specificity."""
+    """Estimate the true success rate from the success rate according to a judge and the judge's sensitivity and specificity."""
     from agentrl.judge.agreement import corrected_rate
     from agentrl.judge.calibration import load_calibration
 
@@ -116,7 +116,7 @@ def label(
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Label the answers of a run by hand. Each key press is a verdict and is saved immediately.
+    """Label the answers in a run by hand. Each key press is a verdict and is saved immediately.
 
     A later call continues with the remaining answers. Each line of the label file has the form
     {"question": ..., "answer": ..., "label": "right" or "wrong", "by": ..., "reference": ..., "messages": [...]}.
@@ -168,7 +168,7 @@ def _agreement(first: Path, second: Path, *, as_json: bool) -> None:
 
 @contextmanager
 def _keys() -> Iterator[Iterator[str]]:
-    """Yields key presses, or the characters of standard input if it is not a terminal."""
+    """Yields an iterator over key presses, or over the characters of standard input if it is not a terminal."""
     pressed = iter(lambda: sys.stdin.read(1), "")
     if not sys.stdin.isatty():
         yield pressed
@@ -178,7 +178,7 @@ def _keys() -> Iterator[Iterator[str]]:
 
     handle = sys.stdin.fileno()
     before = termios.tcgetattr(handle)
-    tty.setcbreak(handle, termios.TCSADRAIN)  # for the whole session, or keys pressed in between would be lost
+    tty.setcbreak(handle, termios.TCSADRAIN)  # for the entire session, because otherwise keys pressed in between would be lost
     try:
         yield pressed
     finally:

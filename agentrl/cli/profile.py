@@ -21,7 +21,7 @@ from agentrl.config.recipe import EvalConfig
 from agentrl.errors import UserError
 
 WARM_STEPS = 1
-"""Steps before the measured ones: in the first step programs warm up and the pipeline fills."""
+"""Number of steps before the measured steps. In the first step, programs warm up and the pipeline fills."""
 
 
 def profile(
@@ -35,11 +35,11 @@ def profile(
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Run a few learner steps of a recipe and print where the time is spent.
+    """Run a few learner steps of a recipe and print how the time is spent.
 
-    Runs the recipe without evaluations and gate in a temporary folder. One table shows which parts compute at the same time, and one
-    table per part shows its states. Each of them adds up to the wall time of the measured steps. CPU seconds add up to the number of CPUs
-    times the wall time. With --nsight, the command also writes Nsight Systems reports of the measured steps to nsight/ in --run-dir or in
+    Runs the recipe without evaluations and without a gate in a temporary folder. One table shows which parts compute at the same time, and
+    one table per part shows its states. Each table adds up to the wall time of the measured steps. CPU seconds add up to the number of CPUs
+    times the wall time. With --nsight, the command also writes Nsight Systems reports on the measured steps to nsight/ in --run-dir or in
     the current folder.
     """
     root, written = load_recipe(recipe, [])
@@ -67,7 +67,7 @@ def profile(
 
 @contextmanager
 def _folder(wanted: Path | None) -> Iterator[Path]:
-    """Yields the run folder. A temporary one is removed afterwards, unless the run failed: then its logs are needed."""
+    """Yields the run folder. A temporary folder is removed afterwards, unless the run failed, because then its logs are needed."""
     if wanted is not None:
         yield wanted
         print(f"run folder: {wanted}", file=sys.stderr)

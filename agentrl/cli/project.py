@@ -1,8 +1,8 @@
 """`agentrl init`: creates a project from the files of the quickstart.
 
-A wheel has these files under `agentrl/_project`; an editable install uses those of the repository. Files that only a project has (README,
-Makefile, test, ...) are templates in `agentrl/cli/template`, with the suffix `.in`; `template_empty` is for a project without the
-quickstart.
+A wheel contains these files under `agentrl/_project`; an editable install uses the files in the repository. Files that only a project has
+(README, Makefile, test, ...) are templates in `agentrl/cli/template`, with the suffix `.in`. `template_empty` contains those for a project
+without the quickstart.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ NEXT = {
     False: ("agentrl doctor", "agentrl check recipes/quickstart.py", "agentrl train recipes/quickstart.py"),
     True: ("agentrl doctor", "python -m pytest", "agentrl check recipes/mine.py", "agentrl train recipes/mine.py"),
 }
-"""The next commands to print: for a project with the quickstart (False) and an empty one (True)."""
+"""The next commands to print, by whether the project is empty: False for a project with the quickstart, True for an empty project."""
 _BOTH = ("pyproject.toml", ".gitignore")
 
 
 def init_project(target: Path, name: str, *, empty: bool = False) -> list[Path]:
-    """Creates a project in `target`, a new or empty folder. Returns the written files, sorted.
+    """Creates a project in `target`, a new or empty folder. Returns the paths of the written files, sorted.
 
     Args:
         empty: write a minimal family, verifier, recipe and test instead of the quickstart.
@@ -53,7 +53,7 @@ def init_project(target: Path, name: str, *, empty: bool = False) -> list[Path]:
 
 
 def _templates(target: Path, *, empty: bool) -> Iterator[tuple[Path, Path]]:
-    """Yields each template with the path of its result."""
+    """Yields pairs of a template and the path of the file that is written from it."""
     folder = FOLDER / ("template_empty" if empty else "template")
     for template in sorted(folder.rglob("*.in")):
         yield template, target / template.relative_to(folder).with_suffix("")

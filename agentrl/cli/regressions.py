@@ -119,7 +119,7 @@ def suites_in(folders: Sequence[str]) -> list[Suite]:
 
 
 def summary(evaluations: Sequence[SuiteEvaluation], folder: Path) -> dict[str, Any]:
-    """Evaluations as JSON data."""
+    """Returns the evaluations as JSON data."""
     from agentrl.evaluation.outcomes import CaseStatus, worst_first
 
     outcomes = [outcome for evaluation in evaluations for outcome in evaluation.outcomes]
@@ -140,7 +140,7 @@ def summary(evaluations: Sequence[SuiteEvaluation], folder: Path) -> dict[str, A
 
 
 def table(evaluations: Sequence[SuiteEvaluation], folder: Path) -> str:
-    """Evaluations as text: the cases, failed ones first and in detail, then the figures of each suite."""
+    """Returns the evaluations as text: the cases, with the failed cases first and in detail, then the figures for each suite."""
     from agentrl.evaluation.outcomes import CaseStatus, detail_lines, show_command, summary_line, worst_first
 
     several = len(evaluations) > 1
@@ -164,5 +164,5 @@ def table(evaluations: Sequence[SuiteEvaluation], folder: Path) -> str:
 
 
 def name_of(one: CaseOutcome, several: bool) -> str:
-    """Returns the name of a case, prefixed with its suite if there are several."""
+    """Returns the name of a case, prefixed with its suite if there are several suites."""
     return f"{one_line(one.suite, 60)}/{one.case.id}" if several else one.case.id

@@ -1,8 +1,5 @@
-"""Contexts of commands that run something: interrupts, the run folder, and error reports.
-
-Loading the recipe of a command.
-
-Options shared by several commands.
+"""Contexts for commands that run something (interrupts, the run folder, and error reports), loading of a command's recipe, and options that
+several commands share.
 """
 
 from __future__ import annotations
@@ -47,9 +44,9 @@ from agentrl.plugins.references import project_root as project_root
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """Context of slow imports, in which ctrl-C ends the process immediately.
+    """Context for slow imports, in which ctrl-C stops the process immediately.
 
-    Otherwise Python would raise inside an imported module, which may swallow the interrupt.
+    Otherwise Python would raise the interrupt inside an imported module, which may swallow it.
     """
     before = signal.signal(signal.SIGINT, _leave)
     try:
@@ -60,9 +57,9 @@ def loading() -> Iterator[None]:
 
 @contextmanager
 def undoing() -> Iterator[Callable[[], None]]:
-    """Context of work that cleans up after ctrl-C. A second ctrl-C ends the process immediately.
+    """Context for work that cleans up after ctrl-C. A second ctrl-C stops the process immediately.
 
-    Yields a function to call between steps, which raises an interrupt again if an import swallowed it.
+    Yields a function to call between steps, which re-raises an interrupt that an import swallowed.
     """
     interrupted = False
 
@@ -104,13 +101,13 @@ def run_folder(
     resume: bool = False,
     verb: str = "train",
 ) -> Iterator[tuple[RunStart, Recipe, PreflightResult]]:
-    """Locks a run's folder for the block, loads its recipe and runs the preflight checks.
+    """Locks a run's folder during the block, loads its recipe and runs the preflight checks.
 
-    An error in the block is reported and ends the command. The run survives the loss of its terminal.
+    Reports an error in the block and exits the command. The run survives the loss of its terminal.
 
     Args:
-        given: overrides of the command line. For a resumed run they are applied after its earlier overrides.
-        wanted: the run folder; None means the first free one.
+        given: overrides from the command line. For a resumed run, they are applied after its earlier overrides.
+        wanted: the run folder; None means the first free folder name.
         verb: the command: `train`, `eval`, `sample` or `profile`. Only `train` and `sample` can be resumed.
     """
     named = written if resume else apply_overrides(written, list(given))  # report a wrong override before creating a folder

@@ -16,7 +16,7 @@ from agentrl.cli.running import JsonFlag
 from agentrl.errors import StoreError, UserError
 from agentrl.observe.run_folders import RUN_FILES, is_run, run_state
 
-_FOLLOW_S = 5.0  # between two looks at a run
+_FOLLOW_S = 5.0  # seconds between two checks of a run
 
 
 def report(
@@ -48,7 +48,8 @@ def _write(run_dir: Path) -> Path:
 
 
 def _wait_for_change(run_dir: Path) -> str:
-    """Waits until a file of the report's run has changed, and returns its name; empty if no process drives the run and nothing changes."""
+    """Waits until a file of the report's run changes, and returns the file's name; empty if no process drives the run and nothing
+    changes."""
     before, running = _marks(run_dir), True
     while True:
         time.sleep(_FOLLOW_S)
@@ -57,7 +58,7 @@ def _wait_for_change(run_dir: Path) -> str:
             return changed[0]
         if not running:
             return ""
-        running = run_state(run_dir) == "running"  # after the end, one more look
+        running = run_state(run_dir) == "running"  # after the end, check once more
 
 
 def _marks(run_dir: Path) -> dict[str, tuple[int, int]]:
@@ -74,7 +75,7 @@ _SHOWN = 10  # episodes that read an answer
 
 
 def memory(run_dir: Annotated[Path, typer.Argument(help="Run folder.")], as_json: JsonFlag = False) -> None:
-    """Show the notes of a run's agents. Check in its episodes that no agent read a note from an attempt at the same task."""
+    """Show the notes that a run's agents wrote. Check in the run's episodes that no agent read a note from an attempt at the same task."""
     from rich.console import Console
     from rich.progress import Progress
 

@@ -20,7 +20,7 @@ sandbox_app.command("attack", epilog="Example: agentrl sandbox attack --backend 
 
 @sandbox_app.command("ls", epilog="Example: agentrl sandbox ls --json")
 def sandbox_ls(as_json: JsonFlag = False) -> None:
-    """List the sandboxes on this machine, including those of drivers that have died."""
+    """List the sandboxes on this machine, including those of dead drivers."""
     from agentrl.records import codec
     from agentrl.sandbox import list_open
 
@@ -42,7 +42,7 @@ def sandbox_prune(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")] = False,
 ) -> None:
-    """Remove sandboxes of drivers that have died. With --images, also remove unused images."""
+    """Remove the sandboxes of dead drivers. With --images, also remove unused images."""
     from agentrl.sandbox import evict, list_open, prune
 
     if unused_days is not None and not images:

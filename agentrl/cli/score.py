@@ -51,7 +51,7 @@ def score(
     blind: Annotated[bool, typer.Option("--blind", help="Hide the correct answers on the page.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """List the pending scores of a run, and send scores. Works during the run and afterwards.
+    """List the pending scores of a run, or send scores. Works during the run and afterwards.
 
     Each line of the --import file has the form
     {"episode_id": ..., "part": ..., "value": ..., "scored_by": ..., "key": ..., "replace": ...}. The last three fields are optional. The

@@ -44,9 +44,9 @@ def store(
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """List the groups of a run and count its sampled, trained, excluded and open tokens. Works during the run.
+    """List the groups of a run and count its sampled, trained, excluded and open tokens. Also works during the run.
 
-    A group is issued (its block has started), running (an attempt has ended or saved a turn), parked (it waits for late scores), ready,
+    A group is issued (its block has started), running (an attempt has finished or saved a turn), parked (it waits for late scores), ready,
     assigned to a learner step, trained, or excluded (its step trained none of its tokens). Open tokens belong to parked, ready and assigned
     groups. The exit code is 1 if --verify reports a problem.
     """
@@ -94,7 +94,7 @@ def _print_counts(counts: LedgerCounts, expiries: Sequence[float]) -> None:
 
 
 def _index(run_dir: Path) -> None:
-    """Builds `episodes.sqlite`, unless the store has a table of episodes itself."""
+    """Builds `episodes.sqlite`, unless the store itself contains a table of episodes."""
     from agentrl.experience.index_copy import OlderStore, copy_episodes
 
     with _progress() as bar:
@@ -111,7 +111,7 @@ def _index(run_dir: Path) -> None:
 
 
 def _expiries(opened: ExperienceStore) -> list[float]:
-    """Returns the expiry of each pending part, in Unix time. The file may have other times than agentrl writes."""
+    """Returns the expiry of each pending part, in Unix time. The file may contain times that agentrl did not write."""
     expiries, after = list[float](), ""
     while page := opened.pending_scores(limit=_PAGE, after=after):
         expiries += [min(max(part.expires_at, 0.0), LAST_EXPIRY) for part in page if part.expires_at is not None]
@@ -154,7 +154,7 @@ def _progress() -> Iterator[Progress]:
 
 @contextmanager
 def open_run_store(run_dir: Path) -> Iterator[ExperienceStore]:
-    """Opens the store of a run for one command. Raises `UserError` if the folder contains no run, or no group is stored yet."""
+    """Opens the store of a run for one command. Raises `UserError` if the folder contains no run or no group has been stored yet."""
     from agentrl.config import recipe
     from agentrl.experience import open_store
     from agentrl.plugins.parts import STORE

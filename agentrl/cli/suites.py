@@ -32,7 +32,7 @@ _CHANCE = 0.8  # power of a planned comparison
 
 
 def open_suite(folder: Path, *, repeats: int | None, threshold: float) -> Suite:
-    """Loads a suite after checking the options of its attempts. Raises `UserError`."""
+    """Checks the options for attempts and loads a suite. Raises `UserError`."""
     check_attempt_options(repeats=repeats, threshold=threshold)
     return load_suite(folder)
 
@@ -49,7 +49,7 @@ def evaluate_suite(
     threshold: float,
     as_json: bool,
 ) -> None:
-    """Runs an evaluation of a suite and prints its table, or JSON."""
+    """Runs an evaluation on a suite and prints its table, or JSON."""
     with run_folder(root, recipe, written, overrides, run_dir, verb="eval") as (start, loaded, checked):
         with loading():
             from agentrl.evaluation.suites import SUITE_FOLDER
@@ -85,14 +85,14 @@ def compare_evaluations(
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Compare two evaluations of a suite case by case: effect with interval, verdict, and the cases whose result changed.
+    """Compare two evaluations of a suite case by case: the effect with its interval, the verdict, and the cases whose results changed.
 
-    For two training runs, compare their recipes, success before and after training, success by kind, and cost.
+    For two training runs, compare their recipes, success rates before and after training, success rates by kind, and costs.
 
-    The verdict is better or worse if the difference is significant, same if it is smaller than --margin in either direction, and otherwise
-    not enough data. If temperature, top_k, top_p or min_p differ, there is no verdict unless --across-sampling is given.
+    The verdict is "better" or "worse" if the difference is significant, "same" if it is smaller than --margin in either direction, and
+    otherwise "not enough data". If temperature, top_k, top_p or min_p differ, there is no verdict unless --across-sampling is given.
 
-    With one evaluation, or only --rate, print how many cases a comparison needs to detect --difference.
+    With only one evaluation, or only --rate, print how many cases a comparison needs to detect --difference.
     """
     _check_ranges(alpha, margin, difference)
     if (before is None) == (rate is None):
@@ -194,7 +194,7 @@ def evaluation(named: str) -> Path:
 
 
 def is_training_run(named: str) -> bool:
-    """Whether an argument is the folder of a training run, and not that of an evaluation of a suite."""
+    """Whether an argument is the folder of a training run, as opposed to the folder of an evaluation on a suite."""
     folder = Path(named)
     return (folder / "metrics.jsonl").is_file() and not (folder / results.ABOUT).is_file() and not (folder / "suite").is_dir()
 
@@ -206,7 +206,7 @@ def summary(evaluation: SuiteResults) -> dict[str, Any]:
 
 
 def table(evaluation: SuiteResults, *, where: Path) -> str:
-    """Returns an evaluation as text: its figures, then the cases that did not always pass."""
+    """Returns an evaluation as text: first the figures, then the cases that did not always pass."""
     figures = evaluation.figures()
     lines = [f"{one_line(evaluation.about.suite, _NAME)}: {evaluation.about.cases} cases, {figures.attempts} attempts", *rates(figures)]
     short = []
@@ -224,7 +224,7 @@ def table(evaluation: SuiteResults, *, where: Path) -> str:
 
 
 def with_judge_costs(table: str, judges: Mapping[str, float]) -> str:
-    """Returns a table followed by the costs of the judges, if any were called."""
+    """Returns a table, followed by the costs of the judges if any judge was called."""
     from agentrl.judge import JudgeUsage
 
     return f"{table}\njudges  {JudgeUsage.from_figures(judges).summary()}" if judges else table

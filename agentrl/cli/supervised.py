@@ -1,6 +1,6 @@
 """Restarts the driver of a run, which resumes it: `agentrl train --restarts N`.
 
-The driver has no state that is not in the run folder, so a killed driver loses no finished work. Its parts end with it.
+All of the driver's state is in the run folder, so a killed driver loses no finished work. Its parts exit with it.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from agentrl.observe.summary import read_sessions
 from agentrl.session.folder import holds_run
 
 _PAUSES_S = (0.0, 1.0, 5.0, 15.0, 30.0)
-"""Before the first, second, ... restart in a row: a cluster that is lost may come back."""
+"""Seconds to wait before the first, second, ... consecutive restart, because a lost cluster may come back."""
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT)
 _FORWARDED = (*_ENDING, signal.SIGHUP, signal.SIGWINCH, signal.SIGTSTP)
 
 
 def supervise(command: Sequence[str], folder: Path, *, restarts: int) -> int:
-    """Runs a driver and returns its exit code. Restarts it with --resume if it is killed or fails, unless this process received a signal
-    to end.
+    """Runs a driver and returns its exit code. Restarts it with --resume if it is killed or fails, unless this process received a signal to
+    exit.
 
     Args:
         command: `agentrl train ... --run-dir FOLDER`, as arguments.
         folder: the run folder.
-        restarts: number of restarts in a row. Ten minutes of work reset the count.
+        restarts: maximum number of consecutive restarts. Ten minutes of work reset the count.
     """
     counted, resume = Restarts(), "--resume" in command
     while True:
@@ -50,8 +50,8 @@ def supervise(command: Sequence[str], folder: Path, *, restarts: int) -> int:
 
 
 def _may_resume(code: int, folder: Path, *, resumed: bool) -> bool:
-    """Whether a driver was killed, or failed for a reason that may not be there next time. An interrupt ends the run, and so does wrong
-    input, unless an earlier driver took it: then a cluster, a disk or a service is gone.
+    """Whether a driver was killed, or failed for a reason that may not exist at the next start. An interrupt stops the run. So does invalid
+    input, unless an earlier driver accepted it, because then a cluster, a disk or a service is gone.
     """
     if not holds_run(folder) or code not in (1, 2):
         return code < 0 and holds_run(folder)
@@ -60,7 +60,7 @@ def _may_resume(code: int, folder: Path, *, resumed: bool) -> bool:
 
 
 def _run(command: Sequence[str]) -> tuple[int, bool]:
-    """Runs a driver. Returns its exit code, and whether this process received a signal of `_ENDING`.
+    """Runs a driver. Returns its exit code, and whether this process received one of the signals in `_ENDING`.
 
     The driver has its own process group, so that a terminal and `kill` reach only this process, which forwards each signal once.
     """
@@ -81,8 +81,8 @@ def _run(command: Sequence[str]) -> tuple[int, bool]:
 
 
 def _wait(process: subprocess.Popen[bytes]) -> int:
-    """Returns the exit code. Handlers run within a second, even for a signal that arrives just before a system call and so does not
-    interrupt it.
+    """Waits for the process to exit and returns its exit code. Signal handlers run within a second, even for a signal that arrives just
+    before a system call and so does not interrupt it.
     """
     descriptor = os.pidfd_open(process.pid)
     try:
@@ -97,7 +97,8 @@ def _wait(process: subprocess.Popen[bytes]) -> int:
 
 @contextmanager
 def _forwarding(process: subprocess.Popen[bytes]) -> Iterator[set[int]]:
-    """Forwards signals to the driver, and stops and continues with it, as with a shell's ctrl-Z and `fg`. Yields the forwarded signals."""
+    """Forwards signals to the driver, and stops and continues together with it after ctrl-Z and `fg` in a shell. Yields the set of
+    forwarded signals."""
     forwarded: set[int] = set()
 
     def forward(number: int, frame: FrameType | None) -> None:

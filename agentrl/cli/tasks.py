@@ -1,4 +1,4 @@
-"""`agentrl tasks`: lists the tasks of a run, and adds, removes and re-weights them while it trains or when it is stopped."""
+"""`agentrl tasks`: lists the tasks of a run, and adds, removes and re-weights them while the run trains or while it is stopped."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def list_command(
     all_tasks: Annotated[bool, typer.Option("--all", help=f"List all tasks. Default: the {_ROWS} with the most groups.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """List the task families of a run, the tasks used so far (weight, state, groups, mean score) and the changes."""
+    """List the task families of a run, the tasks used so far (weight, state, groups, mean score) and the changes to them."""
     with loading():
         from agentrl.session.task_changes import list_tasks
 
@@ -74,7 +74,8 @@ def add_command(
 ) -> None:
     """Add a task family to a run. Run this in the recipe's project.
 
-    Its training tasks get a share of the groups that have not started yet. Evaluations still use the held-out tasks of the recipe's family.
+    A share of the groups that have not started yet is sampled from its training tasks. Evaluations still use the held-out tasks of the
+    recipe's family.
     """
     with loading():
         from agentrl.session.task_changes import family_label

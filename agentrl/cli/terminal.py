@@ -1,7 +1,7 @@
-"""Lets a command finish if its terminal closes, or if the reader of its pipe exits or does not read.
+"""Lets a command finish even if its terminal closes, or if the reader of its pipe exits or stops reading.
 
-If the reader is gone, further output is dropped. During a run no write waits for a reader: a thread delivers the output, and if the reader
-does not read, the oldest output is dropped.
+If the reader is gone, further output is dropped. During a run, no write waits for a reader, because a thread delivers the output. If the
+reader does not read, the oldest output is dropped.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 _GONE = frozenset({errno.EPIPE, errno.EIO, errno.ECONNRESET, errno.ENOTCONN, errno.ESHUTDOWN})
-"""Errors of a write to a closed pipe, terminal or socket. A full disk is not among them, because a result would be lost."""
+"""Errors of a write to a closed pipe, terminal or socket. The error of a full disk is not among them, because ignoring it would lose a
+result."""
 
 
 PATIENCE_S = 30.0
@@ -38,7 +39,7 @@ def outlast_readers() -> None:
     """Replaces standard output and error with streams that ignore the loss of their reader.
 
     `agentrl train ... | head -1` trains to the end, and the exit code does not change. Descriptors 0 to 2 that the parent has closed are
-    opened on /dev/null. Otherwise the next file that is opened would receive the output.
+    opened on /dev/null, because otherwise the next file that is opened would receive the output.
     """
     while (opened := os.open(os.devnull, os.O_RDWR)) <= 2:  # the lowest free descriptor
         os.set_inheritable(opened, True)
@@ -61,7 +62,7 @@ def _lasting(stream: TextIO, original: TextIO | None) -> TextIO:
 
 
 class _Outbox:
-    """Output written by a thread, so that callers never wait. Holds at most `_MOST` bytes and drops the oldest beyond that."""
+    """Output that a thread writes, so that callers never wait. Stores at most `_MOST` bytes; if there is more, drops the oldest output."""
 
     def __init__(self, write: Callable[[bytes], int]) -> None:
         self._write = write
@@ -69,7 +70,7 @@ class _Outbox:
         self._changed = threading.Condition()
         self._waiting = deque[bytes]()
         self._size = 0  # bytes in `_waiting`
-        self._writes = 0  # writes that ended
+        self._writes = 0  # finished writes
         self._delivering = False
         self._dropped = False  # whether output before that in `_waiting` was dropped
         self.abandoned = False  # no reader reads: further output is dropped
@@ -78,7 +79,7 @@ class _Outbox:
 
     @property
     def usable(self) -> bool:
-        """False in a forked child, which has no such thread."""
+        """Whether the thread exists; False in a forked child."""
         return os.getpid() == self._process
 
     def put(self, data: bytes) -> None:
@@ -95,7 +96,7 @@ class _Outbox:
             self._changed.notify_all()
 
     def settle(self, patience_s: float) -> None:
-        """Waits until all output is delivered. If the reader reads nothing for `patience_s`, drops the rest. Raises `OSError`."""
+        """Waits until all output is delivered. If the reader reads nothing for `patience_s` seconds, drops the rest. Raises `OSError`."""
         with self._changed:
             try:
                 while self._waiting or self._delivering:
@@ -141,7 +142,7 @@ class _Outbox:
 
 
 class _Lasting(io.FileIO):
-    """A descriptor that is redirected to /dev/null if its reader goes away, for all writers in this process and its later children."""
+    """A descriptor that is redirected to /dev/null if its reader exits, for all writers in this process and its later children."""
 
     outbox: _Outbox | None = None
 
@@ -153,7 +154,7 @@ class _Lasting(io.FileIO):
         return len(content)
 
     def write_now(self, data: ReadableBuffer, /) -> int:
-        """Writes, and waits for a reader if there is one."""
+        """Writes the data, waiting for the reader if there is one."""
         try:
             return super().write(data)
         except OSError as error:
@@ -165,7 +166,7 @@ class _Lasting(io.FileIO):
 
 
 def settle() -> None:
-    """Flushes the output of a run; a command calls it last. Waits up to `PATIENCE_S` for a reader that does not read.
+    """Flushes the output of a run. A command calls it last. Waits up to `PATIENCE_S` seconds for a reader that does not read.
 
     Later output, such as a traceback, is written directly. Raises `OSError` if output was lost, for example because a disk is full.
     """
@@ -194,7 +195,8 @@ def _lasting_streams() -> Iterator[tuple[TextIO, _Lasting]]:
 
 
 def _stop_waiting() -> None:
-    """From now on writes to standard output and error do not wait for a reader. A file needs none, and is written to directly."""
+    """From now on, writes to standard output and standard error do not wait for a reader. A file has no reader, so it is still written to
+    directly."""
     for stream, raw in _lasting_streams():
         if raw.outbox is None and not stat.S_ISREG(os.fstat(raw.fileno()).st_mode):
             stream.flush()
@@ -205,7 +207,7 @@ def _stop_waiting() -> None:
 def outlasting_terminal(note: Callable[[str], object] = lambda text: None) -> Iterator[None]:
     """Lets the block continue when its terminal closes (SIGHUP), or when no reader reads what it prints.
 
-    Under nohup, which ignores the signal, it is still ignored.
+    If the signal is already ignored, as under nohup, it stays ignored.
 
     Args:
         note: called once with a message about the signal. It must not write to standard output or error, because the signal may

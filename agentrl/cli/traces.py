@@ -1,4 +1,4 @@
-"""What the commands of `agentrl failures` share: options, and reading the traces of a folder."""
+"""Code that the commands of `agentrl failures` share: options, and reading the traces in a folder."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 def batches(traces: Iterator[T]) -> Iterator[list[T]]:
-    """Yields the traces in lists of `_BATCH`."""
+    """Yields the traces in lists of at most `_BATCH`."""
     while some := list(islice(traces, _BATCH)):
         yield some
 
@@ -78,7 +78,7 @@ def each_trace(collection: Collection, wanted: TraceFilter, doing: str) -> Itera
 
 
 def check_ids(run: Path, ids: Sequence[str], rows: Sequence[TraceRow]) -> None:
-    """Raises `UserError` unless every id has a row."""
+    """Raises `UserError` unless there is a row for every id."""
     if missing := sorted(set(ids) - {row.id for row in rows}):
         raise UserError(f"{run} has no trace {', '.join(missing[:8])}", fix=f"list the traces: agentrl failures list {run}")
 

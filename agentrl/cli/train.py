@@ -1,7 +1,4 @@
-"""`agentrl train` and `agentrl eval`.
-
-`agentrl sample`.
-"""
+"""`agentrl train`, `agentrl eval`, `agentrl sample` and `agentrl worker`."""
 
 from __future__ import annotations
 
@@ -60,7 +57,7 @@ def train(
     Press ctrl-C once to finish the current step, save, and write the report. Press it twice to stop immediately.
 
     objective.advantage, objective.loss, trackers, store, sandbox.backend and serving.weight_transfer accept the name of a built-in part, or
-    a reference to your own part: module:attr, ./file.py:attr, or an entry point of the group agentrl.plugins.
+    a reference to your own part: module:attr, ./file.py:attr, or an entry point in the group agentrl.plugins.
     """
     root, written = load_recipe(recipe, [])
     chosen = [f"sandbox.backend={sandbox}"] * bool(sandbox) + [f"cluster.address={json.dumps(cluster)}"] * bool(cluster)
@@ -104,7 +101,7 @@ def _train_supervised(
     restarts: int,
     as_json: bool,
 ) -> int:
-    """Runs the command in another process, which is restarted. Returns the exit code."""
+    """Runs the command in another process, and restarts that process if it is killed or fails. Returns the exit code."""
     from agentrl.cli.supervised import supervise
 
     name = (written if resume else apply_overrides(written, list(overrides))).name
@@ -142,9 +139,10 @@ def evaluate(
 ) -> None:
     """Evaluate a model or any other policy on held-out tasks or on suites of cases.
 
-    agentrl eval RECIPE evaluates the model of the recipe on its held-out tasks. With evaluation.attempts=8, each task is tried eight times,
+    agentrl eval RECIPE evaluates the recipe's model on its held-out tasks. With evaluation.attempts=8, each task is tried eight times,
     and the report shows pass@k and success against sampled tokens. With --suite, the cases of a suite replace the held-out tasks. With
-    --policy URL or --policy module:attr, it evaluates a policy that agentrl does not serve. --policy MODEL is the same as --model MODEL.
+    --policy URL or --policy module:attr, it evaluates a policy that agentrl does not serve. --policy MODEL has the same effect as --model
+    MODEL.
 
     agentrl eval SUITE ... evaluates a policy on suites without a recipe. --policy defaults to the policy recorded in suite.toml. The exit
     code is 0 if every case passes, otherwise 1. A case passes if the mean score of its attempts reaches its threshold.
@@ -174,7 +172,7 @@ def evaluate(
 
 
 def _check_recipe_options(recipe: Path, *, of_policy: bool, of_suite: bool) -> None:
-    """Raises `UserError` for options that need --policy or --suite, which are missing."""
+    """Raises `UserError` for options that need --policy or --suite if that option is missing."""
     if of_policy:
         options = "--junit, --pin, --key-env, --request, --header and --tokens-name"
         raise UserError(f"{options} need --policy", fix="agentrl eval SUITE --policy POLICY")
@@ -216,7 +214,7 @@ def _evaluate_policy(
 
     Args:
         target: None means the policy recorded in the suites.
-        arguments: overrides, and further suites.
+        arguments: overrides, and additional suites.
     """
     suites = [str(path), *(item for item in arguments if "=" not in item)]
     overrides = [item for item in arguments if "=" in item]
@@ -251,7 +249,7 @@ def _print_rates(results: dict[str, dict[str, Any]]) -> None:
 
 
 def describe(summary: Summary, folder: Path) -> str:
-    """Returns the result of a run as text: success before and after, cost, and where to find report and model."""
+    """Returns the result of a run as text: success before and after training, cost, and the paths of the report and the model."""
     lines = []
     from agentrl.experience.audit import token_balance
     from agentrl.judge import JudgeUsage
@@ -325,8 +323,8 @@ def sample(
     """Sample and score attempts at training tasks without training.
 
     Writes a run folder for agentrl tune, label, failures and report. For each kind of task, prints how many tasks were solved and how many
-    groups contain different scores. Training can learn from such groups. Press ctrl-C once to finish the current groups. Press it twice to
-    stop immediately.
+    groups contain different scores, from which training can learn. Press ctrl-C once to finish the current groups. Press it twice to stop
+    immediately.
     """
     root, written = load_recipe(recipe, [])
     all_overrides = (*(overrides or []), *([f"sandbox.backend={sandbox}"] if sandbox else []), *model_override(model))
@@ -356,8 +354,8 @@ def worker(
 ) -> None:
     """Start an additional rollout worker for a run in progress.
 
-    The worker stops when the run ends, or on ctrl-C. Other workers then continue its groups. On a different machine, give the driver's
-    address and run the command in a copy of the project. The worker opens as many sandboxes as each worker that the run starts.
+    The worker stops when the run ends, or on ctrl-C. After ctrl-C, other workers continue its groups. On a different machine, specify the
+    driver's address and run the command in a copy of the project. The worker opens as many sandboxes as each worker that the run starts.
     """
     with loading():
         from agentrl.cluster.link import take_key
@@ -372,7 +370,7 @@ def worker(
 
 
 def render_result(result: SampleResult, *, group_size: int) -> str:
-    """Returns the result as text: a row for each kind of task, why attempts were excluded, and the next command."""
+    """Returns the result as text: a row for each kind of task, the reasons why attempts were excluded, and the next command."""
     rows = [(" ".join(printable(kind, _NAME).split()) or "-", came) for kind, came in result.by_kind.items()]
     rows = [*(rows if len(rows) > 1 else []), ("all", result.totals)]
     wide = max(4, *(len(name) for name, _ in rows))

@@ -24,7 +24,7 @@ tune_app = typer.Typer(no_args_is_help=True, add_completion=False, context_setti
 
 SHOWS = "question,answer"
 MARGIN = 0.5
-_LEAST = 1e-9  # of what would train nothing at 0
+_LEAST = 1e-9  # minimum of values that would train nothing at 0
 
 Run = Annotated[Path, typer.Argument(help="Run folder whose scored episodes are used.")]
 Out = Annotated[Path, typer.Option(help="Folder to write the model to; must not exist.")]
@@ -75,7 +75,7 @@ def dpo(
     batch: BatchSize = 16,
     seed: Seed = 0,
 ) -> None:
-    """Learn to prefer better attempts at a task to worse ones (DPO)."""
+    """Learn to prefer better attempts at a task to worse attempts (DPO)."""
     start = _start(run, model, out)
     pairs = _pairs(run, margin, per_task)
     from agentrl.supervised import tune

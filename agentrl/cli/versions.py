@@ -1,4 +1,4 @@
-"""`agentrl versions`: lists, compares, promotes and pins the versions of a run, and returns to an earlier one."""
+"""`agentrl versions`: lists, compares, promotes and pins the versions of a run, and rolls back to an earlier version."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _TOTALS = ("episodes", "episodes_left_out", "tokens_trained", "groups_late", "ro
 
 @versions_app.command("list", epilog="Example: agentrl versions list runs/quickstart --json")
 def list_versions(run: RunFolder, as_json: JsonFlag = False) -> None:
-    """List the versions of a run: state, staleness of the trained tokens, size, evaluations with 95% intervals, gate decisions.
+    """List the versions of a run: state, staleness of the trained tokens, size, evaluations with 95% intervals, and gate decisions.
 
     The number of a version is the learner step that produced it. The run can roll back to versions with a checkpoint. `*`: pinned.
     """
@@ -103,7 +103,8 @@ def diff(
 ) -> None:
     """Compare two versions: the steps between them, the tensors that changed, and their recorded evaluations.
 
-    Evaluations are compared as in `agentrl compare`: effect with a 95% interval, a sign-flip test over cases, and the cases that changed.
+    Evaluations are compared as in `agentrl compare`: the effect with a 95% interval, a sign-flip test over cases, and the cases that
+    changed.
     """
     from agentrl.session.version_changes import known_version, require_weights
     from agentrl.session.versions import evaluation_differences, lineage, open_registry, read_versions
@@ -195,8 +196,9 @@ def compare_versions(
     One server switches between their weights. The comparison stops after a block of 16 cases if the 95% interval of the difference, which
     is valid at any number of cases, excludes 0 (better, worse) or is within --margin (same). The exit code is 1 if AFTER is worse.
 
-    With --canary 0.2, AFTER runs a fifth of the attempts and BEFORE the others. AFTER is promoted once it is clear that it is not worse by
-    --margin or more. The run rolls back to BEFORE once it is clear that AFTER is worse. The exit code is 1 unless AFTER is promoted.
+    With --canary 0.2, AFTER runs a fifth of the attempts, and BEFORE runs the others. AFTER is promoted once it is clear that it is not
+    worse by --margin or more. The run rolls back to BEFORE once it is clear that AFTER is worse. The exit code is 1 unless AFTER is
+    promoted.
     """
     with loading():
         from agentrl.evaluation.canary import check_canary, run_canary
@@ -254,7 +256,7 @@ def _canary_text(canary: CanaryResult, comparison: VersionComparison) -> str:
 
 
 def _apply_canary(run: Path, before: int, after: int, canary: CanaryResult, *, quiet: bool) -> bool:
-    """Promotes the candidate, or returns to the baseline. Returns whether the candidate is promoted."""
+    """Promotes the candidate, or rolls the run back to the baseline. Returns whether the candidate is promoted."""
     from agentrl.evaluation.canary import CanaryOutcome
     from agentrl.session.version_changes import is_driven, promote, request_rollback
 
@@ -292,9 +294,10 @@ def _comparison_text(difference: DifferenceSoFar, comparison: VersionComparison)
 
 @versions_app.command("promote", epilog="Example: agentrl versions promote runs/quickstart 3")
 def promote_version(run: RunFolder, number: Number) -> None:
-    """Promote a version, and export it to model/ of the run folder unless the run is in progress.
+    """Promote a version, and export it to model/ in the run folder unless the run is in progress.
 
-    A running gate then compares later versions with it, if it was evaluated. If the run ends later, its result replaces model/.
+    If the version was evaluated, a running gate then compares later versions with it. If the run finishes later, its result replaces
+    model/.
     """
     from agentrl.session.version_changes import promote
 
@@ -313,11 +316,11 @@ def rollback_version(
     number: Annotated[int | None, typer.Argument(min=0, help="Number of the version to roll back to. It must have a checkpoint.")] = None,
     cancel: Annotated[bool, typer.Option("--cancel", help="Cancel a requested rollback that the learner has not performed yet.")] = False,
 ) -> None:
-    """Roll the server and the learner back to a version: weights, optimizer, random state and schedule.
+    """Roll the server and the learner back to a version, with its weights, optimizer, random state and schedule.
 
-    The learner performs the rollback instead of its next update, in a live run or after --resume, and publishes the old weights under the
-    next number. The versions in between are rolled back and are never served again. The groups of their steps remain consumed. The groups
-    of the rollback step, which these versions sampled, are excluded.
+    The learner performs the rollback instead of its next update, either during the run or after --resume, and publishes the old weights
+    under the next number. The versions in between are rolled back and are never served again. The groups of their steps remain consumed.
+    The groups of the rollback step, which these versions sampled, are excluded.
     """
     from agentrl.session.version_changes import cancel_rollback, request_rollback
 
@@ -354,7 +357,7 @@ def pin_version(run: RunFolder, number: Number) -> None:
 
 @versions_app.command("unpin", epilog="Example: agentrl versions unpin runs/quickstart 4")
 def unpin_version(run: RunFolder, number: Number) -> None:
-    """Unpin a version. It is then deleted when newer versions replace it."""
+    """Unpin a version. Its weights and checkpoint are then deleted as newer versions replace them."""
     from agentrl.session.version_changes import set_pinned
 
     set_pinned(run, number, pinned=False)
@@ -363,9 +366,10 @@ def unpin_version(run: RunFolder, number: Number) -> None:
 
 @versions_app.command("league", epilog="Example: agentrl versions league runs/kuhn --json")
 def show_league(run: RunFolder, as_json: JsonFlag = False) -> None:
-    """List the ratings of a league (rollout.agent=players): Elo relative to version 0 with 95% interval, games. `*` marks an opponent.
+    """List the ratings in a league (rollout.agent=players): Elo relative to version 0 with a 95% interval, and games. `*` marks an
+    opponent.
 
-    The rating of a version counts only games against members of the league. `draw` is the probability that it is the next opponent.
+    A version's rating counts only games against members of the league. `draw` is the probability that it is the next opponent.
     """
     from agentrl.version.league import FILE, LeagueTable
 

@@ -1,4 +1,4 @@
-"""`agentrl view` and `agentrl watch`: a run in the browser, and in the terminal."""
+"""`agentrl view` and `agentrl watch`, which show a run in the browser and in the terminal."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def view(
     read_only: Annotated[bool, typer.Option("--read-only", help="Show runs only; do not accept tags, labels, cases or scores.")] = False,
     browser: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
 ) -> None:
-    """Show runs in a web page, even during training: from a curve down to the step, the group, the episode and the token.
+    """Show runs in a web page, even during training, at every level: curves, steps, groups, episodes and tokens.
 
-    The printed address contains the access token of the pages. Press ctrl-C to stop.
+    The printed address contains the access token for the pages. Press ctrl-C to stop.
     """
     from agentrl.base.installation import install_command
 
@@ -60,7 +60,7 @@ def _open(address: str) -> bool:
 
 
 def watch(run: Annotated[Path, typer.Argument(metavar="RUN|RUNS_DIR", help="Run folder, or a folder with runs.")]) -> None:
-    """Show a run in the terminal: curves, busy parts, alerts, token counts and the newest episodes, while it trains or afterwards.
+    """Show a run in the terminal, while it trains or afterwards: curves, busy parts, alerts, token counts and the newest episodes.
 
     The arrow keys select an episode, enter opens its transcript, the left arrow returns, n and p show the next and the previous episode,
     and q quits. If the output is not a terminal, the command prints one frame.

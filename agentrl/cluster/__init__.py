@@ -1,4 +1,4 @@
-"""Starts the parts of a run: the plan of a recipe, the devices of one machine, and the hosts of processes."""
+"""Starts the parts of a run: plans the parts of a recipe, assigns the devices of one machine, and hosts the processes."""
 
 from agentrl.cluster.plan import Bundle, ClusterPlan, PlannedPart, plan_here, plan_parts
 

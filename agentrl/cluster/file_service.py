@@ -2,19 +2,19 @@
 
     GET  /files/KIND                names of the complete folders
     GET  /files/KIND/NUMBER         their files, with the sha256 of each chunk
-    GET  /files/judges/NAME         those of a judge's model
+    GET  /files/judges/NAME         the files of a judge's model, likewise
     GET  /chunks/SHA256             one chunk of a listed folder
     GET  /single/NAME               one of the few single files that parts need
     GET, PUT  /media/NAME           an image of an episode, which the rollout worker stores
-    POST /peers                     a mirror starts to fetch a folder; the answer has the mirrors that have it or are fetching it, and the
-                                    URL of the run in the object store if that has the folder
-    POST /arriving/KIND/NUMBER      a listing that the learner will send; the answer has the chunks that are missing
+    POST /peers                     a mirror starts to fetch a folder; the response lists the mirrors that have it or are fetching it, and
+                                    the URL of the run in the object store if the store has the folder
+    POST /arriving/KIND/NUMBER      a listing that the learner will send; the response lists the missing chunks
     PUT  /arriving/KIND/NUMBER/SHA256
     POST /arriving/KIND/NUMBER/commit
     PUT  /base_probe                the probe of version 0, which the learner computes
 
 Chunks are requested by checksum, so no request contains a path to read. Only the learner may send folders. Workers can list only the files
-of version 0 and of judges, for their tokenizers. Without a listing, they know no other checksums. All file access runs in threads.
+of version 0 and of judges, whose tokenizers they need, so they know no other checksums. All file access runs in threads.
 """
 
 from __future__ import annotations
@@ -63,16 +63,16 @@ BASE_PROBE = f"{_BASE}/probe.json"
 """The only file that the learner adds to an existing folder."""
 MAX_SINGLE = 64 << 20
 MAX_LISTING = 512 << 20
-"""Largest listing in bytes; it has about 80 for each MiB of the folder."""
+"""Maximum bytes of a listing, which has about 80 bytes for each MiB in the folder."""
 MAX_PEERS = 256
-"""Number of mirrors, the newest, that are stored for a folder."""
+"""Maximum number of mirrors that are stored for a folder; only the newest are kept."""
 MAX_ARRIVING = 4
-"""Largest number of folders that arrive at a time. If there are more, the oldest is dropped; its chunks stay on disk."""
+"""Maximum number of folders that arrive at a time. If there are more, the oldest is dropped, but its chunks stay on disk."""
 _FOLDERS_WITH_PEERS = 16
 _IMAGE = re.compile(r"[0-9a-f]{10}")
 _BODY_S = 120.0
 _READS = 16  # number of threads that read or hash at a time
-_SPARE_BYTES = 64 << 20  # reserved on the driver's disk for ledger and logs
+_SPARE_BYTES = 64 << 20  # reserved on the driver's disk for the ledger and the logs
 
 
 class FileService:
@@ -93,12 +93,12 @@ class FileService:
         self.index = ChunkIndex()
         self._arriving: dict[str, ArrivingFolder] = {}  # by kind/number
         self._peers: dict[str, dict[str, str]] = {}  # kind/number -> address of a mirror -> its key, in the order of their starts
-        self._listings: dict[Path, asyncio.Task[bytes]] = {}  # those being computed
+        self._listings: dict[Path, asyncio.Task[bytes]] = {}  # listings being computed
         self._reads = asyncio.Semaphore(_READS)
         self._opening = asyncio.Lock()
 
     def routes(self) -> list[Route]:
-        """Returns the routes with the parts that may use them."""
+        """Returns the routes, each with the parts that may use it."""
         mirrors, readers = frozenset({HOST, LEARNER}), frozenset({HOST, LEARNER, WORKER})
         return [
             Route("GET", f"/files/{_BASE}", readers, self._base_listing),
@@ -117,7 +117,7 @@ class FileService:
         ]
 
     async def stop_arrivals(self) -> None:
-        """Rejects any more chunks of all arriving folders, because their sender was replaced."""
+        """Rejects further chunks of all arriving folders, because their sender was replaced."""
         async with self._opening:
             for name in list(self._arriving):
                 await self._stop(name)
@@ -181,7 +181,7 @@ class FileService:
         return json_response({})
 
     async def _join(self, request: Request) -> Response:
-        """Answers with the mirrors that started earlier, the newest first. So mirrors form a chain that forwards each chunk once per
+        """Responds with the mirrors that started earlier, the newest first. So mirrors form a chain that forwards each chunk once per
         link."""
         data = await body_of(request, _BODY_S)
         folder, url, key = str(data["folder"]), str(data["url"])[:200], str(data["key"])[:200]
@@ -197,7 +197,8 @@ class FileService:
         return json_response({"mirrors": earlier, "store": await self._stored(folder)})
 
     async def _stored(self, name: str) -> str:
-        """Returns the URL of the store once it has a version; empty for other folders, if there is no store, or if the upload failed."""
+        """Returns the URL of the store once the store has the version `name`; empty for other folders, if there is no store, or if the
+        upload failed."""
         if (store := self._store) is None or not name.startswith("versions/"):
             return ""
         path = self.folder / name

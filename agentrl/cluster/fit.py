@@ -1,7 +1,7 @@
-"""Determines whether a plan fits the nodes of a cluster, and renders tables of both.
+"""Determines whether a plan fits the nodes of a cluster, and renders the plan and the nodes as tables.
 
-`fit_plan` looks for an assignment. If it finds none, the plan may still fit, because the search is greedy. `Fit.problems` lists only what
-no assignment can satisfy.
+`fit_plan` looks for an assignment. If it finds none, the plan may still fit, because the search is greedy. `Fit.problems` lists only
+requirements that no assignment can satisfy.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _REDUCTIONS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterNode:
-    """A node of a cluster, with amounts by Ray's names (`Bundle.amounts`)."""
+    """A node of a cluster, with its resource amounts by Ray's names (`Bundle.amounts`)."""
 
     name: str
     total: Mapping[str, float]
@@ -49,13 +49,13 @@ class Fit:
 
     @property
     def is_impossible(self) -> bool:
-        """Whether no assignment exists."""
+        """Whether it is certain that no assignment exists."""
         return bool(self.problems)
 
 
 def fit_plan(plan: ClusterPlan, nodes: Sequence[ClusterNode], *, now: bool = False) -> Fit:
-    """Returns an assignment of the plan's bundles to nodes, or the reasons why there is none. `now`: uses only the amounts that other jobs
-    leave free."""
+    """Returns an assignment of the plan's bundles to nodes, or the reasons why there is none. `now`: whether to use only the amounts that
+    other jobs have not reserved."""
     amounts = {node.name: dict(node.free if now else node.total) for node in nodes}
     problems = tuple(_problems(plan, nodes, amounts))
     if problems:
@@ -68,8 +68,8 @@ def fit_plan(plan: ClusterPlan, nodes: Sequence[ClusterNode], *, now: bool = Fal
 
 
 def _orders(bundles: Sequence[Bundle]) -> Iterable[list[Bundle]]:
-    """Returns the orders in which a greedy assignment is tried: most special requirements first, then largest first by different
-    amounts."""
+    """Returns the orders in which to try a greedy assignment: the most special requirements first, then the largest bundles first, by
+    different amounts."""
     keys: list[Callable[[Bundle], tuple[float, ...]]] = [
         lambda one: (len(one.labels) + len(one.custom), one.gpus, one.cpus, one.memory),
         lambda one: (one.gpus, one.memory, one.cpus),
@@ -82,7 +82,8 @@ def _orders(bundles: Sequence[Bundle]) -> Iterable[list[Bundle]]:
 def _first_fit(
     bundles: Sequence[Bundle], nodes: Sequence[ClusterNode], amounts: Mapping[str, Mapping[str, float]]
 ) -> dict[str, str] | None:
-    """Assigns each bundle to the node on which it fits with the fewest GPUs, then CPUs, left. Returns None if a bundle fits on no node."""
+    """Assigns each bundle to the node on which it fits and leaves the fewest GPUs, then the fewest CPUs, free. Returns None if a bundle
+    fits on no node."""
     left = {name: dict(free) for name, free in amounts.items()}
     assignment: dict[str, str] = {}
     for bundle in bundles:
@@ -105,7 +106,8 @@ def _copies(wanted: Mapping[str, float], free: Mapping[str, float]) -> int:
 
 
 def _problems(plan: ClusterPlan, nodes: Sequence[ClusterNode], amounts: Mapping[str, Mapping[str, float]]) -> Iterable[str]:
-    """Yields the parts that do not fit even if no other part is placed; if there are none, yields the resources whose sum is too small."""
+    """Yields messages about the parts that do not fit even if no other part is placed; if there are none, about the resources whose sum is
+    too small."""
     reserved = [part for part in plan.parts if not part.with_driver]
     short = False
     for part in reserved:
@@ -124,7 +126,7 @@ def _problems(plan: ClusterPlan, nodes: Sequence[ClusterNode], amounts: Mapping[
 
 
 def no_fit_error(plan: ClusterPlan, nodes: Sequence[ClusterNode], problems: Sequence[str]) -> UserError:
-    """Returns the error for a plan that does not fit. It shows the plan next to the nodes, and the keys to change."""
+    """Returns the error for a plan that does not fit. Its message shows the plan next to the nodes, and the keys to change."""
     short = [part for part in plan.parts if any(f" x {part.name} (" in problem for problem in problems)]
     message = (
         f"the plan does not fit the cluster at {plan.address}: {'; '.join(problems)}\n{describe_plan(plan)}\n\n{describe_nodes(nodes)}"
@@ -138,7 +140,7 @@ def _reduction(part: PlannedPart) -> str:
 
 
 def describe_plan(plan: ClusterPlan, assignment: Mapping[str, str] | None = None) -> str:
-    """Returns the plan as a table: part, number, reserved amounts, and where the part starts."""
+    """Returns the plan as a table with the part, the number of processes, the reserved amounts, and where the part starts."""
     rows = [("part", "count", "CPUs", "GPUs", "memory", "where")]
     for part in plan.parts:
         one = part.bundle
@@ -147,7 +149,7 @@ def describe_plan(plan: ClusterPlan, assignment: Mapping[str, str] | None = None
 
 
 def _gpus(plan: ClusterPlan, part: PlannedPart) -> str:
-    """Returns the GPUs of a part as text: their number, or on one machine the devices."""
+    """Returns the GPUs of a part as text: their number or, on a single machine, their device ids."""
     devices = [plan.devices[bundle.name] for bundle in part.bundles() if bundle.name in plan.devices] if plan.is_local else []
     if plan.is_local and part.bundle.gpus:
         return f"device {', '.join(devices)}" if devices else "all, shared"
@@ -167,7 +169,7 @@ def _where(plan: ClusterPlan, part: PlannedPart, assignment: Mapping[str, str] |
 
 
 def describe_nodes(nodes: Sequence[ClusterNode]) -> str:
-    """Returns the nodes of a cluster as a table: the total amounts, and in brackets the amounts that other jobs leave free."""
+    """Returns the nodes of a cluster as a table: the total amounts, and in brackets the amounts that other jobs have not reserved."""
     rows = [("node", "CPUs", "GPUs", "memory", "custom resources and labels")]
     for node in nodes[:_ROWS_SHOWN]:
         custom = [f"{amount:g} {name}" for name, amount in node.total.items() if name not in _USUAL and not _is_internal(name)]
@@ -206,12 +208,12 @@ def _name(node: str) -> str:
 
 
 def aligned(rows: Sequence[tuple[str, ...]]) -> str:
-    """Returns rows of text as columns of equal width."""
+    """Returns rows of text as a table with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
 def fit_as_data(fit: Fit, nodes: Sequence[ClusterNode]) -> dict[str, Any]:
-    """Returns nodes and assignment as JSON data."""
+    """Returns the nodes and the assignment as JSON data."""
     listed = [{"name": node.name, "total": dict(node.total), "free": dict(node.free), "labels": dict(node.labels)} for node in nodes]
     return {"nodes": listed, "assignment": None if fit.assignment is None else dict(fit.assignment), "problems": list(fit.problems)}

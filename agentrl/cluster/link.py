@@ -1,6 +1,6 @@
-"""Requests from a host to the driver of a run, for use in threads. A request is repeated until its deadline if the driver does not answer.
+"""Requests from a host to the driver of a run, for use in threads. A request is repeated until its deadline if the driver does not respond.
 
-An answer may be lost, so the driver's routes ensure that a repeated request has the same effect as a single one.
+A response may be lost, so the driver's routes ensure that a repeated request has the same effect as a single request.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from urllib.parse import quote, urlsplit
 from agentrl.errors import DiskFull, InfrastructureError, StoreError, UserError
 
 KEY_VARIABLE = "AGENTRL_DRIVER_KEY"
-"""Environment variable with the key of a part on another host. The part removes it before it starts other programs."""
+"""Environment variable that contains the key of a part on another host. The part removes the variable before it starts other programs."""
 MAX_ANSWER = 1 << 30
-"""Largest answer in bytes."""
-_SILENCE_S = 30.0  # time without a byte after which a connection is closed
+"""Maximum bytes of a response."""
+_SILENCE_S = 30.0  # seconds without a byte after which a connection is closed
 _BACKOFF_S = (0.05, 0.2, 0.5, 1.0, 2.0)
 _PIECE = 1 << 20
 _TEXT = 2000  # characters of an error message
 
 
 class LinkLost(InfrastructureError):
-    """The driver does not answer."""
+    """The driver does not respond."""
 
 
 class SessionEnded(InfrastructureError):
-    """The driver restarted this part, so this process must end."""
+    """The driver restarted this part, so this process must exit."""
 
 
 class NotFound(LookupError):
@@ -44,7 +44,7 @@ class Link:
     """Requests to one server, over one connection per thread.
 
     Args:
-        url: address of the driver: `http://HOST:PORT`.
+        url: address of the server: `http://HOST:PORT`.
         what: name of the server in error messages.
     """
 
@@ -60,9 +60,10 @@ class Link:
             raise UserError(f"{self.url[:200]!a} is not the address of {self.what}", fix="give it as http://HOST:PORT")
 
     def call(self, method: str, path: str, body: bytes = b"", *, timeout_s: float = 60.0) -> bytes:
-        """Sends a request and returns the content of the answer. Repeats the request until `timeout_s` if the server does not answer.
+        """Sends a request and returns the content of the response. Repeats the request for up to `timeout_s` seconds if the server does not
+        respond.
 
-        Raises `LinkLost` if the server does not answer in time, `NotFound` for status 404, `SessionEnded` for 409, `DiskFull` for 507,
+        Raises `LinkLost` if the server does not respond in time, `NotFound` for status 404, `SessionEnded` for 409, `DiskFull` for 507,
         `StoreError` for 500, and `UserError` if the server rejects the request.
         """
         deadline, tries, reason = time.monotonic() + timeout_s, 0, ""
@@ -82,8 +83,8 @@ class Link:
             time.sleep(pause)
 
     def json(self, method: str, path: str, data: Any = None, *, timeout_s: float = 60.0) -> Any:
-        """Sends a request with JSON and returns the JSON of the answer. If `data` is None, sends no body. Raises the errors of `call`, and
-        `LinkLost` if the answer is not JSON."""
+        """Sends a request with a JSON body and returns the JSON in the response. If `data` is None, sends no body. Raises the errors of
+        `call`, and `LinkLost` if the response is not JSON."""
         answer = self.call(method, path, b"" if data is None else json.dumps(data).encode(), timeout_s=timeout_s)
         try:
             return json.loads(answer)
@@ -91,7 +92,7 @@ class Link:
             raise LinkLost(f"{self.what} at {self.url} did not answer {path} with JSON") from None
 
     def request(self, method: str, path: str, body: bytes = b"", *, timeout_s: float, most: int = MAX_ANSWER) -> tuple[int, bytes]:
-        """Sends one request and returns the status and the content. `most`: largest content in bytes.
+        """Sends one request and returns the status and the content of the response. `most`: maximum bytes of content.
 
         Raises `OSError` or `http.client.HTTPException`.
         """
@@ -109,7 +110,7 @@ class Link:
         return answer.status, content
 
     def close(self) -> None:
-        """Closes the connection of this thread."""
+        """Closes this thread's connection."""
         connection, self._local.connection = getattr(self._local, "connection", None), None
         if connection is not None:
             connection.close()
@@ -151,8 +152,8 @@ class Link:
 
 
 def take_key() -> str:
-    """Returns the key of this part, and removes it from the environment, which other programs inherit. Raises `UserError` if it is not
-    set."""
+    """Returns the key of this part, and removes it from the environment, because child processes inherit the environment. Raises
+    `UserError` if it is not set."""
     key = os.environ.pop(KEY_VARIABLE, "")
     if not key:
         raise UserError(f"{KEY_VARIABLE} is not set", fix="set it to the key in workers.json of the run folder, or give --key-file")
@@ -160,7 +161,7 @@ def take_key() -> str:
 
 
 def _content(answer: http.client.HTTPResponse, deadline: float, most: int) -> bytes:
-    """Returns the content of an answer. Raises `TimeoutError` at the deadline, even if bytes still arrive."""
+    """Returns the content of a response. Raises `TimeoutError` at the deadline, even if bytes are still arriving."""
     if (answer.length or 0) > most:
         raise http.client.HTTPException(f"the answer has {answer.length} bytes; the maximum is {most}")
     pieces, size = [], 0

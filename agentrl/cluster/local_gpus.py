@@ -1,5 +1,5 @@
-"""Divides the GPUs of one machine among learner, servers, gate and judges. nvidia-smi lists the GPUs, so that this process does not
-initialize CUDA."""
+"""Divides the GPUs of one machine among the learner, servers, gate and judges. Lists the GPUs with nvidia-smi, so that this process does
+not initialize CUDA."""
 
 from __future__ import annotations
 
@@ -14,30 +14,31 @@ _QUERY_S = 30.0
 
 
 def _has_separate_gpus(recipe: Recipe, on_gpus: bool) -> bool:
-    """Whether the policy's servers and the learner use different GPUs. NCCL allows one member of a group per GPU, and several servers on
-    one GPU would compete for it."""
+    """Whether the policy's servers and the learner use different GPUs. NCCL allows only one member of a group per GPU, and several servers
+    on one GPU would compete for it."""
     return recipe.serving.weight_transfer.ref == "nccl" or (recipe.serving.replicas > 1 and on_gpus)
 
 
 def has_own_gpus(recipe: Recipe, *, training: bool, on_gpus: bool) -> bool:
-    """Returns whether some part gets separate GPUs. Otherwise all parts inherit the GPUs that the driver sees."""
+    """Whether some part is assigned separate GPUs. Otherwise all parts inherit the GPUs that the driver sees."""
     return _has_separate_gpus(recipe, on_gpus) or (training and recipe.gate_has_server and on_gpus)
 
 
 def share_gpus(recipe: Recipe, visible: Sequence[str], *, training: bool, on_gpus: bool) -> dict[str, str]:
-    """Returns CUDA_VISIBLE_DEVICES by part: "learner", "server" or "server-0", "gate", "judge-NAME". A part that is missing inherits the
+    """Returns CUDA_VISIBLE_DEVICES by part: "learner", "server" or "server-0", "gate", "judge-NAME". Parts that are missing inherit the
     driver's value.
 
-    With `serving.weight_transfer=nccl` or several `serving.replicas`, the learner's ranks get the first GPUs, and each server of the policy
-    gets one of the next. With `gate.server=own`, the gate's server gets the next GPU. Judges' servers use the remaining GPUs in turn. If no
-    GPU is left, they share those of the policy's servers. If `training` is False, learner and gate server do not start and are not counted.
+    With `serving.weight_transfer=nccl` or several `serving.replicas`, the learner's ranks receive the first GPUs, and each server of the
+    policy receives one of the next GPUs. With `gate.server=own`, the gate's server receives the next GPU. The remaining GPUs are assigned
+    to the judges' servers in turn. If no GPU is left, these share the GPUs of the policy's servers. If `training` is False, the learner and
+    the gate's server do not start and are not counted.
 
     Raises `UserError` if there are too few GPUs.
     """
     serving, separate = recipe.serving, _has_separate_gpus(recipe, on_gpus)
     with_gate = training and recipe.gate_has_server and on_gpus
     ranks = recipe.learner.ranks if training else 0
-    policy = ranks + serving.replicas if separate else ranks  # GPUs of learner and policy
+    policy = ranks + serving.replicas if separate else ranks  # GPUs of the learner and the policy
     if len(visible) < policy + with_gate:
         raise _too_few(recipe, needed=policy + with_gate, visible=len(visible), ranks=ranks, with_gate=with_gate)
     servers, left = visible[ranks:policy] if separate else visible[:1], visible[policy + with_gate :]
@@ -50,7 +51,7 @@ def share_gpus(recipe: Recipe, visible: Sequence[str], *, training: bool, on_gpu
 
 
 def check_shared_memory(recipe: Recipe, *, on_gpus: bool) -> None:
-    """Raises `UserError` if the servers of policy and judges share a GPU and together need more than its memory."""
+    """Raises `UserError` if servers of the policy and of judges share a GPU and together need more than its memory."""
     shared = [recipe.serving.gpu_memory_utilization, *(judge.gpu_memory_utilization for judge in recipe.judge_servers.values())]
     if not _has_separate_gpus(recipe, on_gpus) and recipe.judge_servers and recipe.device == "cuda" and sum(shared) > 1:
         raise UserError(

@@ -1,7 +1,8 @@
-"""The Kubernetes objects of a run: a KubeRay RayJob with its cluster, Redis, network policies, and the volume of its run folder.
+"""The Kubernetes objects for a run: a KubeRay RayJob with its cluster, Redis, network policies, and the volume for the run folder.
 
-Every part of the plan is a separate worker group. Its pods offer a custom resource `agentrl-PART-pod`, which the recipe inside the cluster
-reserves, so each part starts in its own kind of pod. The head pod contains the driver and the run folder, and offers no CPU for parts.
+Every part of the plan is a separate worker group. The pods of a group offer a custom resource `agentrl-PART-pod`, which the recipe inside
+the cluster reserves, so each part starts in pods of its own group. The head pod contains the driver and the run folder, and offers no CPUs
+for parts.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _LONGEST_NAME = 40  # KubeRay extends the name of a RayJob and allows 47 charact
 _RAY_BYTES = GIB  # memory of Ray's processes in a pod
 _PRE_RUNNING_S = 1800
 _RETRIES = 4  # number of new clusters after the loss of the head; each continues the run
-_KEEP_S = 600  # for which the pods of a finished job are kept, for their logs
+_KEEP_S = 600  # seconds for which the pods of a finished job are kept, for their logs
 _USER = 1000
 _REDIS_PORT = 6379
 _PASSWORD = "AGENTRL_REDIS_PASSWORD"  # KubeRay forbids REDIS_PASSWORD in the head
@@ -40,15 +41,15 @@ _QUANTITY = re.compile(r"[1-9][0-9]{0,8}(Mi|Gi|Ti)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManifestOptions:
-    """The options of a manifest in addition to the recipe. Raises `UserError` if Kubernetes would reject a value."""
+    """The options of a manifest that are not in the recipe. Raises `UserError` if Kubernetes would reject a value."""
 
     recipe: str  # path of the recipe file in the project folder of the image
     overrides: tuple[str, ...] = ()
     image: str
     namespace: str = "default"
     storage: str = "100Gi"  # size of the volume with the run folder
-    egress: tuple[str, ...] = ()  # address ranges outside the cluster that driver and workers may reach
-    cells: int = 0  # number of pods for sandboxes; 0 means that sandboxes open in the pods of driver and workers
+    egress: tuple[str, ...] = ()  # address ranges outside the cluster that the driver and the workers may reach
+    cells: int = 0  # number of pods for sandboxes; 0 means that sandboxes open in the pods of the driver and the workers
     cell_memory: str = "8Gi"
 
     def __post_init__(self) -> None:
@@ -64,7 +65,7 @@ class ManifestOptions:
 
 
 def object_name(name: str) -> str:
-    """Converts the name of a recipe to a name for Kubernetes objects (RFC 1035 label). Different names give different results."""
+    """Converts the name of a recipe to a name for Kubernetes objects (RFC 1035 label). Different names result in different labels."""
     label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     if not label[:1].isalpha():
         label = f"run-{label}".rstrip("-")
@@ -74,7 +75,7 @@ def object_name(name: str) -> str:
 
 
 def build_objects(recipe: Recipe, plan: ClusterPlan, options: ManifestOptions) -> list[dict[str, Any]]:
-    """Returns the objects in the order in which to create them. Raises `UserError` if the recipe cannot run in pods."""
+    """Returns the objects in the order in which they must be created. Raises `UserError` if the recipe cannot run in pods."""
     if recipe.sandbox.backend.ref == "docker":
         raise UserError(
             "sandbox.backend=docker: a pod has no Docker daemon", fix="set sandbox.backend=bubblewrap, whose sandboxes run inside the pods"
@@ -97,7 +98,7 @@ def build_objects(recipe: Recipe, plan: ClusterPlan, options: ManifestOptions) -
 
 
 def _start_script(recipe: Recipe, plan: ClusterPlan, options: ManifestOptions, name: str) -> str:
-    """Returns the script of the driver: it starts the run, or continues it in the cluster of a retry."""
+    """Returns the driver's script, which starts the run, or continues it in the cluster of a retry."""
     overrides = [*options.overrides, "cluster.address=auto", f"cluster.resources={json.dumps(_reservations(plan))}"]
     if plan.part("redis") is not None:
         own = {"ref": "redis", "options": {"url": f"redis://{name}-redis:{_REDIS_PORT}/1", "password": f"env:{_PASSWORD}"}}
@@ -114,7 +115,8 @@ def _start_script(recipe: Recipe, plan: ClusterPlan, options: ManifestOptions, n
 
 
 def _reservations(plan: ClusterPlan) -> dict[str, dict[str, float | str]]:
-    """Returns `cluster.resources` for the run in the cluster: the planned amounts, and for each part the resource of its group's pods."""
+    """Returns `cluster.resources` for the run in the cluster: the planned amounts and, for each part, the custom resource that its group's
+    pods offer."""
     reserved: dict[str, dict[str, float | str]] = {}
     for part in plan.parts:
         if part.with_driver:
@@ -128,7 +130,8 @@ def _reservations(plan: ClusterPlan) -> dict[str, dict[str, float | str]]:
 
 
 def _resource(part: PlannedPart) -> str:
-    """Returns the custom resource of the pods of a part. The suffix is needed because KubeRay interprets names that end in gpu as GPUs."""
+    """Returns the custom resource that a part's pods offer. The suffix is needed because KubeRay treats resources whose names end in gpu as
+    GPUs."""
     return f"agentrl-{object_name(part.name)}-pod"
 
 
@@ -138,7 +141,7 @@ class _Builder:
 
     name: str
     options: ManifestOptions
-    claims: bool  # whether driver and workers create claims of agent-sandbox
+    claims: bool  # whether the driver and the workers create agent-sandbox claims
 
     def labels(self, part: str = "") -> dict[str, str]:
         labels = {"app.kubernetes.io/name": "agentrl", NAME_LABEL: self.name}
@@ -244,11 +247,11 @@ class _Builder:
         opens: bool = False,
         nested: bool = False,
     ) -> dict[str, Any]:
-        """Returns a pod template. `opens`: its processes open sandboxes. `nested`: sandboxes run in this pod, which is a cell, or a pod of
-        a run without cells.
+        """Returns a pod template. `opens`: whether its processes open sandboxes. `nested`: whether sandboxes run in the pod, which is a
+        cell, or a pod in a run without cells.
 
-        bubblewrap needs user namespaces and a mount of /proc, which the container runtime's filter of system calls forbids. A pod with
-        nested sandboxes runs in a separate user namespace, and each sandbox has a filter (`agentrl/sandbox/seccomp.py`).
+        bubblewrap needs user namespaces and a mount of /proc, which the container runtime's system call filter forbids. A pod with nested
+        sandboxes therefore runs in a separate user namespace, and each sandbox has its own filter (`agentrl/sandbox/seccomp.py`).
         """
         nested = nested or (opens and not self.options.cells)
         calls = opens and self.claims
@@ -271,7 +274,7 @@ class _Builder:
         return {"metadata": {"labels": self.labels(part)}, "spec": spec}
 
     def cell_objects(self, recipe: Recipe) -> Iterator[dict[str, Any]]:
-        """Yields the objects of the cells."""
+        """Yields the objects for the cells."""
         if not (count := self.options.cells):
             return
         amount, unit = int(self.options.cell_memory[:-2]), self.options.cell_memory[-2:]
@@ -290,7 +293,7 @@ class _Builder:
         return {"secretKeyRef": {"name": f"{self.name}-redis", "key": "password"}}
 
     def redis(self) -> Iterator[dict[str, Any]]:
-        """Yields the service and the stateful set of Redis, for Ray's tables and for the groups of workers."""
+        """Yields the Service and the StatefulSet of Redis, which stores Ray's tables and the workers' groups."""
         name, labels = f"{self.name}-redis", self.labels("redis")
         port = {"name": "redis", "port": _REDIS_PORT}
         yield self.named("v1", "Service", name, spec={"clusterIP": "None", "selector": labels, "ports": [port]})

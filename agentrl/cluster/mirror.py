@@ -1,9 +1,9 @@
 """A host's copy of a run folder, for parts that run on a host without access to the driver's disk.
 
-`fetch` copies a version or checkpoint from the driver, and `push` sends one that the learner wrote here. Both transfer only missing chunks,
-check each chunk, and continue after an interruption. A folder gets its final name when it is complete. Mirrors that fetch the same folder
-form a chain: each gets chunks from the mirror that started before it. So the driver sends a folder about once, regardless of the number of
-mirrors.
+`fetch` copies a version or checkpoint from the driver, and `push` sends the driver a version or checkpoint that the learner wrote here.
+Both transfer only missing chunks, check each chunk, and continue after an interruption. A folder is renamed to its final name when it is
+complete. Mirrors that fetch the same folder form a chain: each fetches chunks from the mirror that started before it. So the driver sends a
+folder only about once, regardless of the number of mirrors.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TRANSFER_S = 1800.0
-"""Default deadline of a transfer."""
+"""Default deadline of a transfer, in seconds."""
 _THREADS = 3  # number of transfers at a time: with more, a chain of mirrors forwards each chunk later
 _CHUNK_S = 120.0  # deadline of one chunk from the driver
 _PEER_S = 10.0  # deadline of one chunk from another mirror, which may itself wait for the chunk
 _PEERS = 2  # number of mirrors that are tried
-_TRIES = 5  # attempts at a chunk that arrives damaged
+_TRIES = 5  # attempts to fetch a chunk that arrives damaged
 _LOCK = ".mirror.lock"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".delta")
 
 
 def mirrored_media(folder: Path, link: Link) -> MediaFolder:
-    """Returns the images of a run for a host that does not have the run folder. Images are copied to `folder` from the driver, and new ones
-    are sent to the driver."""
+    """Returns the images of a run for a host that does not have the run folder. Images are copied from the driver to `folder`, and new
+    images are sent to the driver."""
     return MediaFolder(
         folder,
         fetch=lambda name: link.call("GET", f"/media/{name}"),
@@ -67,12 +67,12 @@ def mirrored_media(folder: Path, link: Link) -> MediaFolder:
 
 
 class Mirror:
-    """The copy in `folder`. Safe for threads and for several processes of the host.
+    """The copy in `folder`. Safe for use by several threads and processes on the host.
 
     Args:
         link: the driver.
         index: the chunks of this host, which its `agentrl.cluster.relay.Relay` serves to others.
-        relay: address and key of that relay; None means that this host serves no other hosts.
+        relay: address and key of that relay; None means that this host serves no chunks to other hosts.
     """
 
     def __init__(self, folder: Path, link: Link, *, index: ChunkIndex | None = None, relay: tuple[str, str] | None = None) -> None:
@@ -83,15 +83,15 @@ class Mirror:
         folder.mkdir(parents=True, exist_ok=True)
 
     def fetch(self, name: str, *, timeout_s: float = TRANSFER_S, into: Path | None = None, weights: bool = True) -> Path:
-        """Makes the local copy of `versions/000012`, `checkpoints/000012`, `judges/NAME` or a single file equal to the driver's. Returns
+        """Updates the local copy of `versions/000012`, `checkpoints/000012`, `judges/NAME` or a single file to match the driver's. Returns
         its path.
 
         Args:
             into: path for the folder, instead of its path in this mirror.
-            weights: whether files that contain weights are fetched too.
+            weights: whether to fetch files that contain weights too.
 
-        Raises `NotFound` if the driver does not have it, `DiskFull` if the disk is full, `LinkLost` if the driver does not answer, and
-        `InfrastructureError` for any other fault of this host.
+        Raises `NotFound` if the driver does not have it, `DiskFull` if the disk is full, `LinkLost` if the driver does not respond, and
+        `InfrastructureError` for any other fault on this host.
         """
         if "/" not in name:
             return self._fetch_file(name)
@@ -99,7 +99,7 @@ class Mirror:
             return self._fetch_folder(name, into, time.monotonic() + timeout_s, weights=weights)
 
     def push(self, name: str, *, timeout_s: float = TRANSFER_S) -> None:
-        """Sends a folder that is complete here. Returns when the driver has all of it. Raises the errors of `fetch`."""
+        """Sends the driver a folder that is complete on this host. Returns when the driver has all of it. Raises the errors of `fetch`."""
         kind, number = name.split("/")
         path, deadline = folder_path(self.folder, kind, number), time.monotonic() + timeout_s
         with _local_errors(str(path)):
@@ -131,17 +131,17 @@ class Mirror:
         self._for_each(chunks, send)
 
     def complete(self, name: str, *, timeout_s: float = TRANSFER_S) -> None:
-        """Completes a folder whose chunks were sent. Returns when it is durable at the driver."""
+        """Completes a folder whose chunks were sent. Returns when the folder is durable at the driver."""
         self.link.json("POST", f"/arriving/{name}/commit", {}, timeout_s=timeout_s)
 
     def names(self, kind: str) -> list[str]:
-        """Returns the driver's complete folders of a kind, in ascending order."""
+        """Returns the names of the driver's complete folders of a kind, in ascending order."""
         return [str(name) for name in self.link.json("GET", f"/files/{kind}")]
 
     def drop_extra(self, kind: str, *, keep: Sequence[str] = (), unsent: bool = True) -> None:
-        """Deletes the local folders that the driver does not have, and the remains of their interrupted transfers.
+        """Deletes the local folders that the driver does not have, and the partial folders that interrupted transfers of them left.
 
-        `unsent`: also deletes folders that are newer than all of the driver's. A learner on this host may be writing them.
+        `unsent`: whether to delete also folders that are newer than all of the driver's, which a learner on this host may still be writing.
         """
         there = {*self.names(kind), *keep}
         before = float("inf") if unsent else max(map(int, there), default=0)
@@ -185,7 +185,7 @@ class Mirror:
         return final
 
     def _sources(self, name: str, deadline: float) -> tuple[list[Link], str]:
-        """Returns the mirrors that started before this one, and the URL of the object store if that has the folder.
+        """Returns the mirrors that started before this one, and the URL of the object store if the store has the folder.
 
         A source that fails once is not used again.
         """
@@ -193,14 +193,15 @@ class Mirror:
             return [], ""
         sources: list[Link] = []
         joining = {"folder": name, "url": self.relay[0], "key": self.relay[1]}
-        answer = self.link.json("POST", "/peers", joining, timeout_s=_left(deadline))  # with a store, the answer comes after the upload
+        answer = self.link.json("POST", "/peers", joining, timeout_s=_left(deadline))  # with a store, the response arrives after the upload
         for peer in answer["mirrors"][:_PEERS]:
-            with contextlib.suppress(UserError, ValueError):  # another host gave an invalid address
+            with contextlib.suppress(UserError, ValueError):  # another host reported an invalid address
                 sources.append(Link(str(peer["url"]), str(peer["key"]), what="a mirror", silence_s=_PEER_S))
         return sources, str(answer["store"])
 
     def _fetch_stored(self, name: str, url: str, arriving: ArrivingFolder, deadline: float) -> None:
-        """Reads missing chunks from the object store. Chunks that the store lacks, damages or does not return stay missing."""
+        """Reads missing chunks from the object store. Chunks that are missing or damaged in the store, or that it does not return, stay
+        missing."""
         missing, per_piece = set(arriving.missing), PIECE // CHUNK
         pieces = [
             (file, first)
@@ -245,8 +246,8 @@ class Mirror:
                     raise LinkLost(f"a chunk of {arriving.final.name} arrives damaged from {self.link.url}: {error}") from error
 
     def _for_each(self, chunks: Sequence[T], transfer: Callable[[T], None]) -> None:
-        """Calls `transfer` for each chunk in order, a few at a time. If a call raises, starts no more calls, and raises after the others
-        ended."""
+        """Calls `transfer` for each chunk in order, a few at a time. If a call raises, starts no more calls, and raises the error when the
+        others have finished."""
         left, lock, failed = iter(chunks), threading.Lock(), threading.Event()
 
         def work() -> None:
@@ -269,7 +270,7 @@ class Mirror:
 
     @contextmanager
     def _locked(self, timeout_s: float) -> Iterator[None]:
-        """Locks the mirror for one transfer, because several parts of a host may need the same folder."""
+        """Locks the mirror for one transfer, because several parts on a host may need the same folder."""
         handle = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             deadline = time.monotonic() + timeout_s

@@ -1,4 +1,4 @@
-"""Hosts the processes of a run on a machine that does not share the driver's disk. The processes use a mirror of the run folder."""
+"""Hosts processes of a run on a machine that does not share the driver's disk. The processes use a mirror of the run folder."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class MirrorHost:
 
     @classmethod
     async def open(cls, folder: Path, link: Link, *, root: Path | None, host: str) -> MirrorHost:
-        """Returns a host that serves other mirrors. Raises `InfrastructureError` if the address is not available.
+        """Returns a host that serves chunks to other mirrors. Raises `InfrastructureError` if the address is not available.
 
         Args:
-            folder: the mirror; created if absent. Parts of a run on one host may share it.
+            folder: the mirror; created if absent. Parts of a run that are on the same host may share it.
             link: the driver.
             host: address of this machine, for servers and for other mirrors.
         """
@@ -58,6 +58,6 @@ class MirrorHost:
             raise LaunchError(f"{', '.join(paths)} cannot be fetched to {self._host}: {error}\n  fix: {fix}") from error
 
     async def close(self) -> None:
-        """Kills the processes that still run and stops serving other mirrors."""
+        """Kills the processes that are still running and stops serving other mirrors."""
         await self._processes.close()
         await self._stack.aclose()

@@ -1,13 +1,13 @@
-"""The network policies of a run on Kubernetes.
+"""The network policies for a run on Kubernetes.
 
 Policies are cumulative: a connection is allowed if any policy that selects its pod allows it. So exactly one of the first three policies
 selects each pod of the run.
 
-    inside     driver, servers, learner, workers: to and from each other, Redis, cells and the name server
+    inside     driver, servers, learner, workers: to and from each other, and to Redis, the cells and the name server
     redis      from the pods of `inside`; to nothing
     sandbox    the cells: from driver and workers; to nothing
-    operator   the KubeRay operator to the dashboard of the head, on which it reads the state of the job
-    outside    driver and workers to the given address ranges, except the link-local one, where clouds serve a node's credentials
+    operator   the KubeRay operator to the dashboard of the head, from which it reads the state of the job
+    outside    driver and workers to the given address ranges, except the link-local range, where clouds serve a node's credentials
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _LINK_LOCAL = {4: ipaddress.ip_network("169.254.0.0/16"), 6: ipaddress.ip_networ
 
 
 def network_policies(name: str, egress: Sequence[str] = ()) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields name and `spec` of each policy.
+    """Yields the name and the `spec` of each policy.
 
     Args:
         name: name of the run's objects.
-        egress: address ranges that driver and workers may reach, such as 203.0.113.0/24.
+        egress: address ranges that the driver and the workers may reach, such as 203.0.113.0/24.
 
     Raises `UserError` if a range is invalid.
     """
@@ -55,7 +55,7 @@ def network_policies(name: str, egress: Sequence[str] = ()) -> Iterator[tuple[st
 
 
 def from_drivers(name: str) -> dict[str, Any]:
-    """Returns the rule that allows connections from driver and workers to a cell."""
+    """Returns the rule that allows connections from the driver and the workers to a cell."""
     return {"from": [{"podSelector": _drivers(name)}], "ports": [_port(wire.PORT)]}
 
 
@@ -72,13 +72,13 @@ def _port(number: int) -> dict[str, Any]:
 
 
 def _policy(pods: Mapping[str, Any], **rules: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns a policy that allows these rules and nothing else in their directions."""
+    """Returns a policy that allows the connections in these rules, and no others in the rules' directions."""
     types = [{"ingress": "Ingress", "egress": "Egress"}[direction] for direction in rules]
     return {"podSelector": dict(pods), "policyTypes": types, **rules}
 
 
 def _block(block: str) -> dict[str, Any]:
-    """Returns the peers of an address range. Raises `UserError` if the range is invalid or link-local."""
+    """Returns the peer object for an address range. Raises `UserError` if the range is invalid or link-local."""
     try:
         network = ipaddress.ip_network(block)
     except ValueError:

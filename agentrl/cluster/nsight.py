@@ -1,6 +1,6 @@
 """Nsight Systems for the parts of a run on this machine. Parts start under `nsys launch`, and are recorded only between `start` and `stop`.
 
-Each part has a session of nsys and writes one report. Source: NVIDIA Nsight Systems User Guide, "Interactive CLI Command Sequences".
+Each part has a session in nsys and writes one report. Source: NVIDIA Nsight Systems User Guide, "Interactive CLI Command Sequences".
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _INNER = f"import os, sys; os.execv(sys.argv[1], [text.replace({_HERE!r}, str(os
 
 
 class NsightSessions:
-    """The sessions of nsys of one run.
+    """The nsys sessions of one run.
 
     Raises `UserError` if nsys is not installed, or if this machine has no NVIDIA GPU.
 
     Args:
-        folder: folder for the reports, one for each part.
+        folder: folder for the reports, one per part.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -48,7 +48,7 @@ class NsightSessions:
         self._sessions: dict[str, str] = {}  # session -> part
 
     def wrap(self, command: PartCommand) -> PartCommand:
-        """Returns the command that starts a part under nsys; returns the command unchanged if the part is not recorded."""
+        """Returns the command that starts a part under nsys, or the unchanged command if the part is not recorded."""
         if not command.name.startswith(RECORDED):
             return command
         session = f"agentrl-{os.getpid()}-{command.name}-{len(self._sessions)}"
@@ -74,7 +74,7 @@ class NsightSessions:
         await self._all(start)
 
     async def stop(self) -> None:
-        """Stops recording, and returns when the reports are written. Raises `InfrastructureError` if nsys fails."""
+        """Stops recording, and returns when the reports have been written. Raises `InfrastructureError` if nsys fails."""
 
         async def stop(session: str, part: str) -> None:
             await self._run("stop", f"--session={session}", within_s=_STOP_S)

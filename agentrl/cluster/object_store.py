@@ -2,15 +2,14 @@
 
     serving.weight_transfer={"ref": "file", "options": {"store": "s3://bucket/folder"}}
 
-The driver uploads a version when the first host fetches it. A host gets the checksums from the driver and checks every chunk. It fetches
-chunks that the store lacks or damages in the same way as if there were no store. So the store is never trusted, and its loss costs only
-time.
+The driver uploads a version when the first host fetches it. A host fetches the checksums from the driver and checks every chunk. If chunks
+are missing or damaged in the store, it fetches them as if there were no store. So the store is never trusted, and its loss costs only time.
 
     FOLDER/RUN/versions/000012/model.safetensors     RUN is the id of the run
-    FOLDER/RUN/versions/000012/.complete             checksum of the files' list, written last
+    FOLDER/RUN/versions/000012/.complete             checksum of the list of files, written last
 
-Credentials come from the environment of driver and hosts, as the library of the store reads them. Every call has a deadline, because such a
-library may retry without end.
+The store's library reads credentials from the environment of the driver and of the hosts. Every call has a deadline, because such a library
+may retry indefinitely.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ T = TypeVar("T")
 
 OPTION = "serving.weight_transfer.options.store"
 CHECK_S = 25.0
-"""Deadline of the check before a run starts."""
+"""Deadline, in seconds, of the check before a run starts."""
 UPLOAD_S = 1500.0
-"""Deadline of the upload of one version."""
+"""Deadline, in seconds, of the upload of one version."""
 READ_S = 120.0
-"""Deadline of one read, of at most `PIECE` bytes."""
+"""Deadline, in seconds, of one read of at most `PIECE` bytes."""
 PIECE = 16 << 20
 _CLEAN_S = 60.0
 _MARK = ".complete"
@@ -47,9 +46,9 @@ _VERSION = re.compile(r"[0-9]{6,9}")
 
 
 class ObjectStore:
-    """The folder of one run in a store. Safe for threads.
+    """The folder of one run in a store. Thread-safe.
 
-    Raises `InfrastructureError` from every method if the store fails or does not answer in time.
+    Every method raises `InfrastructureError` if the store fails or does not respond in time.
     """
 
     def __init__(self, url: str) -> None:
@@ -85,8 +84,8 @@ class ObjectStore:
         raise UserError(f"{OPTION}: {self.url} does not return what was written", fix=fix)
 
     def upload(self, name: str, folder: Path, listing: FolderListing) -> None:
-        """Uploads a version (`versions/000012`), unless the store already has it with these files. An interrupted upload starts from the
-        beginning."""
+        """Uploads a version (`versions/000012`), unless the store already contains it with these files. An interrupted upload starts from
+        the beginning."""
         target, mark = f"{self._root}/{name}", hashlib.sha256(codec.to_json(listing)).hexdigest().encode()
 
         def upload() -> None:
@@ -103,7 +102,7 @@ class ObjectStore:
         self._call(upload, UPLOAD_S)
 
     def read(self, path: str, start: int, end: int) -> bytes:
-        """Returns the bytes from `start` to `end` of a file (`versions/000012/model.safetensors`); fewer if the file is shorter."""
+        """Returns the bytes from `start` to `end` in a file (`versions/000012/model.safetensors`); fewer if the file is shorter."""
         return bytes(self._call(lambda: self._files.cat_file(f"{self._root}/{path}", start=start, end=end), READ_S))
 
     def drop_others(self, keep: Iterable[str]) -> None:

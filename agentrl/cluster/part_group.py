@@ -11,9 +11,9 @@ _POLL_S = 0.2
 
 
 class PartGroup:
-    """A `PartHandle` of processes that work only together. The first process is on host 0, and only its reports are used.
+    """A `PartHandle` for processes that work only together. The first process is on host 0, and only its reports are used.
 
-    Process ids are unique only on one host, so a process of host n is listed as n * `HOST_IDS` plus its id.
+    Process ids are unique only within a host, so a process on host n is listed as n * `HOST_IDS` plus its id.
     """
 
     HOST_IDS = 1 << 32
@@ -61,11 +61,11 @@ class PartGroup:
 
     @property
     def lost(self) -> str:
-        """Why a member is gone without an exit code; empty if no member is."""
+        """Why a member is gone without an exit code; empty if there is no such member."""
         return next((member.lost for member in self._members if member.lost), "")
 
     async def wait(self) -> int:
-        """Waits for the end of all members and returns the exit code. If a member fails, kills the others, because they would wait for
+        """Waits until all members have exited and returns the exit code. If a member fails, kills the others, because they would wait for
         it."""
         while (code := self.returncode) is None:
             if failure := next((member.returncode for member in self._members if member.returncode), 0):
@@ -82,12 +82,12 @@ class PartGroup:
         return code
 
     def send_kill(self) -> None:
-        """Kills all members, without waiting for their end."""
+        """Kills all members, without waiting for them to exit."""
         for member in self._members:
             member.send_kill()
 
     async def kill(self) -> None:
-        """Kills all members and returns when no process is left. Raises `LaunchError` if a member does."""
+        """Kills all members and returns when no process is left. Raises `LaunchError` if `kill` of a member does."""
         await asyncio.gather(*(member.kill() for member in self._members))
 
     async def terminate(self, *, grace_s: float) -> None:
@@ -95,7 +95,7 @@ class PartGroup:
         await asyncio.gather(*(member.terminate(grace_s=grace_s) for member in self._members))
 
     async def signal_children(self, number: int) -> None:
-        """Sends a signal to the children of every member."""
+        """Sends a signal to the children of each member."""
         await asyncio.gather(*(member.signal_children(number) for member in self._members))
 
     def processes(self) -> Mapping[int, str]:
@@ -103,7 +103,7 @@ class PartGroup:
         return {host * self.HOST_IDS + pid: state for host, one in enumerate(self._members) for pid, state in one.processes().items()}
 
     def read_progress(self) -> bytes:
-        """Returns the progress that host 0 reported since the last call."""
+        """Returns the progress that the process on host 0 has reported since the last call."""
         return self._first.read_progress()
 
     @property

@@ -1,4 +1,4 @@
-"""The plan of a run: which parts start, how many of each, and which resources each part reserves.
+"""The plan of a run: which parts start, how many processes each has, and which resources each part reserves.
 
 It does not import Ray. Only `plan_here` depends on this machine; all other functions depend only on their arguments.
 """
@@ -32,7 +32,7 @@ class Bundle:
     labels: Mapping[str, str] = field(default_factory=dict)  # labels that the node must have
 
     def amounts(self) -> dict[str, float]:
-        """Returns the reserved amounts by Ray's names: CPU, GPU, memory (bytes) and custom resources. Amounts of 0 are excluded."""
+        """Returns the reserved amounts by Ray's resource names: CPU, GPU, memory (bytes) and custom resources. Excludes amounts of 0."""
         amounts = {"CPU": self.cpus, "GPU": self.gpus, "memory": float(self.memory), **self.custom}
         return {name: amount for name, amount in amounts.items() if amount}
 
@@ -43,11 +43,11 @@ class PlannedPart:
 
     name: str  # as in `cluster.resources`: "server", "learner", "worker", "gate", "redis", "judge-NAME", or "driver"
     count: int
-    bundle: Bundle  # resources of each; its name is that of the part
+    bundle: Bundle  # resources of each process group; its name is the part's name
     with_driver: bool = False  # whether it runs on the driver's machine, without a reservation
 
     def bundles(self) -> Iterator[Bundle]:
-        """Yields the bundles with their own names."""
+        """Yields the bundles, each with its own name."""
         for number in range(self.count):
             name = f"{self.name}-{number}" if self.count > 1 or self.name in _NUMBERED else self.name
             yield replace(self.bundle, name=name)
@@ -60,7 +60,7 @@ class ClusterPlan:
     parts: tuple[PlannedPart, ...]
     address: str = "local"
     devices: Mapping[str, str] = field(default_factory=dict)
-    """CUDA_VISIBLE_DEVICES of the bundles that start on this machine. A bundle that is missing inherits the driver's value."""
+    """Bundle name -> CUDA_VISIBLE_DEVICES, for bundles that start on this machine. Bundles that are missing inherit the driver's value."""
     wrap: Callable[[PartCommand], PartCommand] | None = None
     """Function that changes the command of each part on this machine, for profilers."""
 
@@ -70,11 +70,11 @@ class ClusterPlan:
         return self.address == "local"
 
     def part(self, name: str) -> PlannedPart | None:
-        """Returns a part by its name; None if the run does not start it."""
+        """Returns the part with this name; None if the run does not start it."""
         return next((part for part in self.parts if part.name == name), None)
 
     def bundles(self) -> list[Bundle]:
-        """Returns the bundles that a cluster has to reserve, part by part. Excludes parts that run on the driver's machine."""
+        """Returns the bundles that a cluster must reserve, part by part. Excludes parts that run on the driver's machine."""
         return [bundle for part in self.parts if not part.with_driver for bundle in part.bundles()]
 
     def as_data(self) -> dict[str, Any]:
@@ -90,12 +90,12 @@ class ClusterPlan:
 def plan_parts(recipe: Recipe, *, training: bool = True, on_gpus: bool = False, visible: Sequence[str] = ()) -> ClusterPlan:
     """Returns the plan of a recipe.
 
-    On one machine, servers and learner share GPUs by the rules of `agentrl.cluster.local_gpus.share_gpus`. On a cluster, each rank of the
-    learner and each server gets one GPU, or the amount that `cluster.resources` sets.
+    On one machine, the servers and the learner share GPUs as `agentrl.cluster.local_gpus.share_gpus` assigns them. On a cluster, each rank
+    of the learner and each server receives one GPU, or the amount that `cluster.resources` sets.
 
     Args:
-        training: whether learner, gate and workers start. An evaluation starts only servers.
-        on_gpus: whether servers and learner compute on GPUs.
+        training: whether the learner, the gate and the workers start. An evaluation starts only servers.
+        on_gpus: whether the servers and the learner compute on GPUs.
         visible: with `cluster.address=local`, the GPUs of this machine as CUDA_VISIBLE_DEVICES names them.
 
     Raises `UserError` if this machine has too few GPUs.
@@ -114,7 +114,8 @@ def plan_parts(recipe: Recipe, *, training: bool = True, on_gpus: bool = False, 
 
 
 def plan_here(recipe: Recipe, *, training: bool = True) -> ClusterPlan:
-    """Returns the plan with the GPUs of this machine. On a cluster, `device=auto` means the device of the vLLM build installed here.
+    """Returns the plan for a recipe, using the GPUs of this machine. On a cluster, `device=auto` means the device of the vLLM build that is
+    installed on this machine.
 
     Raises `UserError` if this machine has too few GPUs, or if servers that share a GPU need more than its memory.
     """
@@ -127,9 +128,9 @@ def plan_here(recipe: Recipe, *, training: bool = True) -> ClusterPlan:
 
 
 def _default_bundle(recipe: Recipe, name: str, on_gpus: bool) -> Bundle:
-    """Returns the resources that a part reserves by default; `cluster.resources` can change them.
+    """Returns the resources that a part reserves by default, which `cluster.resources` can change.
 
-    The memory of models is an estimate, because no file is read here.
+    The memory for models is an estimate, because no file is read here.
     """
     if name == "redis":
         return Bundle(name=name, cpus=0.5, memory=int(_REDIS_GIB * GIB))

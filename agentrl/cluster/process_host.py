@@ -1,4 +1,4 @@
-"""Starts and ends the processes of a run on one machine. On a cluster, each node has one `ProcessHost`."""
+"""Starts and stops the processes of a run on one machine. On a cluster, each node has one `ProcessHost`."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ from agentrl.protocols.cluster import HOST, PARENT, PORT, PROGRESS, PYTHON, REAS
 LOOPBACK = "127.0.0.1"
 _SLOT = re.compile(r"\{agentrl:[a-z]+\}")
 _GONE_S = 60.0
-_LOOK_S = 0.01  # between checks for killed processes
-_POLL_S = 0.05  # between checks of a process, if the kernel has no pidfd_open
+_LOOK_S = 0.01  # seconds between checks for killed processes
+_POLL_S = 0.05  # seconds between checks of a process, if the kernel has no pidfd_open
 _REASON_BYTES = 1 << 20
 NO_DEVICES: Mapping[str, str] = MappingProxyType({})
 _PIPE_BYTES = 1 << 20  # more than the pipe can hold
 
 
 class ProcessHost:
-    """Starts processes that die with the calling thread, and tracks them until they end.
+    """Starts processes that die with the calling thread, and tracks them until they exit.
 
-    Each process leads its own session, so a terminal's ctrl-C does not reach it. Each holds the shared lock of the run folder, so the next
-    driver waits for its end.
+    Each process leads its own session, so ctrl-C in a terminal does not reach it. Each holds the shared lock of the run folder, so the next
+    driver waits for it to exit.
     """
 
     def __init__(self, folder: Path, *, root: Path | None = None, host: str = LOOPBACK, locked: bool = True) -> None:
-        """`folder`: the run folder. `root`: the project. `host`: address for servers. `locked`: whether processes hold the lock."""
+        """`folder`: the run folder. `root`: the project. `host`: address for servers. `locked`: whether the processes hold the lock."""
         self._folder, self._root, self._host, self._locked = folder, root, host, locked
         self._running: list[HostedProcess] = []
 
@@ -57,7 +57,7 @@ class ProcessHost:
         return process
 
     async def close(self) -> None:
-        """Kills the processes that still run, and returns when none is left. Raises the errors of `HostedProcess.kill`."""
+        """Kills the processes that are still running, and returns when none is left. Raises the errors of `HostedProcess.kill`."""
         await asyncio.gather(*(process.kill() for process in self._running))
         self._running.clear()
 
@@ -111,7 +111,7 @@ class HostedProcess:
             if lock is not None:
                 os.close(lock)
         if process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError), process.stdin:  # the process ended, and its log has the reason
+            with contextlib.suppress(BrokenPipeError), process.stdin:  # the process has exited, and its log contains the reason
                 process.stdin.write(self._fill(command.stdin).encode())
         return process
 
@@ -129,25 +129,26 @@ class HostedProcess:
         return self._popen.poll()
 
     async def wait(self) -> int:
-        """Waits for the end of the first process and returns its exit code."""
+        """Waits for the first process to exit and returns its exit code."""
         while (code := self._popen.poll()) is None:
             await _ended(self._popen.pid)
         return code
 
     def send_kill(self) -> None:
-        """Kills all processes of the part, without waiting for their end."""
+        """Kills all processes of the part, without waiting for them to exit."""
         if not self.cleaned:
             _kill(self._members(), group=self.pid)
 
     async def kill(self) -> None:
         """Kills all processes of the part and returns when none is left. Idempotent.
 
-        Raises `LaunchError` if a process has not ended within a minute.
+        Raises `LaunchError` if a process has not exited within a minute.
         """
         await self._kill(self._members())
 
     async def terminate(self, *, grace_s: float) -> None:
-        """Sends SIGTERM to the first process, waits up to `grace_s` for its end, then kills the part as `kill` does. Idempotent."""
+        """Sends SIGTERM to the first process, waits up to `grace_s` seconds for it to exit, then kills the part as `kill` does.
+        Idempotent."""
         members = self._members()
         if self.returncode is None:
             self._popen.terminate()
@@ -182,23 +183,23 @@ class HostedProcess:
                     os.kill(pid, number)
 
     def processes(self) -> dict[int, str]:
-        """Returns the process ids of the part with their states; empty after the end of the first process, because the kernel may reuse its
-        id."""
+        """Returns process id -> state for the processes of the part; empty after the first process has exited, because the kernel may reuse
+        its id."""
         return process_tree(self.pid) if self.returncode is None else {}
 
     def read_progress(self) -> bytes:
-        """Returns the bytes that the part wrote to `PROGRESS` since the last call."""
+        """Returns the bytes that the part has written to `PROGRESS` since the last call."""
         return self._reports.read_progress()
 
     def reasons(self) -> bytes:
-        """Returns the bytes that the part appended to `REASONS`, at most 1 MiB."""
+        """Returns the bytes that the part has appended to `REASONS`, at most 1 MiB."""
         return self._reports.read_reasons()
 
     async def fetch(self, *paths: str) -> None:
-        """Does nothing: the run folder is here."""
+        """Does nothing, because the run folder is on this machine."""
 
     def _members(self) -> dict[int, int]:
-        """Returns the processes of the part with their start times. Some may have a separate group, and others may have lost their
+        """Returns process id -> start time for the processes of the part. Some may be in a separate group, and others may have lost their
         parent."""
         return {} if self.cleaned else {pid: read_stat(pid).started for pid in (*self.processes(), *process_group(self.pid))}
 
@@ -230,7 +231,7 @@ class LocalLauncher:
         self._host, self._devices, self._wrap = ProcessHost(folder, root=root), devices, wrap
 
     def cores(self, name: str) -> int | None:
-        """Returns None: all parts share this machine."""
+        """Returns None, because all parts share this machine."""
         return None
 
     async def start(self, command: PartCommand) -> HostedProcess:
@@ -240,15 +241,15 @@ class LocalLauncher:
         return self._host.start(command if self._wrap is None else self._wrap(command))
 
     async def use_driver(self, url: str, key: str) -> None:
-        """Does nothing: the run folder is here."""
+        """Does nothing, because the run folder is on this machine."""
 
     async def close(self) -> None:
-        """Kills the parts that still run."""
+        """Kills the parts that are still running."""
         await self._host.close()
 
 
 class _Reports:
-    """A pipe and a file in memory. Processes on this machine can open both by their paths while this object exists."""
+    """A pipe and an in-memory file. While this object exists, processes on this machine can open both by their paths."""
 
     def __init__(self) -> None:
         self._read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -268,8 +269,8 @@ class _Reports:
 
 
 def scratch_folder(of: str) -> Path:
-    """Creates an empty folder for a server's sockets. The path is short, as sockets require. It depends only on `of`, so that it is reused
-    after a kill."""
+    """Creates an empty folder for a server's sockets. The path is short, as sockets require. It depends only on `of`, so that the folder is
+    reused after a kill."""
     folder = Path(tempfile.gettempdir()) / f"agentrl-serving-{hashlib.sha256(of.encode()).hexdigest()[:12]}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(mode=0o700)
@@ -281,7 +282,7 @@ def _texts(command: PartCommand) -> Iterable[str]:
 
 
 def _living(members: Mapping[int, int]) -> dict[int, int]:
-    """Returns the given processes that have not ended."""
+    """Returns those of the given processes that have not exited."""
     stats = {pid: read_stat(pid) for pid in members}
     return {pid: started for pid, started in members.items() if not stats[pid].has_ended and stats[pid].started == started}
 
@@ -295,10 +296,10 @@ def _kill(members: Mapping[int, int], *, group: int) -> None:
 
 
 async def _ended(pid: int) -> None:
-    """Returns when a child of this process ends. May return earlier."""
+    """Returns when a child of this process exits. May return earlier."""
     try:
         handle = os.pidfd_open(pid)
-    except OSError:  # the process just ended, or the kernel has no such call
+    except OSError:  # the process has just exited, or the kernel has no such call
         await asyncio.sleep(_POLL_S)
         return
     loop = asyncio.get_running_loop()
@@ -315,11 +316,11 @@ _PORT_TRIES = 64  # another run may choose the same free port at the same time
 
 
 class ReservedPort:
-    """A port that no other server of agentrl on this machine uses, until `release`.
+    """A port that, until `release`, no other agentrl server on this machine uses.
 
     A server takes seconds until it listens. Until then the port looks free, and a second run could mistake the first run's server for its
-    own. So each run binds a name for the port in the abstract socket namespace. Each network namespace has one, and the kernel frees the
-    name when the process ends.
+    own. So each run binds a name for the port in the abstract socket namespace. Each network namespace has its own abstract namespace, and
+    the kernel frees the name when the process exits.
     """
 
     def __init__(self, host: str) -> None:
@@ -337,12 +338,12 @@ class ReservedPort:
         raise LaunchError(f"no free port on {host} after {_PORT_TRIES} tries\n  fix: stop programs that use ports; `ss -tan` lists them")
 
     def release(self) -> None:
-        """Releases the port of a server that has ended. Idempotent."""
+        """Releases the port of a server that has exited. Idempotent."""
         self._name.close()
 
 
 def free_port(host: str) -> int:
-    """Returns a free port of this machine's address, preferably outside the range from which the kernel assigns ports. Raises `LaunchError`
+    """Returns a free port on the address `host`, preferably outside the range from which the kernel assigns ports. Raises `LaunchError`
     if no port is free."""
     for port in (*_unassigned_ports(), 0):  # 0: any free port that the kernel chooses
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
 """The actor that hosts the processes of one part on a node of a Ray cluster. Only Ray's processes import Ray.
 
 The run does not depend on the actor's state. Ray may restart the actor on another node. The new actor has no process, which the driver
-interprets as the loss of the part. Every call contains the id of a start, so a call that is delivered twice has the same effect as one
+interprets as the loss of the part. Every call contains the id of a start, so a call that is delivered twice has the same effect as a single
 call.
 """
 
@@ -28,23 +28,23 @@ from agentrl.errors import InfrastructureError, LaunchError, UserError
 from agentrl.protocols.cluster import PartCommand
 
 LEASE_S = 20.0
-"""Seconds without a call of the driver after which a host kills its processes, because the driver is gone or cannot reach this node."""
+"""Seconds without a call from the driver after which a host kills its processes, because the driver is gone or cannot reach this node."""
 ID_FILE = ".cluster-id"
-"""File in the run folder with the id of the run. A mirror does not have it."""
+"""File in the run folder that contains the id of the run. A mirror does not have this file."""
 _ID = re.compile(r"[0-9a-f]{32}")
 _WATCH_S = 1.0
-_LOG_BYTES, _LAST_LOG_BYTES = 1 << 18, 4 << 20  # largest sizes in one answer
-_CONNECTIONS = 64  # largest number, to the port by which the driver detects the end of the host
-_TREE_S = 2.0  # between readings of the process tree
+_LOG_BYTES, _LAST_LOG_BYTES = 1 << 18, 4 << 20  # maximum bytes in one response
+_CONNECTIONS = 64  # maximum number, to the port by which the driver detects that the host has exited
+_TREE_S = 2.0  # seconds between readings of the process tree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSettings:
-    """The settings of a host; the same for all parts of a run."""
+    """The settings of a host, which are the same for all parts of a run."""
 
     folder: str  # the run folder on the node
     root: str  # the project on the node
-    working_folder: str  # the driver's; processes start in it if it exists on the node
+    working_folder: str  # the driver's working folder; processes start in it if it exists on the node
     driver: str  # process and machine of the driver, for messages
     session: str  # token of the driver's session
     run: str  # id of the run
@@ -53,7 +53,7 @@ class HostSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostState:
-    """The identity of a host, and the number of calls that it received."""
+    """The identity of a host, and the number of calls that it has received."""
 
     session: str
     driver: str
@@ -84,7 +84,7 @@ class PartState:
 
 
 class NodeHost:
-    """Hosts the processes of one part. An asynchronous Ray actor: its methods run in one event loop."""
+    """Hosts the processes of one part. It is an asynchronous Ray actor, so its methods run in one event loop."""
 
     def __init__(self, settings: HostSettings) -> None:
         ray = import_module("ray")
@@ -102,7 +102,7 @@ class NodeHost:
         threading.Thread(target=self._watch_lease, daemon=True, name="agentrl lease").start()
 
     async def describe(self) -> HostState:
-        """Returns the state. Does not renew the lease, because the call may come from a driver of another session."""
+        """Returns the state of this host. Does not renew the lease, because the call may come from the driver of another session."""
         return HostState(
             session=self._settings.session,
             driver=self._settings.driver,
@@ -113,8 +113,8 @@ class NodeHost:
         )
 
     async def start(self, start: str, command: PartCommand, driver: tuple[str, str] | None) -> PartState | str:
-        """Starts a process, unless this start was already executed. Kills an earlier process first. Returns the state, or why the process
-        does not start.
+        """Starts a process, unless this start was already executed. Kills an earlier process first. Returns the state, or the reason why
+        the process does not start.
 
         `driver`: address and key for a mirror of the run folder; None if the node has the folder.
         """
@@ -133,12 +133,12 @@ class NodeHost:
         return self._state(start)
 
     async def poll(self, start: str) -> PartState | None:
-        """Renews the lease. Returns the state of a process; None if this actor did not start it."""
+        """Renews the lease. Returns the state of the process with this start; None if this actor did not start it."""
         self._renew()
         return self._state(start) if start in self._processes else None
 
     async def fetch(self, driver: tuple[str, str], paths: tuple[str, ...]) -> str:
-        """Fetches files of the run into the mirror. Returns why that failed; empty if the node has them."""
+        """Fetches files of the run into the mirror. Returns the reason why that failed; empty if the node has the files."""
         self._renew()
         try:
             async with self._starting:
@@ -156,8 +156,8 @@ class NodeHost:
             await process.signal_children(number)
 
     async def end(self, start: str, grace_s: float) -> PartState | str | None:
-        """Ends all processes of a part. If `grace_s` is not 0, sends SIGTERM first and waits that long. Returns the final state, the error
-        text, or None for an unknown start."""
+        """Stops all processes of a part. If `grace_s` is not 0, sends SIGTERM first and waits up to `grace_s` seconds. Returns the final
+        state, the text of an error, or None for an unknown start."""
         self._renew()
         if (process := self._processes.get(start)) is None:
             return None
@@ -168,7 +168,7 @@ class NodeHost:
         return self._state(start)
 
     async def _hold(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Keeps a connection open. The connection breaks when this process ends, so the driver detects the end at once."""
+        """Keeps a connection open. The connection breaks when this process exits, so the driver detects the exit at once."""
         self._connections += 1
         try:
             while self._connections <= _CONNECTIONS and await reader.read(1024):
@@ -212,7 +212,7 @@ class NodeHost:
         return self._host
 
     def _new_log(self, start: str, *, ended: bool) -> bytes:
-        """Returns the bytes that a process in a mirror wrote to its log since the last call."""
+        """Returns the bytes that a process in a mirror has written to its log since the last call."""
         if start not in self._logs:
             return b""
         path, sent = self._logs[start]
@@ -254,7 +254,7 @@ class NodeHost:
         self._calls, self._called = self._calls + 1, time.monotonic()
 
     def _watch_lease(self) -> None:
-        """Kills the processes if the driver no longer calls. The driver may have restarted them on another node."""
+        """Kills the processes if the driver no longer calls, because it may have restarted them on another node."""
         while True:
             time.sleep(_WATCH_S)
             if time.monotonic() - self._called > self._settings.lease_s:
@@ -263,10 +263,10 @@ class NodeHost:
 
 
 def run_id(folder: Path) -> str:
-    """Returns the id of a run. A copy of the run's folder has the same id, and a different folder with the same name does not.
+    """Returns the id of a run. A copy of the run's folder has the same id, but a different folder with the same name does not.
 
-    Raises `UserError` if the id's file is invalid, because the id is part of names that a run creates and deletes, such as its folder in a
-    store.
+    Raises `UserError` if the file with the id is invalid, because the id is part of names that a run creates and deletes, such as its
+    folder in a store.
     """
     path = folder / ID_FILE
     if not path.exists():

@@ -1,7 +1,7 @@
-"""Starts the parts of a run on the nodes of a Ray cluster. Ray is imported when a cluster is used.
+"""Starts the parts of a run on the nodes of a Ray cluster. Ray is imported only when a cluster is used.
 
-Ray reserves the resources of the plan. One actor for each part hosts its processes (`agentrl.cluster.ray_host`). Actors and processes end
-with the driver. A part counts as lost if its host does not answer, regardless of what Ray reports about the actor.
+Ray reserves the resources of the plan. One actor for each part hosts its processes (`agentrl.cluster.ray_host`). The actors and processes
+exit with the driver. A part counts as lost if its host does not respond, regardless of what Ray reports about the actor.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from agentrl.protocols.cluster import PartCommand
 log = logging.getLogger(__name__)
 
 CONNECT_S = 25.0
-"""Deadline for reading the nodes of the cluster."""
+"""Deadline, in seconds, for reading the nodes of the cluster."""
 RESERVE_S = 25.0
-"""Deadline for the reservation of the plan."""
+"""Deadline, in seconds, for the reservation of the plan."""
 START_S = 60.0
-"""Deadline for a start, which includes the replacement of a lost host."""
+"""Deadline, in seconds, for a start, which includes the replacement of a lost host."""
 _RETRY_S = 0.5
-_LEASE_ENDS_S = LEASE_S + 2.0  # after the last call to a host; then its processes have ended
+_LEASE_ENDS_S = LEASE_S + 2.0  # seconds after the last call to a host until its processes have certainly exited
 _DESCRIBE_S = 5.0
-_OTHER_DRIVER_S = 3.0  # within which a living driver polls its hosts
+_OTHER_DRIVER_S = 3.0  # seconds within which a live driver polls its hosts
 _CLOSE_S = 20.0
 _QUIET = {"log_to_driver": False, "configure_logging": False, "logging_level": "ERROR"}
 
@@ -79,9 +79,9 @@ class RayLauncher:
 
     @classmethod
     async def open(cls, plan: ClusterPlan, folder: Path, *, root: Path) -> RayLauncher:
-        """Connects to the cluster of a plan, ends the hosts of an earlier driver of the run, reserves the plan and checks its nodes.
+        """Connects to the cluster of a plan, stops the hosts of the run's earlier driver, reserves the plan and checks its nodes.
 
-        Raises `UserError` if no cluster with this Ray version answers, the plan does not fit, or a node lacks agentrl. Each check takes at
+        Raises `UserError` if no cluster with this Ray version responds, the plan does not fit, or a node lacks agentrl. Each check takes at
         most about 30 s. Raises `RunFolderBusy` if another driver of this run uses the cluster.
         """
         ray = import_optional("ray", "cluster", needed_for=f"cluster.address={plan.address}")
@@ -110,9 +110,10 @@ class RayLauncher:
         return None if bundle is None else max(1, int(bundle.cpus))
 
     async def start(self, command: PartCommand) -> RayPart | HostedProcess:
-        """Starts a part on the node of its bundle, or on the driver's machine. Ray replaces a lost host if a node has room.
+        """Starts a part on the node of its bundle, or on the driver's machine. Ray replaces a lost host if a node has enough free
+        resources.
 
-        Raises `LaunchError` after a minute, with the plan next to the nodes, if no node has room.
+        Raises `LaunchError` after a minute, with the plan next to the nodes, if no node has enough free resources.
         """
         if command.name not in self._bundles:
             return self._here.start(command)
@@ -132,7 +133,7 @@ class RayLauncher:
             if failure := await self._retry(command.name, fetching, timeout_s=FETCH_S):
                 raise LaunchError(f"{command.name} does not start: {failure}")
         starting, pause_s = partial(actor.start.remote, start, command, self._driver), _RETRY_S
-        if command.exclusive:  # a call whose answer was lost may have started it on a host that Ray replaced
+        if command.exclusive:  # a call whose response was lost may have started it on a host that Ray replaced
             await self._retry(command.name, actor.describe.remote, timeout_s=START_S)
             pause_s = _LEASE_ENDS_S
         state = await self._retry(command.name, starting, timeout_s=START_S + pause_s, pause_s=pause_s)
@@ -146,11 +147,11 @@ class RayLauncher:
         return part
 
     async def use_driver(self, url: str, key: str) -> None:
-        """Sets the address from which hosts fetch files into their mirrors of the run folder, and its key."""
+        """Sets the address from which hosts fetch files into their mirrors of the run folder, and the key for it."""
         self._driver = url, key
 
     async def _check_nodes(self) -> None:
-        """Starts the hosts. Checks their version, and whether all have the run folder. Raises `UserError` and `LaunchError`."""
+        """Starts the hosts. Checks their versions, and whether all have the run folder. Raises `UserError` and `LaunchError`."""
         requests = [self._retry(name, self._actor(name).describe.remote, timeout_s=START_S) for name in self._bundles]
         states: list[HostState] = await asyncio.gather(*requests)
         for state in states:
@@ -160,7 +161,7 @@ class RayLauncher:
         self.shared_folder = all(state.sees_folder for state in states)
 
     async def close(self) -> None:
-        """Ends all parts and releases the cluster. Idempotent."""
+        """Stops all parts and releases the cluster. Idempotent."""
         self._poller.close()
         ends = [part.kill() for part in self._parts.values() if part.returncode is None]
         self._parts.clear()
@@ -201,8 +202,8 @@ class RayLauncher:
         return self._actors[name]
 
     async def _retry(self, name: str, call: Callable[[], Any], *, timeout_s: float, pause_s: float = _RETRY_S) -> Any:
-        """Calls a host until it answers, because Ray may be replacing it. The call must be idempotent. Raises `LaunchError` after
-        `timeout_s`.
+        """Calls a host until it responds, because Ray may be replacing it. The call must be idempotent. Raises `LaunchError` after
+        `timeout_s` seconds.
 
         `pause_s`: seconds between calls.
         """
@@ -232,7 +233,7 @@ class RayLauncher:
         return self._nodes
 
     async def _reserve(self) -> None:
-        """Reserves the plan. Raises `UserError` with the plan next to the nodes if other jobs leave no room."""
+        """Reserves the plan. Raises `UserError` with the plan next to the nodes if other jobs leave too few resources."""
         bundles = list(self._bundles.values())
         if not bundles:
             return
@@ -250,7 +251,7 @@ class RayLauncher:
             raise no_fit_error(self._plan, nodes, problems) from None
 
     async def _end_earlier_session(self) -> None:
-        """Ends the hosts of an earlier driver of this run. Raises `RunFolderBusy` if that driver is alive, which means that it polls its
+        """Stops the hosts of an earlier driver of this run. Raises `RunFolderBusy` if that driver is alive, that is, if it polls its
         hosts."""
         ray, before = self._ray, dict[str, HostState]()
         names = [name for name in await asyncio.to_thread(ray.util.list_named_actors) if not name.startswith(self._session)]
@@ -272,7 +273,7 @@ class RayLauncher:
         log.warning("ended %d parts of an earlier driver of this run", len(names))
 
     async def _described(self, name: str) -> HostState | None:
-        """Returns the state of another session's host; None if it does not answer."""
+        """Returns the state of another session's host; None if the host does not respond."""
         try:
             state = await answer_of(self._ray.get_actor(name).describe.remote(), timeout_s=_DESCRIBE_S)
         except (ValueError, TimeoutError, self._ray.exceptions.RayError):
@@ -280,7 +281,7 @@ class RayLauncher:
         return state if isinstance(state, HostState) else None
 
     async def _replace_silent(self, actor: Any) -> None:
-        """Kills a host that does not answer, with its processes, so that Ray replaces it. A stopped host cannot end its processes."""
+        """Kills a host that does not respond, with its processes, so that Ray replaces it. A stopped host cannot kill its own processes."""
         try:
             await answer_of(actor.describe.remote(), timeout_s=_DESCRIBE_S)
         except TimeoutError:
@@ -290,12 +291,12 @@ class RayLauncher:
             return
 
     async def _wait_for_lease(self, part: RayPart) -> None:
-        """Waits until a lost host must have ended its processes, because it may only be unreachable."""
+        """Waits until a lost host must have killed its processes, because it may be only unreachable."""
         await asyncio.sleep(max(0.0, part.answered_at + _LEASE_ENDS_S - time.monotonic()))
 
 
 async def answer_of(reference: Any, *, timeout_s: float) -> Any:
-    """Returns the result of a Ray call. Raises `TimeoutError` after `timeout_s`, and the errors of Ray."""
+    """Returns the result of a Ray call. Raises `TimeoutError` after `timeout_s` seconds, and Ray's errors."""
     async with asyncio.timeout(timeout_s):
         return await asyncio.wrap_future(reference.future())
 
@@ -306,7 +307,7 @@ def _actor_options(bundle: Bundle) -> dict[str, Any]:
 
 
 def _log_message(data: Mapping[str, Any], ignore_prefix: bool = False) -> None:
-    """Logs the first line of a message of the cluster, such as one about a lost node."""
+    """Logs the first line of a message from the cluster, such as a message about a lost node."""
     for message in data["lines"]:
         log.info("Ray: %s", printable(str(message).partition("\n")[0], 500))
 
@@ -323,7 +324,7 @@ def _own_address(ray: Any, address: str) -> str:
 
 @contextmanager
 def _own_signals() -> Iterator[None]:
-    """Restores the handlers of signals, which `ray.init` replaces."""
+    """Restores the signal handlers that `ray.init` replaces."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield

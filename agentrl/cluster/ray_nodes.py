@@ -1,4 +1,4 @@
-"""The nodes of a running Ray cluster. A separate process reads them, because a connection to an address that does not answer cannot be
+"""The nodes of a running Ray cluster. A separate process reads them, because a connection to an address that does not respond cannot be
 interrupted, and because a process can be connected to only one cluster.
 
     python -m agentrl.cluster.ray_nodes HOST:PORT
@@ -21,16 +21,16 @@ from agentrl.cluster.fit import ClusterNode
 from agentrl.errors import UserError
 
 WAIT_S = 30.0
-_LARGEST = 64 << 20  # largest answer in bytes: 4,096 nodes need 4 MiB
+_LARGEST = 64 << 20  # maximum bytes of a response: 4,096 nodes need 4 MiB
 _MARK = "agentrl-nodes:"
 # The server at ray:// starts a process for each connection. On a busy head this process may die.
 _CLIENT_SERVER_DIED = ("client server failed", "Initialization failure from server")
 
 
 def list_nodes(address: str, *, wait_s: float = WAIT_S) -> list[ClusterNode]:
-    """Returns the living nodes of the cluster at `address` (`auto`, HOST:PORT or ray://HOST:PORT). Starts no process there.
+    """Returns the live nodes of the cluster at `address` (`auto`, HOST:PORT or ray://HOST:PORT). Starts no process there.
 
-    Raises `UserError` if Ray is not installed, or no cluster of this Ray version answers within `wait_s` seconds.
+    Raises `UserError` if Ray is not installed, or no cluster with this Ray version responds within `wait_s` seconds.
     """
     import_optional("ray", "cluster", needed_for="cluster.address")
     deadline = time.monotonic() + wait_s
@@ -59,7 +59,7 @@ def _unreachable(address: str, reason: str) -> UserError:
 
 
 def _read_nodes(address: str) -> list[dict[str, Any]]:
-    """Connects to the cluster and returns the arguments of `ClusterNode` for each node."""
+    """Connects to the cluster and returns the `ClusterNode` arguments for each node."""
     ray: Any = importlib.import_module("ray")  # its functions have no annotations
     ray.init(address=address, log_to_driver=False, configure_logging=False)
     free: Mapping[str, Mapping[str, float]] = {}
@@ -79,7 +79,7 @@ def _read_nodes(address: str) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    """Prints the nodes as one line of JSON. Returns 1, with a message on standard error, if no cluster answers."""
+    """Prints the nodes as one line of JSON. Returns 1, with a message on standard error, if no cluster responds."""
     try:
         nodes = _read_nodes(sys.argv[1])
     except Exception as error:  # Ray raises arbitrary errors

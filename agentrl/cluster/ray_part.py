@@ -1,4 +1,4 @@
-"""The driver's side of the parts on a Ray cluster: handles, and the thread that polls their hosts."""
+"""The driver's side of the parts on a Ray cluster: the handles, and the thread that polls their hosts."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from agentrl.cluster.ray_host import LEASE_S, PartState
 from agentrl.errors import LaunchError
 
 SILENT_S = LEASE_S + 5.0
-"""Seconds without an answer after which a part counts as lost. By then its host has ended it."""
+"""Seconds without a response after which a part counts as lost. By then its host has killed it."""
 REFUSED_S = 5.0
-"""If all calls fail for this number of seconds, a part counts as lost, because its host or the machine has ended."""
+"""If all calls fail for this number of seconds, a part counts as lost, because its host has exited or the machine is down."""
 _POLL_S = 0.5
 _ANSWER_S = 5.0
 _END_S = 70.0  # deadline for a host to kill a part; the host gives up after a minute
 FETCH_S = 1860.0
-"""Deadline for a host to fetch files; longer than the deadline of its mirror."""
+"""Deadline, in seconds, for a host to fetch files. It is longer than the deadline of the host's mirror."""
 _PROGRESS_BYTES = 1 << 20
 
 
@@ -40,13 +40,13 @@ class RayPart:
         log: Path | None = None,
         driver: tuple[str, str] | None = None,
     ) -> None:
-        """`log`, `driver`: for a part in a mirror, the file for its output, and the address and key of the driver."""
+        """`log` and `driver`: for a part that uses a mirror, the file for its output, and the driver's address and key."""
         self.name, self.start, self._log, self._driver = name, start, log, driver
         self.node, self.host, self.port, self.pid = state.node, state.host, state.port, state.pid
         self.folder, self.scratch, self.node_id = state.folder, state.scratch, state.node_id
         self.lost = ""
         self.returncode: int | None = None
-        self.answered_at = time.monotonic()  # time of the last answer of the host
+        self.answered_at = time.monotonic()  # time of the last response from the host
         self.refused_at: float | None = None  # time of the first failed call since then
         self.clock_offset_s = 0.0
         self._ray, self._actor = ray, actor
@@ -58,14 +58,14 @@ class RayPart:
         self.answered(state)
 
     async def wait(self) -> int:
-        """Waits for the end of the part and returns its exit code."""
+        """Waits for the part to exit and returns its exit code."""
         await self._ended.wait()
         assert self.returncode is not None, "an ended part has an exit code"
         return self.returncode
 
     async def _watch_host(self, port: int) -> None:
-        """Detects the end of the host by the end of a connection, because Ray reports it much later. A network may not permit such a
-        connection."""
+        """Detects the exit of the host by the end of a connection, because Ray reports the exit only much later. A network may not permit
+        such a connection."""
         with contextlib.suppress(TimeoutError, OSError):
             while self.returncode is None:
                 async with asyncio.timeout(_ANSWER_S):
@@ -83,24 +83,25 @@ class RayPart:
                     writer.close()
 
     def send_kill(self) -> None:
-        """Kills all processes of the part, without waiting for their end."""
+        """Kills all processes of the part, without waiting for them to exit."""
         if self.returncode is None:
-            with contextlib.suppress(OSError):  # the connection to the cluster ended; the poller detects the loss
+            with contextlib.suppress(OSError):  # the connection to the cluster was lost; the poller detects that
                 self._actor.end.remote(self.start, 0.0)
 
     async def kill(self) -> None:
-        """Kills all processes of the part and returns when none is left. If the part is lost, its host ends it, or it ended with its host.
+        """Kills all processes of the part and returns when none is left. If the part is lost, its host kills it, or it exited with its
+        host.
 
-        Raises `LaunchError` if a process does not end.
+        Raises `LaunchError` if a process does not exit.
         """
         await self._end(0.0)
 
     async def terminate(self, *, grace_s: float) -> None:
-        """Sends SIGTERM to the first process, waits up to `grace_s` for its end, then kills the part as `kill` does."""
+        """Sends SIGTERM to the first process, waits up to `grace_s` seconds for it to exit, then kills the part as `kill` does."""
         await self._end(grace_s)
 
     async def _end(self, grace_s: float) -> None:
-        """Ends the part, or returns when it is lost."""
+        """Stops the part. Returns when it has stopped or is lost."""
         if self.lost:
             return
         lost = asyncio.create_task(self._ended.wait())
@@ -114,7 +115,7 @@ class RayPart:
                     if isinstance(state, str):
                         raise LaunchError(f"{state}, on {self.node}")
                     self.answered(state)
-        except (OSError, self._ray.exceptions.RayError) as error:  # also at the deadline, or if the connection to the cluster ended
+        except (OSError, self._ray.exceptions.RayError) as error:  # also at the deadline, or if the connection to the cluster was lost
             self.lose(f"node {self.node} does not answer: {type(error).__name__}")
         finally:
             lost.cancel()
@@ -127,21 +128,21 @@ class RayPart:
                     await asyncio.wrap_future(self._actor.signal_children.remote(self.start, number).future())
 
     def processes(self) -> Mapping[int, str]:
-        """Returns the process ids of the part with their states, as of the last poll."""
+        """Returns process id -> state for the processes of the part, as of the last poll."""
         return self._tree if self.returncode is None else {}
 
     def read_progress(self) -> bytes:
-        """Returns the bytes that the part wrote to `PROGRESS` since the last call."""
+        """Returns the bytes that the part has written to `PROGRESS` since the last call."""
         with self._lock:
             data, self._progress = self._progress, b""
         return data
 
     def reasons(self) -> bytes:
-        """Returns the bytes that the part appended to `REASONS`; empty until the part has ended."""
+        """Returns the bytes that the part has appended to `REASONS`; empty until the part has exited."""
         return self._reasons
 
     async def fetch(self, *paths: str) -> None:
-        """Fetches these files of the run to the node. Raises `LaunchError` if that fails."""
+        """Fetches these files of the run to the node. Raises `LaunchError` on failure."""
         if self._driver is None:  # the node has the run folder
             return
         try:
@@ -153,11 +154,11 @@ class RayPart:
             raise LaunchError(failure)
 
     def poll(self) -> Any:
-        """Requests the state from the host. Returns the reference of Ray's call."""
+        """Requests the state from the host. Returns Ray's reference to the call."""
         return self._actor.poll.remote(self.start)
 
     def answered(self, state: PartState | None) -> None:
-        """Records an answer of the host. None means that the host was restarted, so the part is gone."""
+        """Records a response from the host. None means that the host was restarted, so the part is gone."""
         self.answered_at, self.refused_at = time.monotonic(), None
         if state is None:
             self.lose(f"its host on node {self.node} ended")
@@ -211,7 +212,7 @@ class PartPoller:
         self._thread: threading.Thread | None = None
 
     def add(self, part: RayPart) -> None:
-        """Polls a part until its end."""
+        """Polls a part until it exits or is lost."""
         with self._changed:
             self._parts.add(part)
         if self._thread is None:
@@ -234,7 +235,7 @@ class PartPoller:
                 if part not in waiting:
                     try:
                         self._waiting[part.poll()] = part
-                    except Exception:  # the connection to the cluster ended; Ray raises arbitrary errors
+                    except Exception:  # the connection to the cluster was lost; Ray raises arbitrary errors
                         part.refused()
             self._receive()
             dead = self._dead_nodes(parts)
@@ -242,7 +243,7 @@ class PartPoller:
                 part.check_silence(node_is_dead=part.node_id in dead)
 
     def _receive(self) -> None:
-        """Waits briefly for answers, and passes those that arrived to their parts."""
+        """Waits briefly for responses, and passes those that have arrived to their parts."""
         if not self._waiting:
             return
         references = list(self._waiting)
@@ -261,7 +262,7 @@ class PartPoller:
                 del self._waiting[reference]
 
     def _dead_nodes(self, parts: list[RayPart]) -> set[str]:
-        """Returns the nodes that Ray reports as dead. Requests them only while a host does not answer."""
+        """Returns the ids of the nodes that Ray reports as dead. Requests them only while a host does not respond."""
         now = time.monotonic()
         if all(part.refused_at is None and now - part.answered_at < _ANSWER_S for part in parts):
             return set()

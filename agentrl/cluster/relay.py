@@ -1,4 +1,4 @@
-"""Serves the chunks of a host's mirror to other mirrors, also while chunks are still arriving."""
+"""Serves the chunks of a host's mirror to other mirrors, even while chunks are still arriving."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 WAIT_S = 8.0
-"""Seconds to wait for a chunk that is arriving. Shorter than the deadline of the mirror that requests it."""
+"""Seconds to wait for a chunk that is arriving. Shorter than the deadline of the requesting mirror."""
 _POLL_S = 0.01
 _CONNECTIONS = 256
 _READS = 8
@@ -27,7 +27,7 @@ _READS = 8
 
 @asynccontextmanager
 async def relaying(mirror: Mirror, *, host: str) -> AsyncIterator[None]:
-    """Serves the chunks of a mirror at an address of this host during the block, and adds it to the driver's chains."""
+    """Serves the chunks of a mirror at an address of this host during the block, and adds the mirror to the driver's chains."""
     key, reads = secrets.token_urlsafe(32), asyncio.Semaphore(_READS)
 
     async def chunk(request: Request) -> Response:

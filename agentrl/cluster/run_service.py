@@ -1,7 +1,7 @@
 """The HTTP server of a run's driver, for the parts of the run: workers, the learner, and hosts with a mirror of the run folder.
 
-Each part has a key, and each route lists the parts that may use it. The server listens on the loopback address, or on the address of the
-driver in a cluster. Requests are plain HTTP: the network between the hosts must be private.
+Each part has a key, and each route lists the parts that may use it. The server listens on the loopback address or, in a cluster, on the
+driver's address. Requests are plain HTTP, so the network between the hosts must be private.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WORKER, HOST, LEARNER = "worker", "host", "learner"
 LOOPBACK = "127.0.0.1"
 MAX_CONNECTIONS = 16384
 _KEYS = "a worker reads it from workers.json in the run folder; the driver passes it to all other parts"
-_TEXT = 1000  # characters of an error in an answer
+_TEXT = 1000  # characters of an error in a response
 _CHECK = "agentrl.check_key"  # key in the scope of a request
 
 
@@ -44,7 +44,7 @@ class Replaced(AgentRLError):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One route: method, path, the parts that may use it, and the function that answers."""
+    """A route: the method, the path, the parts that may use it, and the function that handles requests."""
 
     method: str
     path: str
@@ -65,13 +65,13 @@ class RunService:
     host: str = LOOPBACK
     port: int = 0
     url: str = ""
-    """Address for the parts; set while the service is open."""
+    """Base URL for the parts; set while the service is open."""
     _app: Any = None
     _keys: dict[str, str] = field(default_factory=dict, repr=False)  # sha256 of a key -> part
     _replaced: set[str] = field(default_factory=set, repr=False)  # sha256 of keys that are no longer valid
 
     def add(self, routes: Sequence[Route]) -> None:
-        """Adds routes, also to an open service."""
+        """Adds routes. The service may already be open."""
         self.routes = [*self.routes, *routes]
         if self._app is not None:
             self._app.router.routes.extend(map(self._route, routes))
@@ -83,7 +83,7 @@ class RunService:
         return key
 
     def revoke(self, part: str) -> None:
-        """Invalidates all keys of a part. From now on, requests with these keys are answered with status 409."""
+        """Invalidates all keys of a part. From now on, requests with these keys receive status 409."""
         revoked = {digest for digest, owner in self._keys.items() if owner == part}
         self._replaced |= revoked
         self._keys = {digest: owner for digest, owner in self._keys.items() if digest not in revoked}
@@ -109,8 +109,8 @@ class RunService:
         return routing.Route(route.path, self._guarded(route), methods=[route.method])
 
     def _guarded(self, route: Route) -> Callable[[Request], Awaitable[Response]]:
-        """Returns a handler that accepts only parts with a valid key. An invalid request is answered with the reason, and never ends the
-        run."""
+        """Returns a handler that accepts only parts with a valid key. The response to an invalid request contains the reason. Such a
+        request never ends the run."""
 
         async def guarded(request: Request) -> Response:
             check = request.scope[_CHECK] = partial(self._check_key, key_of(request.headers), route)
@@ -143,12 +143,12 @@ class RunService:
 
 
 def check_key_again(request: Request) -> None:
-    """Raises `Replaced` if the key of a request was revoked since its arrival, because a body may take minutes to arrive."""
+    """Raises `Replaced` if the key of a request has been revoked since the request arrived, because a body may take minutes to arrive."""
     request.scope[_CHECK]()
 
 
 def bytes_response(content: bytes, *, kind: str = "application/json", status: int = 200) -> Response:
-    """Returns a response with these bytes."""
+    """Returns a response with this content."""
     from starlette.responses import Response
 
     return Response(content, status, media_type=kind)
@@ -166,7 +166,7 @@ async def call_once(calls: dict[str, asyncio.Task[Any]], name: str, call: Callab
     """Returns the result of a call. Calls with the same name are executed only once.
 
     Args:
-        calls: results of the newest `keep` calls. If a caller is cancelled, the call continues.
+        calls: the newest `keep` calls, by name. If a caller is cancelled, the call continues.
     """
     task = calls.get(name)
     if task is None:

@@ -1,7 +1,7 @@
-"""YAML from plain data: mappings, lists, text, numbers, booleans and None.
+"""Writes YAML from plain data: mappings, lists, strings, numbers, booleans and None.
 
-Text is written in double quotes with escapes, unless it is a plain word or several lines of ASCII. So no parser can read text as syntax, a
-boolean or a number. A YAML library would be a dependency of the core for one command that writes and never reads.
+Strings are written in double quotes with escapes, unless they are plain words or several lines of ASCII. So no parser can read a string as
+syntax, a boolean or a number. A YAML library would add a dependency to the core for one command that only writes YAML.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def to_yaml(documents: Sequence[Mapping[str, Any]], *, comments: Sequence[str] =
 
 
 def _lines(value: Any, indent: int) -> Iterator[str]:
-    """Yields the lines of a mapping or list that is not empty, or one line with a scalar."""
+    """Yields the lines of a non-empty mapping or list, or one line with a scalar."""
     space = "  " * indent
     if isinstance(value, Mapping) and value:
         for key, inner in value.items():
@@ -43,7 +43,7 @@ def _lines(value: Any, indent: int) -> Iterator[str]:
 
 
 def _entry(head: str, value: Any, indent: int) -> Iterator[str]:
-    """Yields a key or dash with its value, on the same line if that is a scalar."""
+    """Yields a key or dash with its value, which is on the same line if it is a scalar."""
     if isinstance(value, Mapping | list | tuple) and value:
         yield head
         yield from _lines(value, indent + 1)

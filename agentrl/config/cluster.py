@@ -1,4 +1,4 @@
-"""Settings of a run on several machines: `cluster`."""
+"""Settings for a run on several machines: `cluster`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from agentrl.config.section import Needs, Section, resumable
 
 LOCAL, AUTO = "local", "auto"
 AMOUNTS = ("cpus", "gpus", "memory_gib", "nodes")
-"""Entries of a part that have a fixed meaning. Any other number is an amount of a custom resource, and a string is the value of a label."""
+"""Entries for a part that have a fixed meaning. Any other entry is the amount of a custom resource if it is a number, or the value of a
+label if it is a string."""
 _ADDRESS = re.compile(r"(ray://)?([A-Za-z0-9](?:[A-Za-z0-9.-]{0,253})|\[[0-9A-Fa-f:.]{2,45}\]):(\d{1,5})")
 _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_./-]{0,126}[A-Za-z0-9])?")
 _LABEL_VALUE = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
@@ -35,7 +36,7 @@ def _checked_address(address: str) -> str:
 
 
 class ClusterConfig(Section):
-    """Where the parts of a run start. Their numbers are `serving.replicas`, `learner.ranks` and `rollout.workers`. See docs/cluster.md."""
+    """Where the parts of a run start. `serving.replicas`, `learner.ranks` and `rollout.workers` set how many start. See docs/cluster.md."""
 
     address: Annotated[str, AfterValidator(_checked_address)] = resumable(LOCAL)
     """local: this machine. auto: the Ray cluster to which this machine belongs. HOST:PORT or ray://HOST:PORT: a Ray cluster."""
@@ -43,8 +44,8 @@ class ClusterConfig(Section):
         dict[str, Amounts],
         Needs("a cluster: set cluster.address to auto or HOST:PORT", lambda recipe, own: own.address != LOCAL),
     ] = resumable({}, max_length=64)
-    """What each server, learner, worker, gate, redis or judge-NAME reserves, such as {"server": {"cpus": 8, "gpus": 1, "memory_gib": 64}}.
-    A string is a label that the node must have. "nodes" of the learner: machines over which its ranks are divided."""
+    """Resources that each server, learner, worker, gate, redis or judge-NAME reserves, such as {"server": {"cpus": 8, "gpus": 1,
+    "memory_gib": 64}}. A string is a label that the node must have. "nodes" (learner): machines over which its ranks are divided."""
 
     @property
     def is_local(self) -> bool:
@@ -58,7 +59,7 @@ class ClusterConfig(Section):
 
 
 def resource_errors(resources: dict[str, Amounts], parts: list[str], *, ranks: int) -> Iterator[str]:
-    """Yields what is wrong with `cluster.resources`.
+    """Yields messages about errors in `cluster.resources`.
 
     Args:
         parts: names of the parts that the recipe starts.
@@ -80,7 +81,7 @@ def resource_errors(resources: dict[str, Amounts], parts: list[str], *, ranks: i
 
 
 def _amount_error(part: str, name: str, amount: float | str) -> str:
-    """Returns what is wrong with one entry of a part; empty if nothing is."""
+    """Returns the error in one entry for a part; empty if there is none."""
     if name in _OF_RAY:
         return f"unknown; write {_OF_RAY[name]}"
     if not _NAME.fullmatch(name):
@@ -103,7 +104,7 @@ def _amount_error(part: str, name: str, amount: float | str) -> str:
 
 
 def store_problem(url: object) -> str:
-    """Returns why a value cannot be the URL of an object store; empty if it can."""
+    """Returns why a value cannot be the URL of an object store; empty if it can be."""
     if not isinstance(url, str) or "://" not in url or not url.partition("://")[2].strip("/"):
         return "must be a URL with a folder, such as s3://bucket/folder"
     parts = urlsplit(url)

@@ -1,4 +1,4 @@
-"""Settings of captured failures (`capture`), and of the gate that evaluates versions on a suite (`gate`)."""
+"""Settings for captured failures (`capture`), and for the gate that evaluates versions on a suite (`gate`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import Field
 from agentrl.config.section import Section
 
 GATE = "gate"
-"""Key of a version's success on the suite in its record (`PolicyVersion.evals`)."""
+"""Key, in a version's record (`PolicyVersion.evals`), of its success on the suite."""
 
 
 class GateConfig(Section):
@@ -18,14 +18,14 @@ class GateConfig(Section):
     suite: str = Field(min_length=1)
     """Folder of the suite, relative to the project root."""
     every: int = Field(1, ge=1)
-    """Versions between evaluations. Version 0, the first baseline version, and the last version are always evaluated."""
+    """Versions between evaluations. Version 0 (the first baseline) and the last version are always evaluated."""
     repeats: int = Field(4, ge=1, le=1000)
-    """Attempts per case and version, unless the case sets them. With fewer than 3, only the suite's mean can block."""
+    """Attempts per case and version, unless the case sets its own number. With fewer than 3, only the suite's mean can block."""
     margin: float = Field(0.0, ge=0, lt=1)
-    """Largest drop of the suite's mean score that never blocks."""
+    """Maximum drop in the suite's mean score that never blocks a version."""
     action: Literal["block", "rollback"] = "rollback"
-    """block: a worse version is not promoted, and training continues from it. rollback: server and learner also return to the last promoted
-    version."""
+    """block: a worse version is not promoted, and training continues from it. rollback: the server and learner also return to the last
+    promoted version."""
     server: Literal["shared", "own"] = "shared"
     """shared: the policy's servers run the attempts, and load no newer version meanwhile. own: an additional server runs them."""
 
@@ -36,7 +36,7 @@ class GateConfig(Section):
 
 
 class CaptureConfig(Section):
-    """Failures of training and evaluation, stored as traces in the run folder. See docs/failures.md."""
+    """Failures in training and evaluation, stored as traces in the run folder. See docs/failures.md."""
 
     rules: tuple[str, ...] = ()
     """User-supplied triage rules. They run before the built-in rules."""

@@ -1,4 +1,4 @@
-"""Settings of the learner: `learner`, `learner.lora`, and the entries of `learner.limits`."""
+"""Settings for the learner: `learner`, `learner.lora`, and the entries in `learner.limits`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _PLAIN = Needs(
 
 
 class LoraConfig(Section):
-    """Trains low-rank adapters of all linear layers except the output head. The base weights do not change; a version is an adapter."""
+    """Trains low-rank adapters for all linear layers except the output head. The base weights do not change, and a version is an
+    adapter."""
 
     rank: int = Field(16, ge=1)
     """Rank of each layer's update."""
@@ -36,16 +37,17 @@ _MINIMA = ("entropy", "ess", "reward_mean", "tokens_per_s")
 
 
 class Limit(Section):
-    """A limit on one metric of a step, and the action if it is violated. docs/objectives.md has the formulas of the metrics."""
+    """A limit on one metric of a step, and the action if the limit is violated. docs/objectives.md has the formulas for the metrics."""
 
     metric: Literal[UpdateMetric, StepMetric]
     """Metric of `metrics.jsonl`. kl_reference needs objective.kl=k1, k2 or k3; mismatch_kl needs max_staleness=0. The metrics from
     reward_mean on need action=alert."""
     at: float
-    """Minimum of entropy, ess, reward_mean and tokens_per_s; maximum of the other metrics."""
+    """Minimum for entropy, ess, reward_mean and tokens_per_s; maximum for the other metrics."""
     action: Literal["skip", "rollback", "halt", "alert"] = "skip"
-    """skip: no optimizer step; its groups are excluded. rollback: learner and server return to the newest checkpoint that met all limits,
-    at most twice in a run. halt: the run stops (exit code 1), and `--resume` repeats the step. alert: the run continues and reports it."""
+    """skip: no optimizer step; the groups are excluded. rollback: learner and server return to the newest checkpoint that met all limits,
+    at most twice in a run. halt: the run stops (exit code 1), and `--resume` repeats the step. alert: the run continues and reports the
+    violation."""
 
     @property
     def is_minimum(self) -> bool:
@@ -80,7 +82,8 @@ class LearnerConfig(Section):
     warmup_steps: int = Field(0, ge=0)
     """Steps of linear warm-up from 0."""
     lr_schedule: Annotated[Literal["constant", "inverse_sqrt", "linear", "cosine"], _FALLS] = "constant"
-    """Rate after the warm-up. inverse_sqrt: proportional to 1 / sqrt(step). linear, cosine: decays to nearly 0 at the last step."""
+    """Learning rate after the warm-up. inverse_sqrt: proportional to 1 / sqrt(step). linear, cosine: decays to nearly 0 at the last
+    step."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay of matrices. Vectors do not decay."""
     max_grad_norm: float = Field(1.0, gt=0)
@@ -90,13 +93,14 @@ class LearnerConfig(Section):
     ranks: int = resumable(1, ge=1)
     """Learner processes."""
     lora: LoraConfig | None = None
-    """Trains low-rank adapters instead of the weights. Use a learning rate about ten times higher. `{}` uses the defaults."""
+    """Trains low-rank adapters instead of the weights. Use about ten times the usual learning rate. `{}` uses the defaults."""
     offload: Annotated[Literal["none", "optimizer", "parameters"], _ON_GPU] = "none"
-    """State in CPU memory. optimizer: optimizer state and its step (zero_stage 1 to 3). parameters: the weights too (zero_stage 3)."""
+    """State in CPU memory. optimizer: optimizer state and optimizer step (zero_stage 1 to 3). parameters: the weights too (zero_stage
+    3)."""
     sequence_parallel: int = resumable(1, ge=1)
     """Ranks that share each sequence (Ulysses), for long contexts. Must divide ranks and the model's key heads."""
     minibatches: int = Field(1, ge=1)
-    """Optimizer steps per batch. Above 1, the later ones are off-policy."""
+    """Optimizer steps per batch. Above 1, later steps are off-policy."""
     max_tokens_per_microbatch: int = resumable(16384, ge=16)
     """Tokens per forward/backward pass and rank, without padding. Shared tokens count once."""
     gradient_checkpointing: bool | None = resumable(None)
@@ -106,11 +110,12 @@ class LearnerConfig(Section):
     threads: int = resumable(0, ge=0)
     """CPU threads per rank. 0: torch's default."""
     limits: tuple[Limit, ...] = resumable(())
-    """Limits on metrics of a step. For each metric, one may alert and one reject the update: `[{"metric": "kl_behaviour", "at": 0.1}]`."""
+    """Limits on metrics of a step. For each metric, one limit may alert and one may reject the update: `[{"metric": "kl_behaviour", "at":
+    0.1}]`."""
     keep_checkpoints: int = resumable(2, ge=1)
     """Newest checkpoints kept on disk."""
     keep_versions: int = resumable(4, ge=2)
-    """Newest versions kept on disk, and as many promoted ones, in addition to version 0 and the serving one."""
+    """Newest versions kept on disk, and as many promoted versions, in addition to version 0 and the serving version."""
 
     @property
     def rolls_back(self) -> bool:

@@ -1,4 +1,4 @@
-"""Settings of the objective that the learner maximizes: `objective`, `objective.off_policy`, `critic`."""
+"""Settings for the objective that the learner maximizes: `objective`, `objective.off_policy`, `critic`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from agentrl.plugins import parts
 
 
 def _weights(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
-    """Validates one weight or a pair; two equal weights become one. Raises a single `ValueError` instead of one error per type."""
+    """Validates one weight or a pair of weights; two equal weights become one. Raises a single `ValueError` instead of one error per
+    type."""
     try:
         checked = check(value)
     except ValidationError:
@@ -26,16 +27,16 @@ def _weights(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """What `objective.off_policy` does with the difference between behaviour policy and proximal policy."""
+    """How `objective.off_policy` handles the difference between the behaviour policy and the proximal policy."""
 
-    recompute: bool | None  # whether the proximal policy is that of the start of a step; None: in batches of several optimizer steps
+    recompute: bool | None  # whether the proximal policy is the one at the start of a step; None: if a batch has several optimizer steps
     weights: Literal["truncate", "mask", "second_moment", "none"]
     level: Literal["token", "sequence"] = "token"
     floor: float = 0.0
     cap: float = 2.0
 
 
-_PRESETS = {  # a mask's bounds are those of arXiv:2510.18855
+_PRESETS = {  # a mask's bounds are those in arXiv:2510.18855
     "auto": Correction(None, "truncate"),
     "behaviour": Correction(False, "truncate"),
     "truncate": Correction(True, "truncate"),
@@ -48,7 +49,7 @@ _PRESETS = {  # a mask's bounds are those of arXiv:2510.18855
 
 
 class OffPolicyConfig(Section):
-    """How the loss corrects for tokens sampled by different weights or arithmetic. docs/objectives.md compares the presets."""
+    """How the loss corrects for tokens that were sampled with different weights or arithmetic. docs/objectives.md compares the presets."""
 
     preset: Literal["auto", "behaviour", "truncate", "truncate_sequence", "mask", "mask_sequence", "second_moment", "none"] = "auto"
     """Denominator of the ratio, and importance weights (docs/objectives.md has the formulas). auto: behaviour, or truncate in batches of
@@ -60,13 +61,13 @@ class OffPolicyConfig(Section):
 
     @property
     def correction(self) -> Correction:
-        """The preset with the bounds that are set."""
+        """The preset's correction with the configured bounds."""
         preset = _PRESETS[self.preset]
         cap, floor = preset.cap if self.cap is None else self.cap, preset.floor if self.floor is None else self.floor
         return replace(preset, cap=cap, floor=floor)
 
     def recomputes(self, optimizer_steps: int) -> bool:
-        """Whether the logprobs of the weights at the start of a batch are computed before its optimizer steps."""
+        """Whether the logprobs under the weights at the start of a batch are computed before the optimizer steps on the batch."""
         recompute = _PRESETS[self.preset].recompute
         return optimizer_steps > 1 if recompute is None else recompute
 
@@ -86,8 +87,8 @@ class ObjectiveConfig(Section):
     """The algorithm. docs/objectives.md lists the settings of each published algorithm."""
 
     advantage: parts.Advantage = parts.Part("grpo")
-    """Baseline of a score. grpo: mean of the group. rloo: mean of the others. reinforce++: mean of the batch. reinforce++-baseline: mean of
-    the group, scaled over the batch. gae: values of a critic (PPO)."""
+    """Baseline for a score. grpo: mean of the group. rloo: mean of the other attempts. reinforce++: mean of the batch.
+    reinforce++-baseline: mean of the group, scaled over the batch. gae: values of a critic (PPO)."""
     credit: Literal["episode", "branches", "roles", "verifier", "counterfactual", "siblings"] = "episode"
     """Advantage of each trajectory if an episode has several (docs/objectives.md)."""
     normalize_std: bool | None = None
@@ -118,7 +119,8 @@ class ObjectiveConfig(Section):
         return self.advantage.ref != "rloo" if self.normalize_std is None else self.normalize_std
 
     def entropy_weight(self, progress: float) -> float:
-        """Returns the weight of the entropy bonus at `progress`, the completed share of the run: 0 in the first step, 1 in the last."""
+        """Returns the weight of the entropy bonus at `progress`, the completed share of the run, which is 0 in the first step and 1 in the
+        last."""
         if not isinstance(self.entropy_coef, tuple):
             return self.entropy_coef
         first, last = self.entropy_coef
@@ -126,7 +128,8 @@ class ObjectiveConfig(Section):
 
     @property
     def ratio_cap(self) -> float:
-        """Maximum of the ratio that carries the gradient, in addition to that of the correction weights; infinite if there is none."""
+        """Maximum of the ratio that carries the gradient, in addition to the maximum of the correction weights; infinite if there is
+        none."""
         correction = self.off_policy.correction
         return math.inf if self.loss.ref == "cispo" or correction.weights == "none" else correction.cap
 
@@ -159,13 +162,13 @@ class ObjectiveConfig(Section):
 
 
 class CriticConfig(Section):
-    """The value model of `objective.advantage=gae`, in the learner's processes. docs/objectives.md compares the trunks."""
+    """The value model for `objective.advantage=gae`, which runs in the learner's processes. docs/objectives.md compares the trunks."""
 
     trunk: Literal["separate", "shared", "detached"] = "separate"
     """separate: a second model, initialised from the policy. shared: a value head on the policy. detached: the same, but the value loss
     has no gradient below the head."""
     lr: float = Field(1e-3, gt=0)
-    """Peak learning rate of AdamW (with a value head: of the head). Other optimizer settings are those of the learner."""
+    """Peak learning rate of AdamW (with a value head: of the head). The learner's other optimizer settings apply."""
     gamma: float = Field(1.0, gt=0, le=1)
     """Discount per sampled token. Tool output is not discounted."""
     lam: float = Field(1.0, ge=0, le=1)

@@ -1,10 +1,10 @@
 """The configuration of a run: pydantic models with documented defaults. Unknown keys and wrong types raise an error before anything
 starts.
 
-Each section has a module in this package. This module has the recipe and the checks across sections.
+The sections are defined in other modules of this package. This module contains the recipe and the checks across sections.
 
-Importing this module or a recipe file does not import torch, vllm or deepspeed. A recipe file is a short Python file with one
-module-level `recipe = Recipe(...)`, or one derived from another recipe: `recipe = base.but("learner.lr=1e-4", name="mine")`.
+Importing this module or a recipe file does not import torch, vllm or deepspeed. A recipe file is a short Python file with one module-level
+`recipe = Recipe(...)`, or with a recipe derived from another recipe: `recipe = base.but("learner.lr=1e-4", name="mine")`.
 """
 
 from __future__ import annotations
@@ -70,16 +70,16 @@ _OVERLAPS = Needs("steps that overlap: set max_staleness above 0", lambda recipe
 
 HOSTED_AGENT = "agentrl.environment.hosted:HostedAgent"
 OWN_SOLVER = "agentrl"
-"""Value of the option `solver` with which the turn loop plays the tasks of a family whose program otherwise drives the model."""
+"""Value of the option `solver` with which the turn loop, instead of the family's program, drives the model on the family's tasks."""
 
 
 class Recipe(Section):
-    """Everything a run needs. `Recipe(name=..., policy=..., tasks=...)`."""
+    """The complete configuration of a run: `Recipe(name=..., policy=..., tasks=...)`."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
     """Name of the run. Its folder is `runs/NAME` unless `--run-dir` is given."""
     seed: int = Field(0, ge=0)
-    """Seed of task order, sampler and learner. Sampling is not bitwise repeatable, because batching is asynchronous."""
+    """Seed for task order, sampler and learner. Sampling is not bitwise repeatable, because batching is asynchronous."""
     steps: int | None = resumable(16, ge=1)
     """Learner steps. None: until ctrl-C or SIGTERM."""
     max_staleness: Annotated[int, _LAGS] = Field(1, ge=0)
@@ -89,7 +89,7 @@ class Recipe(Section):
     staleness, but rollouts may wait for updates."""
     order: Annotated[Literal["oldest_first", "in_order", "replay"], _OVERLAPS] = "oldest_first"
     """Finished groups that a learner step uses. oldest_first: those sampled by the oldest weights. in_order: those started for this step,
-    so it waits for the slowest. replay: like oldest_first, but each step also trains on the groups of the previous step."""
+    which waits for the slowest. replay: like oldest_first, but each step also trains on the groups of the previous step."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of server and learner. auto: cuda if torch finds a GPU, else cpu."""
     policy: PolicyConfig
@@ -97,7 +97,7 @@ class Recipe(Section):
     rollout: RolloutConfig = RolloutConfig()
     evaluation: EvalConfig = resumable(EvalConfig())
     mcp: dict[ServerName, MCPConfig] = Field({})
-    """MCP servers by name. The task tool `mcp:NAME` stands for all tools of a server, `mcp:NAME/TOOL` for one. See docs/tools.md."""
+    """MCP servers by name. The task tool `mcp:NAME` stands for all tools of a server, and `mcp:NAME/TOOL` for one. See docs/tools.md."""
     tools: dict[str, ToolConfig] = Field({})
     """Limits and descriptions of tools, by name. They replace the defaults."""
     memory: MemoryConfig | None = None
@@ -105,16 +105,15 @@ class Recipe(Section):
     capture: CaptureConfig = resumable(CaptureConfig())
     cluster: ClusterConfig = resumable(ClusterConfig())
     store: parts.Store = Part("sqlite")
-    """Store of scored groups between rollouts and learner. sqlite: a file in the run folder. redis: the same file, to which
-    a Redis stream carries the groups of rollout workers. The option keep_steps=N deletes episodes after N steps; the ledger
-    stays."""
+    """Store for scored groups between rollouts and learner. sqlite: a file in the run folder. redis: the same file, to which a Redis stream
+    carries groups from rollout workers. The option keep_steps=N deletes episodes after N steps, but keeps the ledger."""
     trackers: tuple[parts.Tracker, ...] = resumable((Part("terminal"), Part("tensorboard")))
     """Receivers of metrics, in addition to `metrics.jsonl`. terminal: progress. tensorboard: event files in logs/tensorboard."""
     sandbox: SandboxConfig = resumable(SandboxConfig())
     serving: ServingConfig = resumable(ServingConfig())
     objective: ObjectiveConfig = ObjectiveConfig()
     critic: CriticConfig | None = None
-    """Value model of objective.advantage=gae, which requires it. `{}` uses the defaults."""
+    """Value model for objective.advantage=gae, which requires it. `{}` uses the defaults."""
     learner: LearnerConfig = LearnerConfig()
     judge_servers: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")], JudgeServerConfig] = Field({})
     """Servers that the run starts for its judges, by name. A judge refers to one with `agentrl.judge.served(NAME)`."""
@@ -123,21 +122,22 @@ class Recipe(Section):
 
     @property
     def agent(self) -> Part:
-        """The agent: `rollout.agent`, or the one for environments whose program drives the model, if the recipe does not set another."""
+        """The agent: `rollout.agent` or, if the recipe does not set it and the environment's program drives the model, the agent for such
+        environments."""
         family, kind = self.tasks.family, parts.environment_kind(self.tasks.family.ref)
         hosted = kind is not None and kind.host and family.options.get("solver") != OWN_SOLVER
         return Part(HOSTED_AGENT) if hosted and self.rollout.agent.ref == "turns" else self.rollout.agent
 
     @model_validator(mode="after")
     def _no_secrets_by_value(self) -> Recipe:
-        """Rejects secrets by value: a run stores its recipe, and the report prints it."""
+        """Rejects secrets by value, because a run stores its recipe, and the report prints it."""
         if errors := list(secrets.literal_secret_errors(self.model_dump(mode="json"))):
             raise ValueError("; ".join(errors))
         return self
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
-        """Rejects inconsistent keys. Reports all of them at once, because the correction of one may require that of another."""
+        """Rejects inconsistent keys. Reports all of them at once, because correcting one key may require correcting another."""
         checks = (
             self._combinations,
             self._resources,
@@ -276,17 +276,17 @@ class Recipe(Section):
 
     @property
     def step_limit(self) -> float:
-        """Number of learner steps; infinite if the run ends only when it is stopped."""
+        """Number of learner steps; infinite if the run continues until it is stopped."""
         return math.inf if self.steps is None else self.steps
 
     @property
     def depth(self) -> int:
-        """Blocks of groups in flight at once."""
+        """Maximum number of blocks of groups in flight at once."""
         return self.max_staleness + 1 if self.pipeline_depth is None else self.pipeline_depth
 
     @property
     def part_counts(self) -> dict[str, int]:
-        """The parts that a training run starts, with the number of each. Without `url`, store=redis starts a server."""
+        """Part -> number of processes, for the parts that a training run starts. Without `url`, store=redis starts a server."""
         counts = {"server": self.serving.replicas, "learner": self.cluster.learner_nodes, "worker": self.rollout.workers}
         counts |= {"gate": int(self.gate_has_server), "redis": int(self.store.ref == "redis" and "url" not in self.store.options)}
         counts |= {f"judge-{name}": 1 for name in self.judge_servers}
@@ -299,11 +299,12 @@ class Recipe(Section):
 
     @property
     def max_concurrent_episodes(self) -> int:
-        """Maximum number of episodes in flight: those of rollouts and, with gate.server=own, as many attempts of the gate."""
+        """Maximum number of episodes in flight: the rollouts and, with gate.server=own, as many attempts of the gate."""
         return self.rollout.concurrency * (2 if self.gate_has_server else 1)
 
     def _sandboxes_suffice(self) -> Iterator[str]:
-        """Rejects a max_open with which episodes could deadlock: an agent keeps its sandbox while its sub-agents wait for theirs."""
+        """Rejects a max_open with which episodes could deadlock, because an agent keeps its sandbox while its sub-agents wait for
+        theirs."""
         delegation, most = self.rollout.delegation, self.sandbox.max_open
         if delegation is None or delegation.sandbox == "shared":
             return
@@ -384,12 +385,12 @@ class Recipe(Section):
 
 
 def apply_overrides(recipe: Recipe, overrides: list[str]) -> Recipe:
-    """Returns the recipe with the command line's `a.b=value` overrides: `recipe.but(*overrides)`."""
+    """Returns the recipe with the overrides (`a.b=value`) from the command line applied, as `recipe.but(*overrides)` does."""
     return recipe.but(*overrides)
 
 
 def build(data: Mapping[str, Any]) -> Recipe:
-    """Validates plain data into a Recipe, or raises `RecipeError` with one line per wrong key."""
+    """Validates plain data and returns it as a recipe. Raises `RecipeError` with one line per invalid key."""
     return section.build(Recipe, data)
 
 

@@ -1,4 +1,4 @@
-"""Settings of episodes in training and evaluation: `rollout` with `group` and `delegation`, `evaluation`, `sampling`."""
+"""Settings for episodes in training and evaluation: `rollout` with `group` and `delegation`, `evaluation`, `sampling`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from agentrl.records.paths import pattern_error
 from agentrl.records.sampling import MAX_TOP_K, Sampling
 
 SUITE_FAMILY = "agentrl.evaluation.policies:SuiteTasks"
-"""The task family of an evaluation on suites. Its cases are sampled with the settings of `evaluation`; there are no held-out tasks."""
+"""The task family for an evaluation on suites. Its cases are sampled with the settings in `evaluation`, and there are no held-out tasks."""
 _HELD_OUT = Needs("held-out tasks: set evaluation.heldout or heldout_real", lambda recipe, own: own.heldout or own.heldout_real)
 _EVALUATED = Needs(
     "held-out tasks or a gate: set evaluation.heldout, heldout_real or gate",
@@ -21,11 +21,11 @@ _EVALUATED = Needs(
 _BETWEEN = Needs(
     "a step between the first and the last to evaluate after: set it below steps", lambda recipe, own: own.every < recipe.step_limit
 )
-_COLDEST = 0.01  # vLLM samples at this temperature if a lower one above 0 is requested
+_COLDEST = 0.01  # vLLM samples at this temperature if a lower temperature above 0 is requested
 
 
 class SamplingConfig(Section):
-    """The distribution that tokens are sampled from: `rollout.sampling` and `evaluation.sampling`."""
+    """The distribution from which tokens are sampled: `rollout.sampling` and `evaluation.sampling`."""
 
     temperature: float = Field(1.0, ge=0, le=2)
     """Sampling temperature. Logprobs and losses also use the rollout temperature. 0 (evaluations only): greedy."""
@@ -33,15 +33,15 @@ class SamplingConfig(Section):
     """Samples from the k most likely tokens. In rollouts at most 128, and the learner scores each token over the same set. 0 or None
     disables it."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Samples from the smallest set of these tokens that has this share of their probability. In rollouts it needs top_k. 1 or None
+    """Samples from the smallest set of the top_k tokens that has this share of their probability. In rollouts it needs top_k. 1 or None
     disables it."""
     min_p: float = Field(0.0, ge=0, lt=1)
-    """Minimum probability of a token, relative to the most likely one. In rollouts it needs top_k. 0 or None disables it."""
+    """Minimum probability of a token, relative to the most likely token. In rollouts it needs top_k. 0 or None disables it."""
 
     @field_validator("top_k", "top_p", "min_p", mode="before")
     @classmethod
     def _off_by_none(cls, value: Any, field: ValidationInfo) -> Any:
-        """Replaces None by the value that disables this truncation."""
+        """Replaces None with the value that disables this truncation."""
         return cls.model_fields[str(field.field_name)].default if value is None else value
 
     @model_validator(mode="after")
@@ -53,7 +53,7 @@ class SamplingConfig(Section):
         return self
 
     def distribution(self, *, supports: bool = False) -> Sampling:
-        """Returns the record of this distribution. `supports`: also return the support of every token, which training needs."""
+        """Returns the record of this distribution. `supports`: whether to request the support of every token too, which training needs."""
         return Sampling(**dict(self), supports=supports)
 
 
@@ -61,7 +61,7 @@ class GroupConfig(Section):
     """The attempts at one task: `rollout.group`. docs/objectives.md describes the biases of the keys that stop attempts."""
 
     size: int = Field(8, ge=1)
-    """Attempts per task; they share a baseline. A group with fewer than two valid attempts is dropped, unless size is 1."""
+    """Attempts per task, which share a baseline. A group with fewer than two valid attempts is dropped, unless size is 1."""
     spare_attempts: int = Field(0, ge=0)
     """Additional attempts. Once `size` attempts are valid, the rest are cancelled. Favours short episodes."""
     stop_equal_after: int = Field(0, ge=0)
@@ -73,12 +73,12 @@ class GroupConfig(Section):
 
     @property
     def min_size(self) -> int:
-        """Attempts that must count: a baseline needs two, except in a recipe whose groups have one attempt."""
+        """Minimum number of valid attempts: a baseline needs two, except in a recipe whose groups have only one attempt."""
         return min(2, self.size)
 
     @property
     def starts_together(self) -> int:
-        """Attempts of a group that start together."""
+        """Number of attempts in a group that start together."""
         return self.size // self.branches if self.branches > 1 else self.stop_equal_after or self.size
 
     @model_validator(mode="after")
@@ -98,22 +98,22 @@ class GroupConfig(Section):
 
 
 class DelegationConfig(Section):
-    """Limits on the sub-agents of `rollout.agent=delegating`, and their tools and sandbox. See docs/agents.md."""
+    """Limits on the sub-agents of `rollout.agent=delegating`, and the sub-agents' tools and sandbox. See docs/agents.md."""
 
     depth: Annotated[int, Needs("a sub-agent for each level: set total to at least depth", lambda recipe, own: own.depth <= own.total)] = (
         Field(1, ge=1, le=8)
     )
     """Levels of sub-agents. 1: only the main agent starts them."""
     total: int = Field(8, ge=1, le=1024)
-    """Sub-agents per episode, at all depths. Those of one turn run concurrently."""
+    """Sub-agents per episode, at all depths. Those started in one turn run concurrently."""
     turns: int = Field(4, ge=1)
     """Turns per sub-agent. They count towards the task's `Limits.turns` too."""
     tools: tuple[str, ...] | None = None
-    """Tools of sub-agents. None: those of the task. With `submit`, sub-agents return the submitted answer, otherwise their last message."""
+    """Tools for sub-agents. None: the task's tools. With `submit`, sub-agents return the submitted answer, otherwise their last message."""
     instruction: str = ""
     """System message of sub-agents. Empty: none."""
     sandbox: Literal["shared", "own"] = "shared"
-    """shared: sub-agents work in the episode's sandbox. own: each gets a sandbox that starts with a copy of the caller's working
+    """shared: sub-agents work in the episode's sandbox. own: each uses a sandbox that starts with a copy of the caller's working
     directory."""
     returns: tuple[str, ...] = ()
     """File patterns, such as out/**, copied from a sub-agent's sandbox to the caller's folder helper-N (N: trajectory). Needs
@@ -146,12 +146,12 @@ class RolloutConfig(Section):
     """Share of the context (policy.max_model_len, or the task's `Limits.episode_tokens` if lower) at which the agent continues from
     a summary. None: a full context ends the episode. See docs/agents.md."""
     instructions: str | None = Field(None, min_length=1)
-    """Replaces the system messages of the tasks for the main agent."""
+    """Replaces the tasks' system messages for the main agent."""
     group: GroupConfig = GroupConfig()
     groups_per_step: int = Field(16, ge=1)
     """Tasks per learner step."""
     extra_groups: int = Field(0, ge=0)
-    """Maximum additional groups per step: one for each group whose attempts all score the same."""
+    """Maximum additional groups per step: one for each group whose attempts score the same."""
     concurrency: int = resumable(64, ge=1)
     """Episodes in flight at once; fewer if the server's KV cache is nearly full."""
     workers: int = resumable(0, ge=0, le=256)
@@ -175,14 +175,14 @@ class RolloutConfig(Section):
 
     @property
     def needs_league(self) -> bool:
-        """Whether past versions of the policy play against it."""
+        """Whether the policy plays against its past versions."""
         options = self.agent.options if self.agent.ref == "players" else {}
         players = options.get("players")
         return "league" in (options.get("opponent"), *(players.values() if isinstance(players, dict) else ()))
 
     @property
     def agent_settings(self) -> dict[str, Any]:
-        """Keyword arguments of a built-in agent, in addition to `chat`; empty for a user-supplied one."""
+        """Keyword arguments of a built-in agent, in addition to `chat`; empty for a user-supplied agent."""
         settings: dict[str, Any] = {} if self.compaction is None else {"compaction": self.compaction}
         settings |= {} if self.instructions is None else {"instructions": self.instructions}
         settings |= {"sampling": self.distribution} if self.agent.ref == "players" else {}
@@ -190,7 +190,7 @@ class RolloutConfig(Section):
 
     @property
     def distribution(self) -> Sampling:
-        """The sampling distribution of training episodes."""
+        """The sampling distribution for training episodes."""
         return self.sampling.distribution(supports=self.sampling.top_k > 0)
 
     @field_validator("sampling")
@@ -212,14 +212,14 @@ class RolloutConfig(Section):
 
 
 class EvalConfig(Section):
-    """Evaluation before and after training: same tasks, same sandboxes, same verifier."""
+    """Evaluation before and after training, with the same tasks, sandboxes and verifier."""
 
     heldout: int = Field(160, ge=0)
     """Held-out tasks per evaluation."""
     heldout_real: int = Field(0, ge=0)
     """Held-out tasks on real data per evaluation."""
     attempts: Annotated[int, _HELD_OUT] = Field(1, ge=1, le=1024)
-    """Attempts per task. With more than one, the report has pass@k and success against compute."""
+    """Attempts per task. With more than one, the report contains pass@k and success against compute."""
     thinking_tokens: Annotated[tuple[int, ...], _HELD_OUT] = Field((), max_length=16)
     """Limits on thinking tokens per turn. Held-out tasks are repeated with each limit."""
     sampling: Annotated[SamplingConfig, _EVALUATED] = SamplingConfig()
@@ -228,7 +228,7 @@ class EvalConfig(Section):
 
     @property
     def distribution(self) -> Sampling:
-        """The sampling distribution of evaluations."""
+        """The sampling distribution for evaluations."""
         return self.sampling.distribution()
 
     @model_validator(mode="after")

@@ -1,6 +1,6 @@
-"""The base class of a recipe and its sections: validation, overrides, and which keys a resumed run may change.
+"""The base class of a recipe and its sections: validation, overrides, and the keys that a resumed run may change.
 
-`Section.but` derives a section or recipe from another one. Overrides of the command line use it too.
+`Section.but` derives a section or recipe from another section or recipe. Overrides on the command line use it too.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from agentrl.records.fields import encodable
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Annotates a field with the condition under which its key has an effect. A recipe that sets the key without it raises an error.
+    """Annotates a field with the condition under which its key has an effect. A recipe that sets the key although the condition is not met
+    raises an error.
 
         every: Annotated[int, Needs("evaluation.every below steps", lambda recipe, own: own.every < recipe.step_limit)] = 0
 
     Args:
-        what: completes the error message "KEY does nothing without ...".
+        what: text that completes the error message "KEY does nothing without ...".
         holds: returns whether the condition is met, given the recipe and the section that has the key.
     """
 
@@ -41,7 +42,7 @@ class Needs:
 
 
 class Section(BaseModel):
-    """A section of a recipe. Immutable; unknown keys and infinite or NaN numbers raise an error."""
+    """A section of a recipe. Sections are immutable. Unknown keys and infinite or NaN numbers raise an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False, hide_input_in_errors=True)
 
@@ -49,12 +50,12 @@ class Section(BaseModel):
         """Returns a validated copy with some keys changed: `recipe.but("learner.lr=1e-4", name="mine")`.
 
         Args:
-            overrides: `a.b=value` as on the command line, or a mapping of such dotted keys to values. Another part replaces the options of
-                the previous one; options in the same call are set afterwards.
-            changes: values by key. A section replaces the previous one, including its defaults.
+            overrides: `a.b=value` as on the command line, or a mapping of such dotted keys to values. A new part replaces the options of
+                the previous part. Options in the same call are set afterwards.
+            changes: values by key. A new section replaces the previous section, including its defaults.
 
         Raises:
-            RecipeError: unknown key or invalid value; the message has the key and the allowed values.
+            RecipeError: unknown key or invalid value; the message contains the key and the allowed values.
         """
         data, pairs = self.model_dump(mode="json"), list[tuple[str, Any]]()
         for item in (*overrides, changes):
@@ -66,13 +67,13 @@ class Section(BaseModel):
         return build(type(self), data)
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Returns a copy; with `update` like `but`, because pydantic's own `model_copy` does not validate."""
+        """Returns a copy. If `update` is set, validates it as `but` does, because pydantic's own `model_copy` does not validate."""
         return self.but(update) if update else super().model_copy(deep=deep)
 
     @model_validator(mode="wrap")
     @classmethod
     def _explain_errors(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        """Suggests known keys for an unknown one. Rejects text that UTF-8 cannot encode."""
+        """Suggests known keys for an unknown key. Rejects text that UTF-8 cannot encode."""
         try:
             validated = handler(data)
         except ValidationError as error:
@@ -98,7 +99,8 @@ class Section(BaseModel):
 def keys_without_effect(
     root: Section, section: Section | None = None, path: str = "", inherited: tuple[tuple[Needs, Section], ...] = ()
 ) -> Iterator[str]:
-    """Error messages for the keys of a recipe that are set and, according to their `Needs` or those of their section, have no effect."""
+    """Yields error messages for the keys that a recipe sets but that have no effect according to their `Needs` or their section's
+    `Needs`."""
     section = section or root
     for name, field in type(section).model_fields.items():
         value, usual, key = getattr(section, name), field.get_default(call_default_factory=True), f"{path}{name}"
@@ -121,15 +123,16 @@ _RESUMABLE = "resumable"
 
 
 def resumable(default: Any, **bounds: Any) -> Any:
-    """Returns a `Field` that a resumed run may change, with all keys below it: it affects speed, length, machine or reports, not what is
-    learned."""
+    """Returns a `Field` that a resumed run may change, with all keys below it, because it affects speed, length, machine or reports, but
+    not what is learned."""
     return Field(default, json_schema_extra={_RESUMABLE: True}, **bounds)
 
 
 def resumable_keys(kind: type[Section], prefix: str = "") -> list[str]:
-    """Patterns of the keys that a resumed run may change: `serving.*` matches all keys of a section, `judge_servers.*.threads` any name.
+    """Returns patterns for the keys that a resumed run may change: `serving.*` matches all keys of a section, `judge_servers.*.threads` any
+    name.
 
-    A list of sections is one key.
+    A list of sections counts as one key.
     """
     keys: list[str] = []
     for name, field in kind.model_fields.items():
@@ -145,9 +148,9 @@ def resumable_keys(kind: type[Section], prefix: str = "") -> list[str]:
 
 
 def key_docs(kind: type[Section]) -> dict[str, str]:
-    """Returns the docstrings of the keys of a section, read from its source.
+    """Returns key -> docstring for the keys of a section, read from its source.
 
-    pydantic's `use_attribute_docstrings` would read them at each import, which takes a third of the time to load a recipe.
+    pydantic's `use_attribute_docstrings` would read the docstrings at each import, which takes a third of the time to load a recipe.
     """
     docs = {}
     for section in reversed(kind.__mro__):
@@ -184,7 +187,7 @@ S = typing.TypeVar("S", bound=Section)
 
 
 def build(kind: type[S], data: Mapping[str, Any]) -> S:
-    """Validates plain data into a section, or raises `RecipeError` with one line per wrong key."""
+    """Validates plain data and returns it as a section. Raises `RecipeError` with one line per invalid key."""
     try:
         return kind.model_validate(data)
     except ValidationError as error:
@@ -218,7 +221,7 @@ def _unknown_key(key: str, kind: type[Section]) -> str:
 
 
 def _pair(override: str) -> tuple[str, Any]:
-    """Key and value of `a.b=value`. The value is JSON if it parses as JSON, else text."""
+    """Returns the key and the value in `a.b=value`. The value is parsed as JSON if possible, else it is a string."""
     key, sep, text = override.partition("=")
     if not sep or not key:
         raise RecipeError(f"override {shortened(override)} is not KEY=VALUE", fix="write it as learner.lr=1e-4")
@@ -294,14 +297,14 @@ def _with_part_key(current: Any, keys: list[str], value: Any, *, where: str) -> 
 
 
 def _with_item(current: Any, keys: list[str], value: Any, *, where: str) -> dict[str, Any]:
-    """Returns a mapping with one key set. A dot is part of the key."""
+    """Returns a mapping with one key set. Dots are part of the key."""
     if not isinstance(current or {}, dict):
         raise RecipeError(f"{where}: expected a mapping, got {shortened(current)}")
     return {**(current or {}), ".".join(keys): value}
 
 
 def _assign_named(node: dict[str, Any], part: str, model: type[Section], names: list[str], value: Any, *, where: str) -> None:
-    """Sets a named section (`judge_servers.small={...}`) or a key of it."""
+    """Sets a named section (`judge_servers.small={...}`) or a key in it."""
     sections = node[part] = dict(node.get(part) or {})
     name, *rest = names
     if not rest:

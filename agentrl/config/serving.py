@@ -1,4 +1,4 @@
-"""Settings of models and their servers: `policy`, `serving`, `judge_servers`."""
+"""Settings for models and their servers: `policy`, `serving`, `judge_servers`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class ModelConfig(Section):
     """The model of a server: the keys that `policy` and `judge_servers.NAME` share."""
 
     model: str
-    """Hugging Face model id, or a folder (relative to the project root) with model, tokenizer and chat template. A judge server also takes
-    a reward model from `agentrl tune reward`."""
+    """Hugging Face model id, or a folder (relative to the project root) with model, tokenizer and chat template. A judge server also
+    accepts a reward model from `agentrl tune reward`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and arithmetic. Use float32 on CPUs without AMX."""
     max_model_len: int = Field(2048, ge=16)
@@ -37,7 +37,7 @@ class ServerConfig(Section):
     threads: Annotated[int, ON_CPU] = resumable(0, ge=0)
     """CPU threads per server. 0: all cores, which the servers of the policy share (CPU only)."""
     startup_timeout_s: float = resumable(600.0, gt=0)
-    """Seconds that a server may take to start. Policy requests wait equally long for a restart."""
+    """Seconds that a server may take to start. Policy requests wait that long for a restart."""
 
 
 class PolicyConfig(ModelConfig):
@@ -58,12 +58,12 @@ class ServingConfig(ServerConfig):
     replicas: int = Field(1, ge=1)
     """Servers of the policy, each with a process, a port, a KV cache and, on GPUs, a GPU."""
     weight_transfer: parts.Channel = parts.Part("file")
-    """file: the server maps safetensors; other machines copy them (with options.store=URL from an object store). delta: like file, but
+    """file: the server maps safetensors; other machines copy them (from an object store with options.store=URL). delta: like file, but
     only changes; useful in bfloat16 with a small learning rate. nccl: from the learner's GPUs to the server's."""
     request_timeout_s: float = Field(120.0, gt=0)
     """Seconds that a turn may lose to a slow server, and deadline of a weight swap."""
     probe_max_abs_diff: float | None = Field(None, gt=0)
-    """Maximum logprob difference (nats) in the probe of a swap. None: 0.001 in float32 on a CPU, 0.05 on a GPU, 1 in bfloat16."""
+    """Maximum logprob difference (nats) in a swap's probe. None: 0.001 in float32 on a CPU, 0.05 on a GPU, 1 in bfloat16."""
 
     @model_validator(mode="after")
     def _replicas_fit(self) -> ServingConfig:

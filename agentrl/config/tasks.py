@@ -1,4 +1,4 @@
-"""Settings of tasks and their scoring: `tasks`."""
+"""Settings for tasks and their scoring: `tasks`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ MOST_WEIGHT = 1000
 
 
 class GroupJudging(Section):
-    """The keys of `tasks` for a judge that scores all attempts of a group together."""
+    """The keys in `tasks` for a judge that scores all attempts in a group together."""
 
     group_judge: str | None = Field(None, min_length=1)
-    """Judge that scores all attempts of a training group together, such as `rewards.mine:ranked`."""
+    """Judge that scores all attempts in a training group together, such as `rewards.mine:ranked`."""
     group_weight: float = Field(1.0, gt=0, le=1)
-    """Share of the group judge in a training score; the verifiers have the rest. 1: no verifier runs."""
+    """Weight of the group judge in a training score; the verifiers share the rest. 1: no verifier runs."""
 
     @model_validator(mode="after")
     def _weight_acts(self) -> GroupJudging:
@@ -37,10 +37,10 @@ class TasksConfig(GroupJudging):
     """The tasks and their verifiers: `tasks`."""
 
     family: Part
-    """Folder of task folders, such as `sandboxes/chores`, or plug-in reference to a callable `(seed=)` that returns a TaskFamily. Option of
-    a folder: `heldout`, the held-out share of tasks that declare no split."""
+    """Folder of task folders, such as `sandboxes/chores`, or plug-in reference to a callable `(seed=)` that returns a TaskFamily. Option
+    for a folder: `heldout`, the held-out share of tasks that declare no split."""
     verifiers: tuple[str, ...] = Field(())
-    """Verifiers that replace those of the tasks, such as `rewards.close:close_number`. Empty: those of the tasks."""
+    """Verifiers that replace those of the tasks, such as `rewards.close:close_number`. Empty: the tasks' verifiers."""
     withhold: tuple[str, ...] = Field(())
     """Folders of suites, relative to the project root. Their cases and near twins are never trained on."""
     practice: dict[str, Annotated[int, Field(ge=1, le=MOST_WEIGHT)]] = Field({})

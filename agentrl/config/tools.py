@@ -1,4 +1,4 @@
-"""Settings of the sandboxes, tools and memory of agents: `sandbox`, `mcp`, `tools`, `memory`."""
+"""Settings for the sandboxes, tools and memory of agents: `sandbox`, `mcp`, `tools`, `memory`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class SandboxConfig(Section):
     """The sandboxes: `sandbox`."""
 
     backend: parts.Backend = parts.Part("auto")
-    """auto: docker if a daemon answers, else bubblewrap. cell: sandboxes of other pods (docs/cluster.md). There is no host backend."""
+    """auto: docker if a daemon responds, else bubblewrap. cell: sandboxes in other pods (docs/cluster.md). There is no host backend."""
     max_open: int = Field(64, ge=1)
     """Sandboxes open at once."""
 
@@ -72,7 +72,7 @@ class MCPConfig(Section):
 
 
 class ToolConfig(Section):
-    """Changes to one tool: limits, which replace those of the task, and the descriptions that agents read."""
+    """Changes to one tool: limits, which replace the task's limits, and the descriptions that agents read."""
 
     timeout_s: float | None = Field(None, gt=0, le=3600)
     """Seconds per call."""
@@ -100,4 +100,4 @@ class MemoryConfig(Section):
     notes: int = Field(4, ge=1, le=64)
     """Notes per episode, over all its agents."""
     heldout_rounds: int = Field(1, ge=1, le=1000)
-    """Rounds of an evaluation. An episode finds notes of earlier rounds of the same evaluation and split. 1: none."""
+    """Rounds of an evaluation. An episode finds notes from earlier rounds of the same evaluation and split. 1: none."""

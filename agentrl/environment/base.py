@@ -14,14 +14,14 @@ from agentrl.records.environment import PASS_THRESHOLD
 from agentrl.records.images import MARK, MAX_IMAGE_BYTES, MAX_IMAGES, REFERENCE, image_text
 
 MAX_OBSERVATION_CHARS = 1 << 20
-"""Longest observation, in characters. A longer one is a fault of the environment."""
+"""Maximum length of an observation, in characters. A longer observation is a fault of the environment."""
 MAX_PARTS = 64
 NOTES = "[agentrl.notes]"
-"""In an observation, this is replaced by the notes of this and earlier episodes, or by `no notes` if there are none."""
+"""This marker in an observation is replaced by the notes from this and earlier episodes, or by `no notes` if there are none."""
 NEWEST_NOTE = "[agentrl.note]"
 """Like `NOTES`, but replaced by the text of the newest note."""
 MAX_NUMBERS = 4096
-"""Largest number of values in an npy file that is shown as text."""
+"""Maximum number of values in an npy file that does not contain pixels. The values are shown as text."""
 
 
 class Environment(abc.ABC):
@@ -38,15 +38,15 @@ class Environment(abc.ABC):
         def step(self, action):
             return "Right." if action == self.secret else "Wrong.", float(action == self.secret), True
 
-    The options of the recipe are the arguments of the class. Methods may be async. Two methods are optional: `snapshot(self)` returns the
-    state as bytes, and `restore(self, state)` continues from it and returns the observation that followed it. `agentrl check` uses a class
-    method `expert(cls, observation)`, which returns an action.
+    The arguments of the class come from the options in the recipe. Methods may be async. Two methods are optional: `snapshot(self)` returns
+    the state as bytes, and `restore(self, state)` restores that state and returns the last observation before the snapshot. If the class
+    has a class method `expert(cls, observation)` that returns an action, `agentrl check` uses it.
     """
 
     instructions: str = ""  # the agent's system message; empty means none
     actions: Sequence[str] | Sequence[dict[str, Any]] | None = None  # None: any text; strings: one of these; function schemas: tool calls
-    rewards: ClassVar[tuple[float, float] | None] = None  # smallest and largest reward of an episode; None means unknown
-    pass_threshold: ClassVar[float | None] = PASS_THRESHOLD  # lowest sum of rewards of a passing episode; None means no threshold
+    rewards: ClassVar[tuple[float, float] | None] = None  # smallest and largest total reward of an episode; None means unknown
+    pass_threshold: ClassVar[float | None] = PASS_THRESHOLD  # minimum total reward of a passing episode; None means no threshold
 
     @abc.abstractmethod
     def reset(self, seed: int) -> Any:
@@ -56,8 +56,9 @@ class Environment(abc.ABC):
     def step(self, action: Any) -> Any:
         """Applies an action: a string, or a `ToolCall` if `actions` are function schemas.
 
-        Returns a `Step`, or a tuple (observation, reward, terminated), optionally followed by truncated and by a dictionary of named parts
-        of the reward. Raises `PolicyFault` if the rules forbid the action: the agent sees the message, and the episode continues.
+        Returns a `Step`, or a tuple (observation, reward, terminated). The tuple may have two more values: truncated, and a dictionary with
+        named parts of the reward. Raises `PolicyFault` if the rules forbid the action. The agent then sees the message, and the episode
+        continues.
         """
 
     def close(self) -> Any:
@@ -66,13 +67,13 @@ class Environment(abc.ABC):
 
 
 StepRow = tuple[str, float, bool, bool, dict[str, float], str]
-"""A step as JSON data: the text of the observation, the reward, terminated, truncated, the parts of the reward, and a note."""
+"""A step as JSON data: the observation's text, the reward, the flags terminated and truncated, the parts of the reward, and a note."""
 
 
 def text_of(value: Any, where: str) -> str:
-    """Returns the text of an observation, including its images and numbers (`agentrl.records.images`).
+    """Returns the text of an observation. Its images and numbers are converted to text (see `agentrl.records.images`).
 
-    Raises `EnvironmentFault` if the value is not text or an `Observation`, or if its text or media exceed the limits.
+    Raises `EnvironmentFault` if the value is neither text nor an `Observation`, or if its text or media exceed the limits.
     """
     text = value.text if isinstance(value, Observation) else value
     if not isinstance(text, str):
@@ -91,8 +92,8 @@ def text_of(value: Any, where: str) -> str:
 
 
 def media_text(content: bytes, where: str) -> str:
-    """Returns the text that shows an image, or the exact numbers of an npy file. Raises `EnvironmentFault` if the media are too large, or
-    if the npy file is invalid."""
+    """Returns the text that represents an image, or the exact numbers in an npy file. Raises `EnvironmentFault` if the content is too
+    large, or if the npy file is invalid."""
     if len(content) > MAX_IMAGE_BYTES:
         raise EnvironmentFault(f"{where} returned a media item of {len(content)} bytes; at most {MAX_IMAGE_BYTES} are allowed")
     if not content.startswith(NUMPY):
@@ -103,13 +104,13 @@ def media_text(content: bytes, where: str) -> str:
         raise EnvironmentFault(f"{where} returned invalid media: {error}") from error
     if is_pixels(array):
         return image_text(content)
-    if not 0 < array.size <= MAX_NUMBERS:  # an array of size 0 may have any number of empty rows
+    if not 0 < array.size <= MAX_NUMBERS:  # an array of size 0 can have any number of empty rows
         raise EnvironmentFault(f"{where} returned an array of {array.size} numbers; 1 to {MAX_NUMBERS} are allowed")
     return number_text(array)
 
 
 def step_row(value: Any, where: str) -> StepRow:
-    """Converts the result of `step`: a `Step`, or a tuple of 3 to 5 values. Raises `EnvironmentFault` for anything else."""
+    """Converts the result of `step`, a `Step` or a tuple of 3 to 5 values, to a `StepRow`. Raises `EnvironmentFault` for anything else."""
     if isinstance(value, Step):
         note = text_of(value.note, where)
         return text_of(value.observation, where), value.reward, value.terminated, value.truncated, dict(value.parts), note
@@ -142,7 +143,7 @@ def number_of(value: Any, where: str, what: str) -> float:
 
 
 def flag_of(value: Any, where: str, what: str) -> bool:
-    """Returns a boolean from an environment, which may be one of numpy. Raises `EnvironmentFault` for anything else."""
+    """Converts a boolean or a numpy boolean from an environment to a `bool`. Raises `EnvironmentFault` for anything else."""
     if value is True or value is False:
         return value
     if type(value).__name__ in ("bool", "bool_") and type(value).__module__ == "numpy":
@@ -176,5 +177,5 @@ def actions_of(value: Any, where: str) -> tuple[str, ...] | tuple[dict[str, Any]
 
 
 def call_of(action: Any) -> str | ToolCall:
-    """Converts an action that was sent as JSON."""
+    """Converts an action that was sent as JSON to a string or a `ToolCall`."""
     return action if isinstance(action, str) else ToolCall(name=action["name"], arguments=action["arguments"])

@@ -1,4 +1,4 @@
-"""Builds and removes the environments of `agentrl.environment.venvs`, with pip."""
+"""Builds and removes the Python environments that `agentrl.environment.venvs` describes. Uses pip."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from agentrl.errors import InfrastructureError, UserError
 
 _LOG = "pip.log"
 _BUILD_S = 3600.0
-_OTHER_BUILD_S = 600.0  # deadline for another process that is building the environment
+_OTHER_BUILD_S = 600.0  # maximum wait for another process that is building the environment
 _PROBE_S = 60.0
 _LOG_BYTES, _REPORT_BYTES = 64 << 10, 256 << 20
 _SKIPPED = ("__pycache__", "build", "dist", ".git", ".venv", "*.egg-info", ".mypy_cache", ".ruff_cache", ".pytest_cache")
@@ -52,18 +52,18 @@ Report = Callable[[str], object]
 def add_environment(
     root: Path, requires: Sequence[str], *, name: str = "", python: str = "", upgrade: bool = False, report: Report = lambda text: None
 ) -> Lock:
-    """Builds an environment and writes its lock. If there is a lock with the same requirements, Python and platform, and `upgrade` is
+    """Builds an environment and writes its lock. If a lock with the same requirements, Python version and platform exists and `upgrade` is
     False, builds from that lock.
 
     Args:
-        requires: requirements such as `inspect-ai==0.3.285`, or folders, wheels and archives. The default of `name` comes from the first
-            one.
-        python: path or name of a Python interpreter, such as `3.12`; the default is that of this process.
-        upgrade: whether to resolve the requirements again, to newer versions.
+        requires: requirements such as `inspect-ai==0.3.285`, or paths of folders, wheels or archives. The default of `name` is derived from
+            the first requirement.
+        python: path, name or version of a Python interpreter, such as `3.12`; the default is the interpreter of this process.
+        upgrade: whether to resolve the requirements again, which may select newer versions.
 
     Raises:
-        UserError: a requirement or Python is unknown, versions conflict, or a package cannot be built.
-        InfrastructureError: there is no connection, or the build takes longer than an hour.
+        UserError: a requirement or the Python interpreter cannot be found, versions conflict, or a package cannot be built.
+        InfrastructureError: there is no connection to the package index, or a command of the build runs for longer than an hour.
     """
     wanted = tuple(_checked_requirement(item, root) for item in requires)
     name = name or name_of(wanted[0], root)
@@ -88,7 +88,7 @@ def add_environment(
 
 
 def sync_environment(root: Path, name: str, *, report: Report = lambda text: None) -> Lock:
-    """Builds an environment from its lock, unless it is built already. Raises the errors of `add_environment`."""
+    """Builds an environment from its lock, unless it is built already. Raises the same errors as `add_environment`."""
     path = root / LOCKS / f"{name}.lock"
     if not path.is_file():
         raise UserError(f"the project has no environment {name!r}", fix="agentrl env list")
@@ -121,7 +121,7 @@ def remove_environment(root: Path, name: str) -> bool:
 
 
 class _FolderChanged(Exception):
-    """A local package differs from its lock."""
+    """The folder of a local package is missing, or it differs from the lock."""
 
 
 def _build(root: Path, lock: Lock, executable: str, report: Report) -> None:
@@ -138,7 +138,7 @@ def _build(root: Path, lock: Lock, executable: str, report: Report) -> None:
 
 @contextlib.contextmanager
 def _building(root: Path, name: str, report: Report) -> Iterator[None]:
-    """Holds the lock of an environment's folder, and restores the earlier environment if a build was interrupted."""
+    """Holds the lock on an environment's folder. First restores the previous environment if an earlier build was interrupted."""
     base = root / BUILT
     base.mkdir(exist_ok=True)
     if not (base / ".gitignore").exists():
@@ -168,8 +168,8 @@ def _restore(venv: Path) -> None:
 
 @contextlib.contextmanager
 def _replacing(venv: Path, executable: str, report: Report) -> Iterator[Path]:
-    """Yields a new virtual environment at a path. If the block fails, the earlier environment is restored. A virtual environment's scripts
-    contain absolute paths, so it cannot be built elsewhere and renamed."""
+    """Creates a virtual environment at a path and yields the path. If the block fails, restores the previous environment. The scripts in a
+    virtual environment contain absolute paths, so the environment cannot be built elsewhere and renamed."""
     old = venv.with_name(f".{venv.name}.old")
     if (venv / COMPLETE).exists():
         venv.rename(old)
@@ -188,7 +188,7 @@ def _replacing(venv: Path, executable: str, report: Report) -> Iterator[Path]:
 
 
 def _resolve(root: Path, venv: Path, name: str, wanted: tuple[str, ...], version: str, report: Report) -> Lock:
-    """Returns the lock of the newest versions that fit together, without installing them."""
+    """Returns a lock with the newest compatible versions of the packages, without installing them."""
     with tempfile.TemporaryDirectory() as scratch:
         result, limits = Path(scratch, "report.json"), Path(scratch, "limits.txt")
         limits.write_text(_torch_limit(wanted))
@@ -208,7 +208,7 @@ def _resolve(root: Path, venv: Path, name: str, wanted: tuple[str, ...], version
 
 
 def _pin(item: dict[str, Any], root: Path) -> str:
-    """Returns the lock's line for a package; empty for a local folder. Raises `UserError` if the source cannot be pinned."""
+    """Returns the line for a package in the lock; empty for a local folder. Raises `UserError` if the source cannot be pinned."""
     name, version, source = item["metadata"]["name"], item["metadata"]["version"], item["download_info"]
     if "dir_info" in source:
         return ""
@@ -242,7 +242,8 @@ def _pip(root: Path, venv: Path, *arguments: str) -> None:
 
 
 def _run(command: list[str], log: Path, *, cwd: Path | None = None) -> None:
-    """Runs a program with its output in a log. Raises `UserError` or `InfrastructureError` with the cause from the log."""
+    """Runs a program and appends its output to a log. If it fails, raises `UserError` or `InfrastructureError` with the cause from the
+    log."""
     clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
     with log.open("ab") as output:
         start = output.tell()
@@ -297,7 +298,7 @@ def _failure(log: str) -> Exception:
 
 
 def _find_python(wanted: str) -> tuple[str, str]:
-    """Returns the path and version of a Python interpreter. Raises `UserError` if none runs on this machine."""
+    """Returns the path and version of a Python interpreter. Raises `UserError` if no such interpreter runs on this machine."""
     here = f"{sys.version_info.major}.{sys.version_info.minor}"
     if wanted in ("", here):
         return sys.executable, here
@@ -312,7 +313,8 @@ def _find_python(wanted: str) -> tuple[str, str]:
 
 
 def _checked_requirement(item: str, root: Path) -> str:
-    """Returns a requirement as it is written into the lock: a path becomes relative to the project. Raises `UserError` if it is invalid."""
+    """Returns a requirement as the lock stores it, with a path relative to the project. Raises `UserError` if the requirement is
+    invalid."""
     if is_path(item):
         path = Path(item).resolve()
         if not path.exists():
@@ -327,7 +329,7 @@ def _checked_requirement(item: str, root: Path) -> str:
 
 
 def _copy_package(folder: Path, scratch: Path) -> Path:
-    """Copies a package's folder, because its build may write into it."""
+    """Copies a package's folder and returns the copy, because a build may write into the folder."""
     target = scratch / folder.resolve().name
     shutil.copytree(folder, target, ignore=shutil.ignore_patterns(*_SKIPPED), dirs_exist_ok=True)
     return target
@@ -339,7 +341,7 @@ def _folder_sha256(folder: Path) -> str:
 
 
 def _torch_limit(wanted: Sequence[str]) -> str:
-    """Returns a constraint that limits torch to the version of this process; empty if a requirement names torch or torch is not
+    """Returns a constraint that limits torch to the version in this process; empty if torch is one of the requirements or is not
     installed."""
     with contextlib.suppress(metadata.PackageNotFoundError):
         if not any(canonical_name(item).startswith("torch") for item in wanted):

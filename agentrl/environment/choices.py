@@ -8,6 +8,6 @@ from agentrl.gateway.constraint import structural_tag
 
 
 def choice_constraint(choices: Sequence[str], *, thinks_first: bool) -> str:
-    """Returns a constraint by which an answer is one of `choices`. `thinks_first`: the model reasons before its answer."""
+    """Returns a constraint that restricts an answer to one of `choices`. `thinks_first`: whether the model reasons before it answers."""
     texts = [{"type": "const_string", "value": choice} for choice in choices]
     return structural_tag(texts[0] if len(texts) == 1 else {"type": "or", "elements": texts}, thinks_first=thinks_first)

@@ -1,9 +1,9 @@
-"""Conversations as environments: a simulated user with a hidden goal answers the agent's messages, and a backend answers its calls.
+"""Conversations as environments: a simulated user with a hidden goal answers the agent's messages, and a backend answers the agent's calls.
 
     EnvironmentSpec(ref="agentrl.environment.dialogue:Dialogues", options={"user": "mine:customer", "brief": "You want a refund."})
 
-The user's messages are observations, so their tokens are not trained, unless the policy plays the user with `train_user`. Rewards are 0.
-Verifiers score what the agent did and said, never the user's opinion, because an agent can persuade a user model.
+The user's messages are observations. Their tokens are not trained on, unless the policy plays the user and `train_user` is set. All rewards
+are 0. Verifiers score what the agent did and said, never the user's opinion, because an agent can persuade a user model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from agentrl.plugins.references import resolve
 from agentrl.records import EnvironmentSpec, Observation, Step, ToolCall
 
 END = "[END]"
-"""Ends the conversation if a reply of the user ends with it. In a message of the agent it is replaced by `[END ]`."""
+"""If a user's reply ends with this marker, the conversation ends. In a message from the agent, the marker is replaced by `[END ]`."""
 AGENT, USER = "agent", "user"
 POLICY, TRAINED = "policy", "trained"
 UNREADABLE = "(a message that cannot be read)"
@@ -30,15 +30,15 @@ was granted or declined, say goodbye and end your message with [END]. The person
 """
 GREETING = "Hello. How can I help you?"
 Said = Sequence[tuple[str, str]]
-"""The conversation so far: (`agent` or `user`, text)."""
+"""The conversation so far, as pairs (`agent` or `user`, text)."""
 User = Callable[[str, Said], str | Awaitable[str]]
-"""Returns the user's next message, given the brief, which contains the hidden goal, and the conversation."""
+"""Returns the user's next message. Arguments: the brief, which contains the hidden goal, and the conversation."""
 Translate = Callable[[str, Said], str | ToolCall]
-"""Returns the meaning of an action from a fixed list: a message to the user, or a call."""
+"""Converts an action from a fixed list to a message to the user, or to a call. Arguments: the action and the conversation."""
 
 
 class Backend(Protocol):
-    """The system on which the agent's calls act in one episode. Its state is a function of the calls so far."""
+    """The system on which the agent's calls act in one episode. Its state depends only on the calls so far."""
 
     schemas: Sequence[dict[str, Any]]  # function schemas of the calls
 
@@ -48,7 +48,7 @@ class Backend(Protocol):
 
 
 def user_messages(brief: str, dialogue: Said, instructions: str = INSTRUCTIONS) -> list[tuple[str, str]]:
-    """Returns the messages for a model that plays the user, as (role, text). In them, the agent has the role of the user."""
+    """Returns the messages for a model that plays the user, as pairs (role, text). In these messages, the agent has the role `user`."""
     shown = [("assistant" if speaker == USER else "user", text) for speaker, text in dialogue]
     return [("system", f"{instructions}{brief}"), ("user", GREETING), *shown]
 
@@ -57,7 +57,7 @@ class Dialogues:
     """An `agentrl.protocols.EnvironmentOpener` for conversations."""
 
     async def open(self, spec: EnvironmentSpec) -> Dialogue:
-        """Returns a conversation. The options are the arguments of `Dialogue`. Raises `PluginError` if the options are invalid."""
+        """Returns a conversation. The arguments of `Dialogue` come from the options in `spec`. Raises `PluginError` if they are invalid."""
         try:
             return Dialogue(**spec.options)
         except (TypeError, ValueError) as error:
@@ -68,21 +68,22 @@ class Dialogues:
 
 
 class Dialogue:
-    """One conversation, which ends with the user's `END` or after `turns` replies.
+    """One conversation. It ends when a reply of the user ends with `END`, or after `turns` replies.
 
     Args:
-        user: reference of a `User`: a function, which may be async, or an object such as `agentrl.judge.user.EndpointUser`. With `policy`,
-            the policy of the episode plays the user, in a trajectory of the agent `user`. Its turns have no completion tokens unless
-            `train_user` is set.
+        user: plug-in reference of a `User`: a function, which may be async, or an object such as `agentrl.judge.user.EndpointUser`. If it
+            is `policy`, the episode's policy plays the user, in a separate trajectory whose agent is `user`. The turns of that trajectory
+            have no completion tokens unless `train_user` is set.
         brief: describes the user and their goal; only the user sees it.
         instructions: the agent's system message.
         opening: the user's first message. It is fixed, so an episode can start without the user's model.
-        backend: reference of a class whose objects are `Backend`s; `records` is its argument.
-        actions: strings, if the agent may only choose one of them; `translate` is the reference of a `Translate`.
-        turns: largest number of replies.
-        chars: characters after which a message of the agent or the user is cut.
-        step_s: seconds within which the user must answer.
-        train_user: whether the tokens of a user that the policy plays are trained.
+        backend: plug-in reference of a class whose instances are `Backend`s. The class is called with `records`.
+        actions: if not empty, the strings from which the agent must choose. `translate` must then be the plug-in reference of a
+            `Translate`.
+        turns: maximum number of replies.
+        chars: maximum length of a message from the agent or the user, in characters. Longer messages are truncated.
+        step_s: deadline for the user's reply, in seconds.
+        train_user: whether to train on the user's tokens. Requires that the policy plays the user.
     """
 
     takes_text = True
@@ -122,7 +123,7 @@ class Dialogue:
         self._shown = ""
 
     def play_user(self, user: User) -> None:
-        """Sets the function that plays the user, if the policy plays it."""
+        """Sets the function that plays the user. It must be called if the policy plays the user."""
         self._user = user
 
     async def reset(self) -> Observation:
@@ -154,7 +155,7 @@ class Dialogue:
         return json.dumps({"said": self.said, "calls": self._calls, "shown": self._shown}).encode()
 
     async def restore(self, state: bytes) -> Observation:
-        """Repeats the calls of a snapshot and continues its conversation."""
+        """Repeats the calls in a snapshot, restores its conversation and returns the last observation."""
         saved = json.loads(state)
         self.said = [(str(speaker), str(text)) for speaker, text in saved["said"]]
         for name, arguments in saved["calls"]:
@@ -175,8 +176,8 @@ class Dialogue:
         """Returns the user's next message.
 
         If a user model rejects the conversation, for example because of its content or length, the request is repeated with the agent's
-        messages replaced by a placeholder. So an agent cannot end its episode as a fault. Raises `EnvironmentFault` if the reply is
-        invalid.
+        messages replaced by a placeholder. This prevents an agent from ending its episode with a fault. Raises `EnvironmentFault` if the
+        reply is invalid.
         """
         dialogue = tuple(self.said)
         try:

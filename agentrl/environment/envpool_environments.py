@@ -1,6 +1,7 @@
-"""EnvPool's environments: `tasks.family="envpool:Pong-v5"`. Actions and observations have the same forms as for Gymnasium.
+"""EnvPool's environments: `tasks.family="envpool:Pong-v5"`. Actions and observations have the same form as in Gymnasium.
 
-Each episode has a pool with one environment, because EnvPool takes the seed when it creates a pool and ignores the seed of a reset.
+Each episode has a pool with one environment, because EnvPool uses the seed with which a pool is created and ignores the seed passed to a
+reset.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _SEEDS = 2**31  # EnvPool's seeds are int32
 
 
 class EnvPoolEnvironment(GymnasiumEnvironment):
-    """An environment of EnvPool. Takes the arguments of `GymnasiumEnvironment`; `options` are those of `envpool.make_gymnasium`."""
+    """An EnvPool environment. Accepts the arguments of `GymnasiumEnvironment`, but `options` are arguments of `envpool.make_gymnasium`."""
 
     def _create(self, id: str, options: dict[str, Any], *, draw: bool) -> tuple[Any, bool]:
         try:
@@ -77,7 +78,7 @@ class _Single:
 
 @contextlib.contextmanager
 def _no_warnings() -> Iterator[None]:
-    """Hides the warnings about bounds of a space that float32 cannot represent."""
+    """Suppresses warnings: EnvPool warns about the bounds of a space that float32 cannot represent."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -1,4 +1,4 @@
-"""The task family of an environment: each task is one seed."""
+"""The task family for an environment. Each task has a different seed."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ class EnvironmentFamily:
     Args:
         ref: the environment, such as `mine:Guess` or `gymnasium:CartPole-v1`.
         seed: seed of the run, which determines the seeds of all tasks.
-        size: number of training tasks; None means that they are endless.
+        size: number of training tasks; None means unlimited.
         heldout: number of held-out tasks.
-        limits: fields of `Limits` that differ from the default.
-        context_turns: turns after which a new context starts from the last observation; None means that all turns share one.
-        resume: how a later process continues an episode: `snapshot`, `replay` of its actions, or `restart`.
-        pass_threshold: lowest sum of rewards of a passing episode; None means no threshold, and `declared` means that of the environment.
-        verifiers: verifiers that score an episode; the default is the sum of its rewards.
+        limits: fields of `Limits` that differ from their defaults.
+        context_turns: number of turns after which a new context starts from the last observation; None means that all turns share one
+            context.
+        resume: how another process resumes an unfinished episode: from a `snapshot`, by `replay` of its actions, or by a `restart`.
+        pass_threshold: minimum total reward of a passing episode; None means no threshold, and `declared` means the threshold that the
+            environment declares.
+        verifiers: verifiers that score an episode; the default verifier returns the sum of its rewards.
         options: arguments of the environment.
 
     Raises `PluginError` if a value is invalid.
@@ -70,7 +72,7 @@ class EnvironmentFamily:
             raise PluginError(f"tasks.family {ref!r}: {error}", fix="correct tasks.family.options") from None
 
     def size(self, split: Split) -> int | None:
-        """Returns the number of tasks in the split; None if it is endless."""
+        """Returns the number of tasks in the split; None if the split is endless."""
         return self._sizes[split]
 
     def task(self, split: Split, index: int) -> Task:
@@ -91,7 +93,7 @@ class EnvironmentFamily:
 
 
 def declared_threshold(ref: str) -> float | None:
-    """Returns the `pass_threshold` that an environment declares; 1 if it declares nothing. Raises `PluginError`."""
+    """Returns the `pass_threshold` that an environment declares; 1 if it declares none. Raises `PluginError`."""
     kind = environment_kind(ref)
     if kind is None:
         return cast(float | None, getattr(resolve(ref), "pass_threshold", PASS_THRESHOLD))

@@ -1,4 +1,5 @@
-"""The base class of user-supplied environments with several roles, and the handle of such an environment in a process of the pool."""
+"""The base class of user-supplied environments with several roles, and the handle for such an environment that runs in a process of the
+pool."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from agentrl.records import Observation, RoleStep
 MAX_ROLES = 16
 
 Call = Callable[..., Awaitable[Any]]
-"""Runs an operation of one episode in its process. Arguments: the operation's name and its arguments."""
+"""Runs an operation for one episode in the episode's process. Arguments: the operation's name and its arguments."""
 
 
 class Game(Environment):
@@ -33,16 +34,16 @@ class Game(Environment):
             right = 1.0 if actions["seeker"] == self.place else -1.0
             return {}, {"seeker": right, "hider": -right}, True
 
-    `reset` returns the observations of the roles that act first. `step` receives the actions of all these roles. It returns the
-    observations of the roles that act next, the rewards of any roles, whether the game has ended, and optionally whether it was cut off.
-    Roles whose observations are returned together act at the same time. An `Observation` may list the actions that are allowed in this
-    state.
+    `reset` returns the observations for the roles that act first. `step` receives the actions of all these roles. It returns the
+    observations for the roles that act next, rewards for any of the roles, whether the game has terminated, and optionally whether it was
+    truncated. Roles whose observations are returned together act at the same time. An `Observation` may list the actions that are allowed
+    in the current state.
     """
 
-    pass_threshold = None  # the low score of one role is the high score of another
+    pass_threshold = None  # a low score for one role is a high score for another role
 
     roles: Sequence[str] = ()
-    forfeit: float = -1.0  # reward of a role that does not make a legal move, which ends the game; the others share the opposite
+    forfeit: float = -1.0  # reward of a role that makes no legal move, which ends the game; the others share the negated reward
 
     @abc.abstractmethod
     def step(self, actions: dict[str, str]) -> Any:
@@ -50,7 +51,7 @@ class Game(Environment):
 
 
 def roles_of(value: Any, where: str) -> list[str]:
-    """Returns the roles that a game declares. Raises `EnvironmentFault`."""
+    """Returns the roles that a game declares. Raises `EnvironmentFault` if they are invalid."""
     names = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else []
     if not 2 <= len(set(names)) == len(names) <= MAX_ROLES or not all(isinstance(name, str) and 0 < len(name) <= 80 for name in names):
         raise EnvironmentFault(f"{where}: roles must be 2 to {MAX_ROLES} different names")
@@ -58,7 +59,8 @@ def roles_of(value: Any, where: str) -> list[str]:
 
 
 def observations_of(value: Any, roles: Sequence[str], where: str, *, ended: bool) -> dict[str, Observation]:
-    """Returns the observations by role that a game returned. Raises `EnvironmentFault` if they are invalid, or if no role can act next."""
+    """Returns a game's observations by role. Raises `EnvironmentFault` if they are invalid, or if there are none and the game has not
+    ended."""
     if not isinstance(value, Mapping) or not set(value) <= set(roles) or not (value or ended):
         shown = sorted(map(str, value))[:4] if isinstance(value, Mapping) else type(value).__name__
         raise EnvironmentFault(f"{where} returned observations of {shown} instead of a dictionary for some of the roles {', '.join(roles)}")
@@ -73,7 +75,8 @@ def observations_of(value: Any, roles: Sequence[str], where: str, *, ended: bool
 
 
 def role_step_of(value: Any, roles: Sequence[str], where: str) -> RoleStep:
-    """Returns the step that a game returned: a `RoleStep`, or a tuple of 3 or 4 values. Raises `EnvironmentFault` for anything else."""
+    """Converts the result of a game's `step`, a `RoleStep` or a tuple of 3 or 4 values, to a `RoleStep`. Raises `EnvironmentFault` for
+    anything else."""
     if isinstance(value, RoleStep):
         value = (value.observations, value.rewards, value.terminated, value.truncated)
     if not isinstance(value, tuple) or len(value) not in (3, 4):
@@ -96,7 +99,7 @@ def as_data(observations: Mapping[str, Observation]) -> dict[str, Any]:
 
 
 def from_data(data: Mapping[str, Any]) -> dict[str, Observation]:
-    """Returns the observations in JSON data."""
+    """Converts the result of `as_data` back to observations."""
     return {role: Observation(text=text, actions=tuple(actions)) for role, (text, actions) in data.items()}
 
 

@@ -17,8 +17,8 @@ T = TypeVar("T")
 
 
 async def guarded(call: Callable[[], Awaitable[T]], what: str, timeout_s: float | None = None) -> T:
-    """Returns the result of user-supplied code. Raises `EnvironmentFault` if there is no result in time, or if the code raises an exception
-    that does not state its blame."""
+    """Calls user-supplied code and returns its result. Raises `EnvironmentFault` if there is no result in time, or if the code raises any
+    exception other than `PolicyFault`, `TaskError`, `PluginError` or `InfrastructureError`."""
     with user_code.fault_boundary() as fault:
         return await user_code.call_user_code(call, what=what, timeout_s=TIMEOUT_S if timeout_s is None else timeout_s)
     error = fault.error
@@ -29,7 +29,7 @@ async def guarded(call: Callable[[], Awaitable[T]], what: str, timeout_s: float 
 
 
 class GuardedEnvironment:
-    """A user-supplied environment. Its observations and steps are checked."""
+    """A user-supplied environment whose observations and steps are checked."""
 
     def __init__(self, environment: Environment, ref: str) -> None:
         self.instructions = str(environment.instructions)

@@ -1,8 +1,8 @@
-"""Gymnasium's environments: `tasks.family="gymnasium:CartPole-v1"`.
+"""Gymnasium environments: `tasks.family="gymnasium:CartPole-v1"`.
 
-A discrete action is one of several strings. Any other action is a call of `act` with JSON, which is checked against the space. The recipe's
-formatter converts observations to text; without a formatter, the environment's drawing (`render_mode="ansi"`) or the default of their space
-is used.
+A discrete action is one of several strings. Any other action is a call of the tool `act` with a JSON value, which is checked against the
+space. The recipe's formatter converts observations to text. If the recipe has no formatter, the environment's rendering
+(`render_mode="ansi"`) is used if there is one, and otherwise the default text for the observation space.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ _COLOUR = re.compile(r"\x1b\[([\d;]+)m(.*?)\x1b\[0m", re.DOTALL)
 
 
 class GymnasiumEnvironment(Environment):
-    """An environment of Gymnasium.
+    """A Gymnasium environment.
 
     Args:
-        id: Gymnasium's id, such as `CartPole-v1`, or `package.module:Name-v0`, for which the module is imported first.
-        formatter: reference of a function that converts an observation to text, or to an `Observation` with images.
+        id: Gymnasium's id, such as `CartPole-v1` or `package.module:Name-v0`. In the second form, the module is imported first.
+        formatter: plug-in reference of a function that converts an observation to text, or to an `Observation` with images.
         action_names: names of the discrete actions, in order.
         instructions: the system message; None means a default, and an empty string means no system message.
         json_actions: whether actions that are not discrete are JSON text instead of calls.
@@ -111,7 +111,7 @@ class GymnasiumEnvironment(Environment):
         self._wrapped.close()
 
     def _create(self, id: str, options: dict[str, Any], *, draw: bool) -> tuple[Any, bool]:
-        """Returns the wrapped environment, and whether its observations are drawn as text. Raises `PluginError`."""
+        """Returns the wrapped environment, and whether its observations are rendered as text. Raises `PluginError`."""
         module, _, name = id.rpartition(":")
         try:
             gymnasium = importlib.import_module("gymnasium")
@@ -172,7 +172,7 @@ class GymnasiumEnvironment(Environment):
 def reward_threshold(id: str) -> float | None:
     """Returns the `reward_threshold` in Gymnasium's registry; None if there is none, or if the id or its package is unknown.
 
-    An unknown id raises an error when an environment is opened.
+    An unknown id causes an error only when an environment is opened.
     """
     module, _, name = id.rpartition(":")
     try:
@@ -202,7 +202,7 @@ def _three(number: float) -> str:
 
 
 def _mark(match: re.Match[str]) -> str:
-    """Returns a coloured part of a drawing between brackets: [ ] for a background, ( ) for blue, { } for magenta."""
+    """Returns a coloured part of a rendering in brackets: [ ] for a background, ( ) for blue, { } for magenta."""
     code, text = match[1].partition(";")[0], match[2]
     first, last = "()" if code == "34" else "{}" if code == "35" else "[]"
     return f"{first}{text}{last}"

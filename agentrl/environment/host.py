@@ -1,7 +1,8 @@
-"""A host: a long-lived process of another Python environment that runs foreign code for many episodes.
+"""A host: a long-lived process in a different Python environment that runs third-party code for many episodes.
 
-agentrl starts a host, communicates with it through a socket with lines of JSON (`inside/host_channel.py`), and restarts it if it dies or
-blocks. Everything that a host sends is untrusted: messages are bounded, every call has a deadline, and an unknown or late reply is ignored.
+agentrl starts a host, communicates with it in lines of JSON over a socket (`inside/host_channel.py`), and restarts it if it exits or
+blocks. Everything that a host sends is untrusted: the size of messages is limited, every call has a deadline, and an unknown or late reply
+is ignored.
 """
 
 from __future__ import annotations
@@ -31,34 +32,34 @@ log = logging.getLogger(__name__)
 
 INSIDE = Path(__file__).parent / "inside"
 MAX_MESSAGE = 96 << 20
-"""Largest message in bytes; it may contain a file of a sandbox in base64."""
+"""Maximum size of a message, in bytes. A message may contain a base64-encoded file from a sandbox."""
 MAX_DESCRIPTION = 256 << 20
 DESCRIBE_S = 300.0
 """Seconds within which a host must load its tasks."""
 PING_S = 10.0
 SILENT_S = 60.0
-"""Seconds without an answer to a ping after which a host is killed, because foreign code blocks its event loop."""
+"""A host that does not answer a ping within this many seconds is killed, because third-party code blocks its event loop."""
 MAX_DEATHS = 5
-"""Deaths without a finished call between them after which a host is not restarted."""
+"""Maximum number of times that a host is restarted without a successful call in between."""
 RESTART_S = 0.5
 MAX_SERVED = 512
-"""Largest number of requests of a host that are answered at the same time."""
-_TAIL = 40  # number of lines of the host's output in an error
-_LARGE = 1 << 20  # size in bytes from which a message is parsed in a thread
+"""Maximum number of requests from a host that are served at the same time."""
+_TAIL = 40  # number of lines of the host's output in an error message
+_LARGE = 1 << 20  # messages of more than this many bytes are parsed in a thread
 
 Serve = Callable[[str, Mapping[str, Any]], Awaitable[Any]]
-"""Answers a request that the host sends for a call: method, parameters -> JSON."""
+"""Serves a request that the host sends during a call. Arguments: the method and its parameters. Returns JSON data."""
 
 
 class HostDied(InfrastructureError):
-    """The host process ended, or was killed because it did not respond."""
+    """The host process exited or could not be started, or it was killed because it did not respond."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostSpec:
     """The command of a host: `python inside/SCRIPT.py`, with `config` on standard input."""
 
-    name: str  # for messages, such as "inspect:tasks.py@arithmetic"
+    name: str  # used in messages, such as "inspect:tasks.py@arithmetic"
     python: str
     script: str  # file in `inside/`
     config: Mapping[str, Any]
@@ -70,9 +71,10 @@ class HostSpec:
         return [self.python, str(INSIDE / self.script), *arguments]
 
     def variables(self, temporary: str) -> dict[str, str]:
-        """Returns the variables of the host process: those of this process except secrets and Python settings, and `environment`.
+        """Returns the environment variables of the host process: those of this process except secrets and Python settings, plus those in
+        `environment`.
 
-        `temporary`: folder for its temporary files, which the process cannot remove because it is killed.
+        `temporary`: folder for the host's temporary files. The host cannot remove them, because it is killed.
         """
         own = child_environment(os.environ)
         return {name: value for name, value in own.items() if not name.startswith("PYTHON")} | {**self.environment, "TMPDIR": temporary}
@@ -81,7 +83,7 @@ class HostSpec:
 def describe(spec: HostSpec) -> Any:
     """Runs the script once and returns its description of the tasks.
 
-    Raises `UserError` if the script reports an error, ends without a description, or takes more than `DESCRIBE_S` seconds.
+    Raises `UserError` if the script reports an error, exits without a description, or runs for more than `DESCRIBE_S` seconds.
     """
     with _temporary_folder() as folder:
         file, output = Path(folder, "description"), Path(folder, "output")
@@ -103,7 +105,8 @@ def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def _run(spec: HostSpec, file: Path, output: Path) -> int:
-    """Runs `describe FILE` and returns its status. Raises `UserError`."""
+    """Runs the script with `describe FILE` and returns its exit status. Raises `UserError` if it cannot be started, or if it does not exit
+    in time."""
     try:
         with output.open("wb") as out:
             process = subprocess.Popen(
@@ -136,25 +139,25 @@ class _Call:
 
 
 class Host:
-    """Starts the process of a `HostSpec` at the first call, and restarts it after its death. Use it from one event loop."""
+    """Starts the process of a `HostSpec` at the first call, and restarts it if it has exited. Use a host from only one event loop."""
 
     def __init__(self, spec: HostSpec) -> None:
         self.spec = spec
-        self.deaths = 0  # in a row
+        self.deaths = 0  # consecutive deaths, without a successful call in between
         self._process: _Process | None = None
         self._starting = asyncio.Lock()
 
     async def call(self, method: str, params: Mapping[str, Any], *, timeout_s: float, serve: Serve | None = None) -> Any:
-        """Sends a request and returns its result, which is JSON of at most 64 levels. If the call is cancelled, it is also cancelled in the
-        host.
+        """Sends a request and returns its result, which is JSON data with at most 64 levels. If the call is cancelled, the request is also
+        cancelled in the host.
 
         Args:
-            serve: answers the host's requests for this call.
+            serve: serves the requests that the host sends during this call.
 
         Raises:
             TaskError, PolicyFault, InfrastructureError: the call failed; the type depends on the blame that the host reports.
-            HostDied: the process ended, or cannot be started.
-            InfrastructureError: there is no result after `timeout_s`.
+            HostDied: the process exited, or cannot be started.
+            InfrastructureError: there is no result within `timeout_s` seconds.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -194,7 +197,7 @@ class _Process:
         writer: asyncio.StreamWriter,
     ) -> None:
         self._spec, self._process, self._folder, self._writer = spec, process, folder, writer
-        self.reason = ""  # why it ended
+        self.reason = ""  # why the process was killed or exited
         self._calls: dict[int, _Call] = {}
         self._serving: set[asyncio.Task[None]] = set()
         self._numbers = count(1)
@@ -231,7 +234,7 @@ class _Process:
         return cls(spec, process, folder, *await asyncio.open_connection(sock=ours, limit=MAX_MESSAGE))
 
     async def close(self) -> None:
-        """Kills the process and waits for its end."""
+        """Kills the process and waits for it to exit."""
         self._task.cancel()
         await asyncio.wait({self._task})
 
@@ -260,11 +263,12 @@ class _Process:
         if self.ended:
             raise HostDied(self.reason)
         self._writer.write(json.dumps(message).encode() + b"\n")
-        with contextlib.suppress(ConnectionError):  # `_live` reports the end
+        with contextlib.suppress(ConnectionError):  # `_live` reports that the process exited
             await self._writer.drain()
 
     async def _live(self, reader: asyncio.StreamReader) -> None:
-        """Reads messages until the process ends. When this task ends, it kills the process."""
+        """Reads messages until the host closes its socket, sends an invalid message or stops responding, or until this task is cancelled.
+        Then kills the process."""
         parts = [asyncio.create_task(part) for part in (self._read(reader), self._keep_output(), self._configure(), self._watch())]
         reason = "it was closed"
         try:
@@ -297,7 +301,7 @@ class _Process:
             self._process.stdin.close()
 
     async def _keep_output(self) -> None:
-        """Reads the output of the process, so that it never blocks on a full pipe, and stores the last lines."""
+        """Reads the output of the process, so that the process never blocks on a full pipe, and stores the last lines."""
         assert self._process.stdout is not None, "it is a pipe"
         rest = b""
         while data := await self._process.stdout.read(1 << 16):

@@ -1,7 +1,7 @@
-"""The agent for environments whose program calls the model, such as inspect's solvers and verifiers' harnesses.
+"""The agent for environments in which a program calls the model, such as an inspect solver or a verifiers harness.
 
-It sends each episode to a host (`agentrl.environment.host`), with the gateway's address and a key for this episode. So agentrl samples and
-records every token. The host returns the score.
+It sends each episode to a host (`agentrl.environment.host`), with the gateway's address and a key for this episode. agentrl therefore
+samples and records every token. The host returns the score.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from agentrl.protocols import LiveEpisode, Sandbox
 from agentrl.records import Blame, EnvironmentSpec, Score, Task
 
 SCORING_SHARE = 0.2
-"""Share of an episode's time that is reserved for scoring. When the rest is used, the host stops its program and scores the result so
-far."""
+"""Fraction of an episode's time that is reserved for scoring. When the remaining time is used up, the host stops its program and scores the
+result so far."""
 MAX_HOSTS = 16
 MAX_ANSWER = 1 << 16
 MAX_OUTPUT = 16 << 20
@@ -41,17 +41,17 @@ _STOP = re.compile(r"[a-z_]{1,32}")
 
 
 class HostedAgent:
-    """An `agentrl.protocols.Agent` that runs each episode in the host of its task's environment.
+    """An `agentrl.protocols.Agent` that runs each episode in the host of the environment in its task.
 
-    A host gets a request `play` with `episode`, `base_url`, `key` and `model` (the policy's endpoint), `data` (of the task), `turns` (the
-    largest number of completions) and `solve_s` (seconds until it must stop its program and score). It returns
+    The host receives a request `play` with `episode`, `base_url`, `key` and `model` (the policy's endpoint), `data` (the task's data),
+    `turns` (the maximum number of completions) and `solve_s` (seconds after which it must stop its program and score). It returns
 
-    - `value`: the score, a finite number; None for an episode that is not scored, with a `reason`, and with `blame` if it is known;
-    - optional `parts` (name -> finite number), `evidence`, `answer`, and `stop`, the stop reason;
-    - optional `fault` with `blame` and `message`: the program failed. The episode is excluded. If it turns out that only the policy's text
-      provokes the fault, the value counts; if there is none, the lowest value so far, at most 0, counts.
+    - `value`: the score, a finite number; or None if the episode is not scored, with a `reason` and, if known, the `blame`;
+    - optionally `parts` (name -> finite number), `evidence`, `answer`, and the stop reason `stop`;
+    - optionally `fault`, with `blame` and `message`, if the program failed. The episode is then excluded. If it turns out that only the
+      policy's text provokes the fault, `value` counts. If `value` is None, the lowest value so far counts, but at most 0.
 
-    While it plays, a host may send `exec` to run programs in the episode's sandbox.
+    During `play`, the host may send `exec` requests to run programs in the episode's sandbox.
     """
 
     boundaries = False  # the program's state cannot be captured
@@ -86,7 +86,7 @@ class HostedAgent:
         return self._ended(episode, session, result)
 
     async def _play(self, host: Host, params: Mapping[str, Any], episode: LiveEpisode, session: Session) -> Mapping[str, Any]:
-        """Returns the host's result; empty if the session ends with a fault."""
+        """Returns the host's result; an empty mapping if the session ends with a fault."""
         limit_s = episode.task.limits.wall_s
         play = asyncio.create_task(host.call("play", params, timeout_s=limit_s, serve=partial(_serve, episode)))
         over = asyncio.create_task(session.over.wait())
@@ -99,7 +99,7 @@ class HostedAgent:
             await asyncio.wait({play, over})
 
     def _ended(self, episode: LiveEpisode, session: Session, result: Mapping[str, Any]) -> str:
-        """Stores the score and returns the stop reason. Raises the fault of the host's program if it has one."""
+        """Stores the score and returns the stop reason. If the host's program failed, raises its fault."""
         ref = "" if episode.task.environment is None else episode.task.environment.ref
         score = score_of(result)
         fault = result.get("fault")
@@ -117,13 +117,13 @@ class HostedAgent:
 
 
 def is_hosted(task: Task) -> bool:
-    """Whether the program of the task's environment calls the model."""
+    """Whether the task's environment has a program that calls the model."""
     kind = None if task.environment is None else environment_kind(task.environment.ref)
     return kind is not None and bool(kind.host)
 
 
 def host_of(spec: EnvironmentSpec) -> Host:
-    """Returns the host of an environment, which its episodes in this event loop share. Raises `UserError` if it cannot be started."""
+    """Returns the host that all episodes of an environment in this event loop share. Raises `UserError` if it cannot be started."""
     kind, here = environment_kind(spec.ref), _hosts.setdefault(asyncio.get_running_loop(), {})
     if kind is None or not kind.host:
         raise TaskError(f"environment {spec.ref!r} has no host", fix="use rollout.agent=turns for it")
@@ -137,14 +137,14 @@ def host_of(spec: EnvironmentSpec) -> Host:
 
 
 def as_object(result: Any, host: Host) -> Mapping[str, Any]:
-    """Returns the result of `play`. Raises `InfrastructureError` if it is not an object."""
+    """Returns the result of `play`. Raises `InfrastructureError` if it is not a JSON object."""
     if not isinstance(result, Mapping):
         raise InfrastructureError(f"{host.spec.name}: its host returned a {type(result).__name__} instead of an object")
     return result
 
 
 def score_of(result: Mapping[str, Any]) -> Score:
-    """Converts a host's result to a score. The score of an invalid result is absent, never 0."""
+    """Converts a host's result to a score. If the result is invalid, the score has no value; it is never 0."""
     try:
         parts = result.get("parts") or {}
         if len(parts) > MAX_PARTS:
@@ -167,14 +167,15 @@ def _number(value: Any, what: str) -> float:
 
 
 async def _serve(episode: LiveEpisode, method: str, params: Mapping[str, Any]) -> Any:
-    """Runs a program of the host in the episode's sandbox. The time counts as the agent's."""
+    """Runs a program for the host in the episode's sandbox. The program's running time counts as the agent's time."""
     sandbox = await episode.sandbox()
     with episode.running(sandbox):
         return await run_in(sandbox, method, params, limit_s=episode.task.limits.wall_s)
 
 
 async def run_in(sandbox: Sandbox, method: str, params: Mapping[str, Any], *, limit_s: float) -> Any:
-    """Answers a host's request `exec` with `argv`, `stdin` in base64, `timeout_s`, `output_bytes` and `env`. Raises `ValueError`."""
+    """Serves an `exec` request, which has `argv`, `stdin` in base64, `timeout_s`, `output_bytes` and `env`. Other methods raise
+    `ValueError`."""
     if method != "exec":
         raise ValueError(f"unknown operation {method[:80]!a}")
     result = await sandbox.exec(

@@ -1,7 +1,7 @@
-"""Tasks of inspect_ai: `tasks.family="inspect:module@task"` or `"inspect:path/to/file.py@task"`.
+"""Tasks from inspect_ai: `tasks.family="inspect:module@task"` or `"inspect:path/to/file.py@task"`.
 
 Each sample is a task. inspect runs in a separate Python environment (`agentrl env add inspect-ai`), in a host that calls the gateway; see
-`inside/inspect_host.py`. The task's scorers compute the score, and its tools run in agentrl's sandboxes.
+`inside/inspect_host.py`. The inspect task's scorers compute the score, and its tools run in agentrl's sandboxes.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ class InspectFamily:
     Args:
         ref: `inspect:module@task` or `inspect:path/to/file.py@task`.
         seed: seed of the run, which determines the held-out samples.
-        heldout: share of the samples that is held out.
-        image: image of the sandboxes, for tasks that use one.
+        heldout: fraction of the samples to hold out.
+        image: image of the sandboxes; required for tasks that use a sandbox.
         sandbox: additional fields of `SandboxSpec`.
-        limits: fields of `Limits` that differ from the default.
+        limits: fields of `Limits` that differ from their defaults.
         args: arguments of the task function.
-        solver: `module@solver`, a function that returns the solver to use instead of the task's; `agentrl` for the turn loop.
+        solver: `module@solver`, a function that returns the solver to use instead of the task's solver; `agentrl` selects the turn loop.
         tools: tools of the turn loop.
         outputs: files that the scorers read after the turn loop (`Task.outputs`).
-        score: name of the scorer, or `scorer/key`, whose value is the score; the default is the mean of all scorers.
-        values: value -> number, for scorers with values other than C, P, I and N.
-        model_roles: role -> model for scorers that grade with a model, such as `{"grader": "openai/gpt-5"}`.
-        variables: additional environment variables of the host, such as keys of these models.
-        environment: name of the environment in `.environments/`; the default is the one with the package inspect-ai.
+        score: name of the scorer, or `scorer/key`, whose value is the score; the default is the mean over all scorers.
+        values: mapping value -> number, for scorers that return values other than C, P, I and N.
+        model_roles: mapping role -> model, for scorers that grade with a model, such as `{"grader": "openai/gpt-5"}`.
+        variables: additional environment variables of the host, such as API keys for these models.
+        environment: name of the environment in `.environments/`; the default is the environment that contains the package inspect-ai.
 
     Raises `UserError` or `PluginError` if the task cannot be loaded, or if an argument is invalid.
     """
@@ -131,8 +131,8 @@ class InspectFamily:
 
 
 async def _score_ended(task: Task, episode: Episode, sandboxes: SandboxBackend) -> Score:
-    """Scores an episode of the turn loop with the scorers of its inspect task. They receive its messages, its answer, and its outputs in a
-    new sandbox."""
+    """Scores an episode of the turn loop with the scorers of its inspect task. The scorers receive the episode's messages, its answer, and
+    a new sandbox with its outputs."""
     host, limit_s = host_of(EnvironmentSpec(**task.data["inspect"])), task.limits.wall_s
     async with AsyncExitStack() as stack:
         opened: list[Sandbox] = []
@@ -160,7 +160,7 @@ async def _score_ended(task: Task, episode: Episode, sandboxes: SandboxBackend) 
 
 
 def _messages(task: Task, episode: Episode) -> Iterator[dict[str, Any]]:
-    """Yields the messages of the main trajectory in inspect's form."""
+    """Yields the messages of the main trajectory in inspect's format."""
     for message in task.prompt:
         yield {"role": message.role, "content": message.content}
     for number, turn in enumerate(episode.trajectories[0].turns):
@@ -184,8 +184,8 @@ score_ended = ScoreEnded()
 
 
 def split_samples(samples: Sequence[Mapping[str, Any]], *, seed: int, heldout: float) -> dict[Split, list[Mapping[str, Any]]]:
-    """Splits the samples. Holds out the samples with the lowest hashes of seed and `id`: a share `heldout` of them, but at least one,
-    unless `heldout` is 0 or there is only one sample. Raises `PluginError` if `heldout` is invalid."""
+    """Returns the samples by split. Holds out the fraction `heldout` of them, those with the lowest hashes of seed and `id`. At least one
+    sample is held out, unless `heldout` is 0 or there is only one sample. Raises `PluginError` if `heldout` is invalid."""
     if isinstance(heldout, bool) or not isinstance(heldout, int | float) or not 0 <= heldout < 1:
         raise PluginError(f"tasks.family.options.heldout must be at least 0 and below 1, got {heldout!r}", fix="heldout=0.25")
     order = sorted(samples, key=lambda each: hashlib.sha256(f"{seed}/{each['id']}".encode()).digest())

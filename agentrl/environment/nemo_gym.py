@@ -1,8 +1,8 @@
-"""Sessions at resources servers of NeMo Gym, over HTTP: https://github.com/NVIDIA-NeMo/Gym, version 0.7.
+"""Sessions at NeMo Gym resources servers, over HTTP: https://github.com/NVIDIA-NeMo/Gym, version 0.7.
 
-There are two protocols. With `tools`, a row of the data set starts a session, tool calls are requests, and `/verify` scores the
-conversation after an answer without a call. With `gymnasium`, `/reset` and `/step` return observations and rewards. A cookie identifies the
-session.
+There are two protocols. In `tools`, a row of the data set starts a session, each tool call is a request, and `/verify` scores the
+conversation after an answer without a tool call. In `gymnasium`, `/reset` and `/step` return observations and rewards. In both, a cookie
+identifies the session.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ FAILURE_KINDS: dict[str, Blame] = {
     "verifier_error": Blame.TASK,
     "agent_command_not_allowed": Blame.POLICY,
 }
-"""`failure_kind` of a masked sample (`nemo_gym.failure_kinds`) -> blame. The policy's failures are scored. A kind that is not listed counts
-as infrastructure."""
+"""Maps the `failure_kind` of a masked sample (`nemo_gym.failure_kinds`) to the blame. Failures that are the policy's fault are scored. A
+kind that is not listed is blamed on the infrastructure."""
 _RESERVED = frozenset({"verify", "seed_session", "close_session", "aggregate_metrics", "mcp", "reset", "step", "close", "reverify_mode"})
 
 
 class NemoGymSession(Session):
-    """A session at a NeMo Gym server. Options: `row`, the task's row of the data set; `protocol`, tools or gymnasium."""
+    """A session at a NeMo Gym server. Options: `row`, the task's row in the data set, and `protocol`, which is `tools` or `gymnasium`."""
 
     takes_text = True
     _explicit_close = False
@@ -83,7 +83,7 @@ class NemoGymSession(Session):
         return Step(observation=Observation(text=output))
 
     async def close(self) -> bool:
-        """Ends the session if the server states that it supports this. Other servers free the session after the last step, or keep it."""
+        """Ends the session if the server reports that it supports this. Other servers free the session after the last step, or keep it."""
         if self._explicit_close:
             await self._post("/close", {})
         return True
@@ -102,7 +102,7 @@ class NemoGymSession(Session):
         return self.result("\n".join(texts), answer.get("reward"), terminated=terminated, truncated=truncated)
 
     async def _verified(self) -> Step:
-        """Returns the last step, with the server's score of the conversation."""
+        """Requests the score of the conversation from the server and returns it in the last step."""
         data = {**self._row, "response": self._response(self._output)}
         answer = need(read_json(await self._post("/verify", data), self.server.what), dict, "/verify")
         kind, reason = clean(answer.get("failure_kind"), 80), clean(answer.get("failure_reason"), 500)
@@ -143,7 +143,7 @@ class NemoGymSession(Session):
 
 
 def _schema(tool: Any) -> dict[str, Any]:
-    """Returns the function schema of a tool of the Responses API."""
+    """Returns the function schema for a Responses API tool."""
     if not isinstance(tool, Mapping) or tool.get("type") != "function" or not isinstance(tool.get("name"), str):
         raise TaskError("a tool of the row is not a function with a name", fix="correct responses_create_params.tools")
     parameters = tool.get("parameters") or {"type": "object", "properties": {}}

@@ -1,8 +1,8 @@
 """Sessions at OpenEnv servers, over WebSocket: https://github.com/meta-pytorch/OpenEnv, version 0.10.
 
-A message is `{"type": "reset" | "step" | "close", "data": ...}`, its answer `{"type": "observation" | "error", "data": ...}`. Messages have
-no ids, so a session has at most one request in progress. An answer that was not requested ends the session, and so does a request without
-an answer.
+A request is `{"type": "reset" | "step" | "close", "data": ...}`, and its response is `{"type": "observation" | "error", "data": ...}`.
+Messages have no ids, so a session has at most one request in progress. A response that was not requested ends the session, and so does a
+request without a response.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ TOOL = "act"
 class OpenEnvSession(Session):
     """A session at an OpenEnv server. Options:
 
-    - `actions`: "text" if an answer is the value of the action's only text field, "tool" for a call of the tool `act`. The default is the
-      first of these that fits: the environment's own tools, a choice of a few values, text, `act`.
-    - `reset`: additional parameters of the reset.
-    - `split`, `index`: the task, at a server with tasks.
+    - `actions`: "text" if the agent's answer is the value of the action's only text field, "tool" if an action is a call of the tool `act`.
+      The default is the first of these that fits the server: the environment's own tools, a choice of a few values, text, `act`.
+    - `reset`: additional parameters for the reset.
+    - `split`, `index`: identify the task, if the server has tasks.
     """
 
     _socket: ClientConnection | None = None
@@ -56,7 +56,7 @@ class OpenEnvSession(Session):
         await self._connect()
         task_options = {name: self.options[name] for name in ("split", "index") if name in self.options}
         data = {"seed": self.spec.seed, **task_options, **dict(self.options.get("reset", {}))}
-        self._first = _text(await self._request("reset", data))  # a server that is full reports it in its answer to the first message
+        self._first = _text(await self._request("reset", data))  # a full server reports this in its response to the first message
         properties = self.server.cache["schema"]["properties"]
         if not set(properties) - {"type", "tool_name", "arguments"}:  # actions have no fields other than those of the protocol
             listed = await self._request("step", {"type": "list_tools"})
@@ -81,7 +81,8 @@ class OpenEnvSession(Session):
         return self.result(_text(data), data.get("reward"), terminated=done and not truncated, truncated=truncated)
 
     async def close(self) -> bool:
-        """Requests the end of the session, and waits until the server closes the connection. Returns False if a request is in progress."""
+        """Asks the server to end the session, and waits until it closes the connection. Returns whether it did; False if a request is in
+        progress."""
         from websockets.exceptions import ConcurrencyError, ConnectionClosed
 
         if self._socket is None:
@@ -92,7 +93,7 @@ class OpenEnvSession(Session):
                 await self._socket.recv()
         except ConnectionClosed as closed:
             return closed.rcvd is not None
-        except ConcurrencyError:  # reading here would take the answer of the request in progress
+        except ConcurrencyError:  # reading here would consume the response to the request in progress
             return False
 
     def abort(self) -> None:
@@ -120,7 +121,7 @@ class OpenEnvSession(Session):
                 compression=None,
                 max_size=MAX_BYTES,
                 max_queue=4,
-                ping_interval=None,  # a server that computes a step does not answer pings
+                ping_interval=None,  # a server does not answer pings while it computes a step
                 open_timeout=None,
                 proxy=None if is_local(url) else True,
                 ssl=web.certificates() if url.startswith("wss:") else None,
@@ -134,7 +135,7 @@ class OpenEnvSession(Session):
             raise Busy(f"{self.server.what} did not accept a connection: {describe_error(error)}") from error
 
     async def _request(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the data of the observation that answers a request."""
+        """Sends a request and returns the data of the observation in the response."""
         from websockets.exceptions import WebSocketException
 
         socket = self._socket
@@ -145,7 +146,7 @@ class OpenEnvSession(Session):
         except WebSocketException as error:
             self.abort()
             raise EnvironmentFault(f"{self.server.what} ended the session: {describe_error(error)}") from error
-        except BaseException:  # messages have no ids, so a late answer would be taken for that of the next request
+        except BaseException:  # messages have no ids, so a late response would be mistaken for the response to the next request
             self.abort()
             raise
         answer = need(read_json(content, self.server.what), dict, f"an answer of {self.server.what}")
@@ -157,7 +158,8 @@ class OpenEnvSession(Session):
         return result
 
     async def _exchange(self, socket: ClientConnection, message: str) -> bytes:
-        """Sends a message and returns the server's next message. A server that opens no session reports it before the first message."""
+        """Sends a message and returns the server's next message. A server that rejects the session reports this before it receives the
+        first message."""
         from websockets.exceptions import ConnectionClosed
 
         first, self._begun = not self._begun, True
@@ -169,7 +171,7 @@ class OpenEnvSession(Session):
                 raise EnvironmentFault(f"{self.server.what} sent an answer that was not requested")
         try:
             await socket.send(message)
-        except ConnectionClosed:  # a full server may have reported it and closed the connection after the check above
+        except ConnectionClosed:  # a full server may have reported this and closed the connection after the check above
             if not first:
                 raise
         parts, size = [], 0
@@ -181,7 +183,7 @@ class OpenEnvSession(Session):
         return b"".join(parts)
 
     async def _error(self, kind: str, content: Mapping[str, Any]) -> Exception:
-        """Returns the exception for an error of the server."""
+        """Returns the exception for an error that the server reports."""
         code, text = clean(content.get("code"), 40), clean(content.get("message"), 500)
         if code == "CAPACITY_REACHED":
             most = content.get("max_sessions")
@@ -198,14 +200,14 @@ class OpenEnvSession(Session):
         return EnvironmentFault(f"{self.server.what}: {code}: {text}")
 
     async def _action_schema(self) -> dict[str, Any]:
-        """Returns the schema of actions without the field `metadata`, which is not intended for agents."""
+        """Requests the server's action schema and returns it without the field `metadata`, which is not intended for agents."""
         schema = need(await self.server.http.json("GET", "/schema"), dict, "/schema").get("action")
         schema = dict(need(schema, dict, f"the schema of actions of {self.server.what}"))
         properties = need(schema.get("properties", {}), dict, f"properties of {self.server.what}")
         return {**schema, "properties": {name: item for name, item in properties.items() if name != "metadata"}}
 
     def _choose_actions(self, schema: Mapping[str, Any]) -> None:
-        """Sets `actions` from the schema of actions."""
+        """Sets `actions` from the action schema."""
         properties, wanted = schema["properties"], self.options.get("actions")
         if wanted not in (None, "text", "tool"):
             raise PluginError(
@@ -226,7 +228,7 @@ class OpenEnvSession(Session):
             self.actions = schemas_of(self.server, [entry])
 
     def _action(self, action: str | ToolCall) -> dict[str, Any]:
-        """Returns the data of a step."""
+        """Returns the data of the request for a step with this action."""
         if isinstance(action, ToolCall):
             if self._own_tools:
                 return {"type": "call_tool", "tool_name": action.name, "arguments": dict(action.arguments)}
@@ -241,7 +243,7 @@ class OpenEnvSession(Session):
 
 
 def _resolved(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a schema, or the definition in `root` to which it refers. Follows only one reference."""
+    """Returns the definition in `root` to which a schema refers, or the schema if it refers to none. Follows only one reference."""
     schema = schema if isinstance(schema, dict) else {}
     options = schema.get("allOf")
     reference = (options[0] if isinstance(options, list) and options and isinstance(options[0], dict) else schema).get("$ref")
@@ -250,7 +252,7 @@ def _resolved(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _choices(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values that a schema allows, by their text; empty unless they are a few strings, numbers or booleans."""
+    """Returns text -> value for the values that a schema allows; empty unless it allows only a few strings, integers or booleans."""
     schema = _resolved(schema, root)
     values = schema.get("enum")
     if values is None and schema.get("type") == "boolean":
@@ -269,9 +271,9 @@ def _observation(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text(data: Mapping[str, Any]) -> str:
-    """Returns the text of an observation: the result of a tool, its only text field, or JSON.
+    """Returns the text of an observation: the result of a tool, the observation's only field if that is text, or JSON.
 
-    `metadata` counts only if there is no other field.
+    The field `metadata` is used only if there is no other field.
     """
     observation = _observation(data)
     result, error = observation.get("result"), observation.get("error")

@@ -1,4 +1,5 @@
-"""Opens the environment of a task. Its reference has the prefix of a kind of environment, or refers to a user-supplied class."""
+"""Opens the environment of a task. The environment's reference starts with the prefix of a kind of environment, or refers to a
+user-supplied class."""
 
 from __future__ import annotations
 
@@ -21,10 +22,10 @@ _openers: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, EnvironmentOpen
 
 
 async def open_environment(spec: EnvironmentSpec, *, alone: bool = False) -> Environment:
-    """Returns an environment for one episode, which must be closed. `alone`: see `ProcessPool.open`.
+    """Returns an environment for one episode. The caller must close the environment. `alone`: see `ProcessPool.open`.
 
-    Raises `EnvironmentFault` if the environment fails, `TaskError` if the task cannot be played, and `PluginError` if the reference is not
-    an environment.
+    Raises `EnvironmentFault` if the environment fails, `TaskError` if the task cannot be played, and `PluginError` if the reference does
+    not refer to an environment.
     """
     opened = _openers.setdefault(asyncio.get_running_loop(), {})
     kind = kind_of(spec.ref)
@@ -44,7 +45,8 @@ def is_resumable(environment: Environment) -> bool:
 
 
 def kind_of(ref: str) -> str:
-    """Returns the plug-in reference of the opener; empty for the pool of processes. Raises `PluginError` if the environment is unknown."""
+    """Returns the plug-in reference of the opener; empty for the process pool. Raises `PluginError` if the turn loop cannot open the
+    environment."""
     if (known := environment_kind(ref)) is not None:
         if known.host:
             raise PluginError(
@@ -64,6 +66,6 @@ def kind_of(ref: str) -> str:
 
 
 async def close_environments() -> None:
-    """Frees the resources that environments of this event loop share. Environments that are still open fail."""
+    """Frees the resources that the environments in this event loop share. Environments that are still open will fail."""
     for opener in _openers.pop(asyncio.get_running_loop(), {}).values():
         await opener.close()

@@ -1,4 +1,4 @@
-"""Sessions at servers of the Open Reward Standard, over HTTP and server-sent events: https://openrewardstandard.io.
+"""Sessions at Open Reward Standard (ORS) servers, over HTTP and server-sent events: https://openrewardstandard.io.
 
 Packages: ors-sdk 0.1, openreward 0.1. Each tool call returns its output, a reward and whether the episode is finished.
 """
@@ -19,11 +19,12 @@ _LONGEST_ID = 200
 
 
 class OrsSession(Session):
-    """A session at an ORS server. Options: `split` and `index`, the task; `environment`, one of several environments of the server."""
+    """A session at an ORS server. Options: `split` and `index` identify the task, and `environment` selects one of the server's
+    environments."""
 
     _id = ""
     _created = False
-    _final: Mapping[str, Any] | None = None  # the tool that receives an answer without a call
+    _final: Mapping[str, Any] | None = None  # the tool that receives an answer without a tool call
 
     async def open(self) -> None:
         """See `Session.open`."""
@@ -95,7 +96,7 @@ class OrsSession(Session):
         except Rejected as error:
             if error.status != 404:
                 raise
-            listed = await self.server.http.json("GET", f"{self._path}/tools", headers=self._headers)  # it has no tools of single tasks
+            listed = await self.server.http.json("GET", f"{self._path}/tools", headers=self._headers)  # it has no tools for single tasks
         return dict(need(listed, dict, f"the tools of {self.server.what}"))
 
     def _call(self, action: str | ToolCall) -> dict[str, Any]:
@@ -108,7 +109,7 @@ class OrsSession(Session):
 
 
 def _text(blocks: Any, where: str) -> str:
-    """Returns the text of blocks. Images are replaced by a description."""
+    """Returns the text of a list of blocks. Blocks without text, such as images, are replaced by a description."""
     parts = []
     for block in need(blocks, list, f"blocks of {where}"):
         block = need(block, dict, f"a block of {where}")

@@ -1,9 +1,9 @@
 """Local environments in separate processes: many episodes per process, and many actions per message.
 
-Actions of episodes that arrive in one round of the event loop are sent together. A process in which one operation runs for longer than
-`timeout_s` is killed, with the processes that it started. If all processes together use too much memory, the largest one is killed. The
-episode of the running operation is at fault (`EnvironmentCrash`). The other episodes of the process fail too (`NeighborCrash`) and are
-repeated.
+Actions that arrive in the same iteration of the event loop are sent to a process together. A process in which one operation runs for longer
+than `timeout_s` is killed, with the processes that it started. If all processes together use too much memory, the largest process is
+killed. The episode whose operation was running is at fault (`EnvironmentCrash`). The other episodes in the process also fail
+(`NeighborCrash`) and are repeated.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ log = logging.getLogger(__name__)
 TIMEOUT_S = 60.0
 """Deadline for one operation of an environment, in seconds."""
 STARTING_S = 60.0
-"""Seconds within which a process must import its modules, also on a busy machine."""
-_MAX_IDLE = 4  # checks without progress between two operations, because the driver or the process gets no CPU time
-_POLL_S, _UNREAD_S, _END_S = 0.5, 0.5, 5.0  # seconds between checks, to read the last results, and to end
+"""Seconds within which a process must import its modules, even on a busy machine."""
+_MAX_IDLE = 4  # checks that may find no progress between two operations, because the driver or the process gets no CPU time
+_POLL_S, _UNREAD_S, _END_S = 0.5, 0.5, 5.0  # seconds between checks, for reading the last results, and for exiting
 _MOST_ERRORS = 1 << 16
 EPISODES_PER_PROCESS = 64
 MEMORY_SHARE = 0.5
-"""Share of the machine's memory that all processes together may use."""
+"""Fraction of the machine's memory that all processes together may use."""
 _ALONE_PER_CORE = 4
-"""Largest number of processes with one episode each, as a multiple of the number of processes with many episodes."""
+"""Maximum number of processes that run a single episode, as a multiple of the maximum number of processes that episodes share."""
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
@@ -51,9 +51,10 @@ class ProcessPool:
     """An `agentrl.protocols.EnvironmentOpener` for local environments. The number of processes grows with the number of open episodes.
 
     Args:
-        processes: largest number of processes; None means the number of this machine's cores.
-        timeout_s: seconds for one operation.
-        memory: bytes for all processes and those that they start; None means `MEMORY_SHARE` of this machine's memory.
+        processes: maximum number of processes that episodes share; None means the number of this machine's cores.
+        timeout_s: deadline for one operation, in seconds.
+        memory: maximum memory of all processes and the processes that they start, in bytes; None means `MEMORY_SHARE` of this machine's
+            memory.
     """
 
     def __init__(self, *, processes: int | None = None, timeout_s: float = TIMEOUT_S, memory: int | None = None) -> None:
@@ -64,10 +65,11 @@ class ProcessPool:
         self._starting = asyncio.Lock()
 
     async def open(self, spec: EnvironmentSpec, *, alone: bool = False) -> PooledEnvironment | PooledGame:
-        """Opens an environment and resets it. Raises `EnvironmentFault`, and `TaskError` if the task cannot be played.
+        """Opens an environment and resets it. Raises `EnvironmentFault` if the environment fails, and `TaskError` if the task cannot be
+        played.
 
         Args:
-            alone: whether to start a process only for this episode, because an earlier attempt ended its process.
+            alone: whether to start a process only for this episode, because the process of an earlier attempt was killed or exited.
         """
         process = await self._process(alone)
         number, environment = process.add(), cast(PooledEnvironment | PooledGame | None, None)
@@ -83,7 +85,7 @@ class ProcessPool:
                 await process.remove(number)
 
     async def close(self) -> None:
-        """Ends the processes."""
+        """Kills the processes."""
         if self._watch is not None:
             self._watch.cancel()
         for process in self._processes:
@@ -103,7 +105,7 @@ class ProcessPool:
                 )
 
     async def _process(self, alone: bool) -> _Process:
-        """Returns the process with the fewest episodes. Starts a new process if all are full, or for an episode that must be alone."""
+        """Returns the process with the fewest episodes. Starts a new process if all are full, or if the episode must run alone."""
         async with self._starting:
             self._watch = self._watch or asyncio.create_task(self._watch_memory())
             alive = self._processes = [process for process in self._processes if process.alive]
@@ -148,7 +150,7 @@ class PooledEnvironment:
         return str(await self._process.run(self._number, "snapshot")).encode()
 
     async def restore(self, state: bytes) -> Observation:
-        """Continues from a state."""
+        """Restores a state and returns the environment's observation."""
         return Observation(text=text_of(await self._process.run(self._number, "restore", state.decode()), self._ref))
 
     async def close(self) -> None:
@@ -164,7 +166,7 @@ class _Process:
         self.alive, self.alone, self.pid = True, False, process.pid  # `alone`: only for one episode
         self._process, self._progress, self._timeout_s = process, progress, timeout_s
         self._numbers = self._seen = self._idle = self._answered = 0
-        self._pending: list[list[Any]] = []  # operations of the next frame
+        self._pending: list[list[Any]] = []  # operations in the next frame
         self._waiting: deque[tuple[int, asyncio.Future[Any]]] = deque()  # sent or pending operations, in order: episode, result
         self._watch: asyncio.TimerHandle | None = None
         self._loop, self._ready = asyncio.get_running_loop(), asyncio.Event()
@@ -173,7 +175,7 @@ class _Process:
 
     @classmethod
     async def start(cls, timeout_s: float) -> _Process:
-        """Starts a process. Raises `EnvironmentFault`."""
+        """Starts a process. Raises `EnvironmentFault` if it does not start."""
         with tempfile.TemporaryFile() as file:
             file.write(bytes(PROGRESS.size))
             file.flush()
@@ -201,7 +203,7 @@ class _Process:
         return started
 
     def add(self) -> int:
-        """Returns the number of a new episode."""
+        """Registers a new episode and returns its number."""
         self._numbers += 1
         self.episodes.add(self._numbers)
         return self._numbers
@@ -219,7 +221,7 @@ class _Process:
                 await self.kill("its episode has ended")
 
     def run(self, number: int, name: str, *arguments: Any) -> asyncio.Future[Any]:
-        """Returns the future result of an operation."""
+        """Queues an operation and returns a future for its result."""
         future: asyncio.Future[Any] = self._loop.create_future()
         if not self.alive:
             future.set_exception(NeighborCrash("the process of this environment has ended"))
@@ -239,14 +241,14 @@ class _Process:
             stream.write(SIZE.pack(len(frame)) + frame)
 
     async def _wait(self) -> None:
-        """Detects the end of the process even if processes that it started hold its pipes open."""
+        """Detects that the process has exited, even if processes that it started hold its pipes open."""
         while self._process.returncode is None:
             await asyncio.sleep(_POLL_S)
         await asyncio.sleep(_UNREAD_S)
         self.fail("its process ended")
 
     async def _pass_errors(self) -> None:
-        """Passes the first `_MOST_ERRORS` bytes that the process writes to its standard error to that of the driver."""
+        """Copies the first `_MOST_ERRORS` bytes of the process's standard error to the driver's standard error."""
         stream, left = self._process.stderr, _MOST_ERRORS
         assert stream is not None, "it is a pipe"
         while chunk := await stream.read(_MOST_ERRORS):
@@ -257,7 +259,7 @@ class _Process:
                     log.warning("an environment wrote more than %d bytes to standard error; the rest is discarded", _MOST_ERRORS)
 
     async def _read(self) -> None:
-        """Passes results to their callers until the process ends."""
+        """Passes results to their callers until the process exits."""
         stream = self._process.stdout
         assert stream is not None, "it is a pipe"
         reason = "its process ended"
@@ -288,8 +290,8 @@ class _Process:
             future.set_exception(kinds.get(how, EnvironmentFault)(str(value)))
 
     def _check_progress(self) -> None:
-        """Kills the process if one operation has been running since the last check, or after more than `_MAX_IDLE` checks without
-        progress."""
+        """Kills the process if the same operation has been running since the last check, or after more than `_MAX_IDLE` consecutive checks
+        without progress."""
         self._watch = None
         if not self._waiting:
             return
@@ -322,7 +324,7 @@ class _Process:
             self._watch.cancel()
 
     async def kill(self, reason: str) -> None:
-        """Ends the process."""
+        """Kills the process and waits at most `_END_S` seconds for it to exit."""
         self.fail(reason)
         with contextlib.suppress(TimeoutError):  # a process that left the session may hold the pipes open
             async with asyncio.timeout(_END_S):

@@ -1,12 +1,12 @@
-"""Environments behind a connection: a `RemoteEnvironment` for each episode, a `RemoteServer` for each server of the process.
+"""Remote environments: a `RemoteEnvironment` for each episode, and a `RemoteServer` for each server that this process uses.
 
-Each kind of server has a `Session`, which speaks its protocol (`openenv`, `ors`, `nemo_gym`). The rest is here. Sessions are limited,
-counted and closed. Every wait has a deadline. A request to a busy server is repeated after the wait that the server requests. Any error of
-a server is an `EnvironmentFault`, never a score. A step is never repeated, because the server may have applied it.
+For each kind of server, a subclass of `Session` implements the protocol (`openenv`, `ors`, `nemo_gym`). This module contains the rest. It
+limits, counts and closes sessions. Every wait has a deadline. A request to a busy server is repeated after the wait that the server
+requests. Any server error is an `EnvironmentFault`, never a score. A step is never repeated, because the server may have applied it.
 
-A session counts as lost if the server does not confirm its end. If this process is killed, the kernel closes its connections: OpenEnv
-servers then free their sessions immediately, ORS servers free them 15 minutes after the last request, and NeMo Gym servers free them when
-they end.
+A session counts as lost if the server does not confirm that it ended. If this process is killed, the kernel closes its connections. OpenEnv
+servers then free their sessions immediately, ORS servers free them 15 minutes after the last request, and NeMo Gym servers keep them until
+the servers exit.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ T = TypeVar("T")
 CLOSE_S = 30.0
 """Seconds for closing one session."""
 IDLE_S = 60.0
-"""Seconds without a request after which a session is kept alive."""
+"""Maximum number of seconds without a request before a keep-alive request is sent for a session."""
 _MAX_PINNED = 10_000
 _WARN_EVERY_S = 60.0  # seconds between warnings that a server is busy or unreachable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteOptions:
-    """Options of all environments behind a connection."""
+    """Options that all remote environments have."""
 
-    sessions: int = 64  # largest number of sessions of this process at once
-    wait_s: float = 300.0  # deadline for getting a session, including the retries at a busy server
-    reset_s: float = 120.0  # deadline for opening a session, and for its reset
+    sessions: int = 64  # maximum number of concurrent sessions of this process
+    wait_s: float = 300.0  # deadline for obtaining a session, including retries while the server is busy
+    reset_s: float = 120.0  # deadline for opening a session, and also for its reset
     step_s: float = 120.0  # deadline for one action
-    key: str = ""  # key of the server; `env:NAME` in a recipe
+    key: str = ""  # API key for the server; `env:NAME` in a recipe
 
     def __post_init__(self) -> None:
         for name in ("sessions", "wait_s", "reset_s", "step_s"):
@@ -66,7 +66,7 @@ class RemoteOptions:
 
     @classmethod
     def split(cls, options: Mapping[str, Any]) -> tuple[RemoteOptions, dict[str, Any]]:
-        """Splits `options` into these options and the others, which are for the kind of server."""
+        """Splits `options` into a `RemoteOptions` and the other options, which depend on the kind of server."""
         names = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in options.items() if name in names}), {
             name: value for name, value in options.items() if name not in names
@@ -74,17 +74,17 @@ class RemoteOptions:
 
 
 class Session(abc.ABC):
-    """One session at a server. Subclasses speak its protocol. Any exception other than `PolicyFault` ends the session.
+    """One session at a server. Subclasses implement the server's protocol. Any exception other than `PolicyFault` ends the session.
 
     Args:
-        server: its server.
+        server: the server of the session.
         spec: the task's environment.
         options: the options in `spec` that are not in `RemoteOptions`.
     """
 
     instructions = ""
     actions: Sequence[str] | Sequence[dict[str, Any]] | None = None
-    takes_text = False  # whether an answer without a call is an action even if there are function schemas
+    takes_text = False  # whether an answer without a tool call is an action even if there are function schemas
 
     def __init__(self, server: RemoteServer, spec: EnvironmentSpec, options: Mapping[str, Any]) -> None:
         self.server, self.spec, self.options = server, spec, options
@@ -116,7 +116,7 @@ class Session(abc.ABC):
 
     def result(self, text: str, reward: Any, *, terminated: Any, truncated: bool = False, parts: Mapping[str, float] | None = None) -> Step:
         """Returns a step. A missing reward counts as 0. Raises `EnvironmentFault` if the episode terminates and no step had a reward,
-        because then the server gave no score."""
+        because the server then returned no score."""
         where = f"the reward of {self.server.what}"
         if reward is not None:
             reward, self._rewarded = number(reward, where), True
@@ -132,7 +132,7 @@ class Session(abc.ABC):
 
 
 class RemoteServer:
-    """A server: its sessions, its connections, and the pause that it requested. Use it from one event loop."""
+    """A server: its sessions, its connections, and the pause that it requested. Use it from only one event loop."""
 
     def __init__(self, kind: str, url: str, options: RemoteOptions) -> None:
         self.url, self.options = web.validate_url(url).rstrip("/"), options
@@ -152,7 +152,8 @@ class RemoteServer:
         self._keeper: asyncio.Task[None] | None = None
 
     async def open(self, connect: Callable[[], Session]) -> RemoteEnvironment:
-        """Returns an environment with an open session. Waits at most `wait_s` for a free session and a server that is not busy."""
+        """Returns an environment with an open session. Waits at most `wait_s` seconds for a free slot and for the server to accept a
+        session."""
         until, tries, why = time.monotonic() + self.options.wait_s, 0, "it is busy"
         while (left := until - time.monotonic()) > 0:
             if (pause := self._resume_at - time.monotonic()) > 0:
@@ -183,7 +184,7 @@ class RemoteServer:
         return RemoteEnvironment(self, session)
 
     async def call(self, session: Session, what: str, work: Callable[[], Awaitable[T]], limit_s: float) -> T:
-        """Returns the result of a request of a session. Raises `PolicyFault`, `EnvironmentFault` and `TaskError`."""
+        """Runs a request for a session and returns its result. Raises `PolicyFault`, `EnvironmentFault` and `TaskError`."""
         self._used_at[session] = time.monotonic()
         with self.faults(f"{what} (limit: {limit_s:g} s)"):
             async with asyncio.timeout(limit_s):
@@ -191,7 +192,7 @@ class RemoteServer:
 
     @contextlib.contextmanager
     def faults(self, what: str) -> Iterator[None]:
-        """Converts invalid answers, timeouts and connection errors to `EnvironmentFault`."""
+        """Converts invalid responses, timeouts and connection errors to `EnvironmentFault`."""
         try:
             yield
         except TimeoutError as error:
@@ -202,14 +203,15 @@ class RemoteServer:
             raise EnvironmentFault(f"{self.what}, {what}: {describe_error(error)}") from error
 
     async def end(self, session: Session) -> None:
-        """Ends a session and frees its slot, even if the caller is cancelled. Counts it as closed or lost."""
+        """Ends a session and frees its slot, even if the caller is cancelled. Counts the session as closed or lost."""
         if self._used_at.pop(session, None) is None:
             return
 
         await asyncio.shield(self._in_background(self._end(session)))
 
     def pin(self, what: str, value: Any) -> None:
-        """Raises `EnvironmentFault` if a description differs from its first version in this process. `what` identifies the description."""
+        """Raises `EnvironmentFault` if a description differs from the first version that this process received. `what` identifies the
+        description."""
         text = json.dumps(value, sort_keys=True)
         if self._pinned.setdefault(what, text) != text:
             raise EnvironmentFault(
@@ -219,7 +221,7 @@ class RemoteServer:
             self._pinned.popitem(last=False)
 
     async def close(self) -> None:
-        """Ends all sessions and connections, and logs the counts of sessions."""
+        """Ends all sessions, closes the connections, and logs how many sessions were opened, closed and lost."""
         if self._keeper is not None:
             self._keeper.cancel()
         await asyncio.gather(*(self.end(session) for session in list(self._used_at)))
@@ -234,7 +236,7 @@ class RemoteServer:
         if busy.most is not None and 0 < busy.most < self._limit:
             log.warning("%s allows %d sessions at once, so the run uses no more", self.what, busy.most)
             self._limit = busy.most
-        if busy.most is not None and self._used > busy.most:  # this process fills the server: wait for one of its sessions
+        if busy.most is not None and self._used > busy.most:  # this process fills the server: wait until one of its sessions ends
             return
         if time.monotonic() > self._warn_at:
             log.warning("%s; retrying for up to %g s", busy, self.options.wait_s)
@@ -258,7 +260,7 @@ class RemoteServer:
             self._free_slot()
 
     async def _close(self, session: Session) -> bool:
-        """Returns whether the server confirmed the end of a session."""
+        """Closes a session. Returns whether the server confirmed this."""
         try:
             async with asyncio.timeout(CLOSE_S):
                 with self.faults("closing a session"):
@@ -343,7 +345,7 @@ class RemoteEnvironment:
             return await self._server.call(self._session, what, work, limit_s)
         except PolicyFault:
             raise
-        except BaseException as error:  # also if the request is cancelled
+        except BaseException as error:  # including a cancellation of the request
             self._fault = describe_error(error)
             if isinstance(error, Busy | Rejected):
                 raise EnvironmentFault(str(error)) from error
@@ -351,13 +353,13 @@ class RemoteEnvironment:
 
 
 class RemoteOpener:
-    """An `agentrl.protocols.EnvironmentOpener` for environments behind a connection."""
+    """An `agentrl.protocols.EnvironmentOpener` for remote environments."""
 
     def __init__(self) -> None:
         self.servers: dict[str, RemoteServer] = {}
 
     async def open(self, spec: EnvironmentSpec) -> RemoteEnvironment:
-        """Opens a session for an episode. Raises `EnvironmentFault`, `TaskError`, and `UserError` if the options are invalid."""
+        """Opens a session for an episode. Raises `EnvironmentFault` or `TaskError`, and `UserError` if the options are invalid."""
         (prefix, _, url), kind = spec.ref.partition(":"), environment_kind(spec.ref)
         assert kind is not None, "only remote environments have this opener"
         general, options = RemoteOptions.split(secrets.resolve_options(spec.options))
@@ -373,14 +375,15 @@ class RemoteOpener:
 
 
 def number(value: Any, where: str) -> float:
-    """Returns a finite number. Raises `EnvironmentFault` for any other value."""
+    """Returns a value as a float. Raises `EnvironmentFault` if it is not a finite number."""
     if not isinstance(value, int | float) or abs(value) > 1e300:
         raise EnvironmentFault(f"{where} is {str(value)[:80]!r}, not a finite number")
     return float(value)
 
 
 def schemas_of(server: RemoteServer, listed: Any) -> list[dict[str, Any]]:
-    """Returns the function schemas of the tools that a server lists: objects with name, description, and input_schema or parameters."""
+    """Returns the function schemas of the tools that a server lists: objects with a name, a description, and either input_schema or
+    parameters."""
     entries = [
         {**entry, "parameters": entry.get("parameters") or entry.get("input_schema") or {"type": "object"}}
         for entry in need(listed, list, f"the tools of {server.what}")

@@ -1,4 +1,4 @@
-"""The task families of environments behind a connection. A task is a seed, a task of the server, or a row of a data set."""
+"""The task family for remote environments. A task is defined by a seed, by a task on the server, or by a row of a data set."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from agentrl.records import Message, Split, Task
 T = TypeVar("T")
 
 _DEADLINE_S = 60.0  # deadline for a request about the server's tasks
-_LARGEST = 512 << 20  # bytes of a data set
+_LARGEST = 512 << 20  # maximum size of a data set, in bytes
 _OUT_OF = 4  # at most one in this many tasks of a split is held out
 
 
 class RemoteFamily(EnvironmentFamily):
-    """Tasks of a server: `openenv:URL`, `ors:URL` or `nemo-gym:URL`.
+    """Tasks for a server: `openenv:URL`, `ors:URL` or `nemo-gym:URL`.
 
-    The tasks are those in the server's splits (ORS, and OpenEnv with `split`), the rows of a data set (NeMo Gym), or seeds.
+    The tasks come from the server's splits (ORS, and OpenEnv if `split` is set), from the rows of a data set (NeMo Gym), or from seeds.
 
     Args:
-        split: the server's split for training.
-        heldout_split: the server's split of held-out tasks; the default is its first split of type test or validation. If there is none,
-            the last tasks of `split` are held out.
-        tasks: file with the rows of a NeMo Gym data set, a JSON object in each line; the last rows are held out.
-        size: largest number of training tasks.
-        heldout: largest number of held-out tasks.
+        split: the server's split that is used for training.
+        heldout_split: the server's split of held-out tasks; the default is its first split of type test or validation. If there is no such
+            split, the last tasks of `split` are held out.
+        tasks: file with the rows of a NeMo Gym data set, one JSON object per line; the last rows are held out.
+        size: maximum number of training tasks.
+        heldout: maximum number of held-out tasks.
         options: arguments of `EnvironmentFamily`, `RemoteOptions` and the kind of server.
 
     Raises `PluginError` if an option is invalid, and `UserError` if the URL is invalid.
@@ -73,13 +73,13 @@ class RemoteFamily(EnvironmentFamily):
         self._split = split or ("train" if self._kind == "ors" else "")
 
     def size(self, split: Split) -> int | None:
-        """Returns the number of tasks in a split. Raises `PluginError` if the server does not state it."""
+        """Returns the number of tasks in a split. Raises `PluginError` if the server does not report it."""
         if self._tasks is None and not self._split:
             return super().size(split)
         return self._ranges[split][2]
 
     def task(self, split: Split, index: int) -> Task:
-        """Returns the task at an index of a split. Raises `TaskError` if the row has no prompt."""
+        """Returns the task at an index of a split. Raises `TaskError` if the row has no valid prompt."""
         task = super().task(split, index)
         if self._tasks is None and not self._split:
             return task
@@ -94,7 +94,7 @@ class RemoteFamily(EnvironmentFamily):
 
     @cached_property
     def _ranges(self) -> Mapping[Split, tuple[str, int, int]]:
-        """Returns for each split the server's split, the first index and the number of tasks."""
+        """Maps each split to the server's split, the index of the first task and the number of tasks."""
         if self._tasks is not None:
             total, other, held = len(self._rows), "", 0
         else:
@@ -123,7 +123,8 @@ class RemoteFamily(EnvironmentFamily):
         return rows
 
     async def _count_tasks(self, server: RemoteServer) -> tuple[int, str, int]:
-        """Returns the number of tasks of the split for training, the name of the split of held-out tasks, and their number."""
+        """Returns the number of training tasks, the name of the held-out split, which is empty if there is none, and the number of its
+        tasks."""
         http = server.http
         names = need(await http.json("GET", "/list_environments"), list, "/list_environments")
         name = self._others.get("environment") or (names[0] if names else "")
@@ -139,10 +140,10 @@ class RemoteFamily(EnvironmentFamily):
         return counts[0], other, counts[-1]
 
     def _asked(self, question: Callable[[RemoteServer], Coroutine[Any, Any, T]]) -> T:
-        """Returns the server's answer. The request runs in a thread with a separate event loop."""
+        """Returns the result of `question`, which sends requests to the server. It runs in a thread with a separate event loop."""
 
         async def ask() -> T:
-            """Sends the request, then closes the connections."""
+            """Sends the requests, then closes the connections."""
             server = self._server()
             try:
                 async with asyncio.timeout(_DEADLINE_S):
@@ -162,7 +163,7 @@ class RemoteFamily(EnvironmentFamily):
 
 
 def prompt_of(row: Mapping[str, Any], where: str) -> tuple[Message, ...]:
-    """Returns the prompt of a row of a NeMo Gym data set. Raises `TaskError` if it has items other than text messages."""
+    """Returns the prompt in a row of a NeMo Gym data set. Raises `TaskError` if it is empty or has items other than text messages."""
     parameters = row.get("responses_create_params")
     task_input = parameters.get("input") if isinstance(parameters, Mapping) else None
     items = [{"role": "user", "content": task_input}] if isinstance(task_input, str) else task_input

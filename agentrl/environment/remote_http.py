@@ -1,4 +1,5 @@
-"""HTTP requests to an environment's server: bounded answers, no redirects, no shared cookies, waits that the server requests."""
+"""HTTP requests to an environment's server. The size of responses is limited, redirects are not followed, cookies are not shared, and the
+waits that the server requests are observed."""
 
 from __future__ import annotations
 
@@ -24,15 +25,15 @@ if TYPE_CHECKING:
     import httpx
 
 MAX_BYTES = 1 << 20
-"""Largest answer in bytes."""
+"""Maximum size of a response, in bytes."""
 _ERROR_CHARS = 500
 _MOST_TRIES = 20  # attempts at one request that the server postpones
-_NOT_BUSY = (409, 500)  # statuses for which a retry would give the same answer
+_NOT_BUSY = (409, 500)  # statuses after which a retry would receive the same response
 
 
 class Busy(EnvironmentFault):
-    """The server cannot be reached, or accepts no session now. `wait_s`: the wait that the server requests. `most`: its limit on
-    sessions."""
+    """The server cannot be reached, or accepts no session at present. `wait_s`: the wait that the server requests. `most`: the server's
+    limit on the number of sessions."""
 
     def __init__(self, text: str, *, wait_s: float | None = None, most: int | None = None) -> None:
         super().__init__(text)
@@ -40,7 +41,7 @@ class Busy(EnvironmentFault):
 
 
 class Rejected(EnvironmentFault):
-    """The server rejected a request because of its content. `text`: the reason, for the agent."""
+    """The server rejected a request because of its content. `text`: the reason, which can be shown to the agent."""
 
     def __init__(self, message: str, *, status: int, text: str) -> None:
         super().__init__(message)
@@ -49,36 +50,37 @@ class Rejected(EnvironmentFault):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The answer to a request."""
+    """The response to a request."""
 
     content: bytes
     cookies: Mapping[str, str]
 
 
 class HttpClient:
-    """Requests to one server. The caller sets the deadline of each request.
+    """Sends requests to one server. The caller sets the deadline of each request.
 
-    All methods raise `Busy`, `Rejected` and `EnvironmentFault`.
+    The methods that send requests raise `Busy`, `Rejected` and `EnvironmentFault`.
     """
 
     def __init__(self, url: str, what: str, *, connections: int, headers: Mapping[str, str]) -> None:
         self._url, self._what, self._connections = url.rstrip("/"), what, connections
-        self._headers = {"accept-encoding": "identity", **headers}  # a small compressed answer could expand to gigabytes
+        self._headers = {"accept-encoding": "identity", **headers}  # a small compressed response could expand to gigabytes
         self._client: httpx.AsyncClient | None = None
 
     async def json(self, method: str, path: str, data: Any = None, *, headers: Mapping[str, str] | None = None) -> Any:
-        """Returns the JSON of an answer."""
+        """Sends a request and returns the parsed JSON of the response."""
         return read_json((await self.request(method, path, data, headers=headers)).content, f"{self._what}, {path},")
 
     async def request(self, method: str, path: str, data: Any = None, *, headers: Mapping[str, str] | None = None) -> Answer:
-        """Returns an answer with a status below 300."""
+        """Sends a request and returns the response. Its status is below 300."""
         async with self._answering(method, path, data, headers) as response:
             content = await self._body(response)
             self._check(response, path, content)
             return Answer(content=content, cookies=_cookies(response))
 
     async def event_data(self, path: str, data: Any, *, headers: Mapping[str, str] | None = None) -> tuple[str, bytes]:
-        """Returns the id and the joined data of a task whose answer is a stream of the events `task_id`, `chunk`, `end` and `error`."""
+        """Sends a request whose response is a stream of the events `task_id`, `chunk`, `end` and `error`. Returns the task id and the
+        joined data."""
         stream, taken, pieces, task, parts = web.Events(), 0, 0, "", list[bytes]()
         async with self._answering("POST", path, data, {"accept": "text/event-stream", **(headers or {})}) as response:
             if response.status_code >= 300:
@@ -107,7 +109,7 @@ class HttpClient:
 
     @asynccontextmanager
     async def _answering(self, method: str, path: str, data: Any, headers: Mapping[str, str] | None) -> AsyncIterator[httpx.Response]:
-        """Yields an answer. Repeats a request that the server postpones (429), after the wait that it requests."""
+        """Yields a response. If the server postpones the request (429), repeats it after the wait that the server requests."""
         for tries in range(1, _MOST_TRIES):
             async with self._stream(method, path, data, headers) as response:
                 if response.status_code != 429:
@@ -118,7 +120,7 @@ class HttpClient:
         raise Busy(f"{self._what} postponed {path} {_MOST_TRIES} times")
 
     def _stream(self, method: str, path: str, data: Any, headers: Mapping[str, str] | None) -> _Stream:
-        import httpx  # the import takes half a second, which loading a recipe avoids
+        import httpx  # imported here because the import takes half a second, which would slow down loading a recipe
 
         if self._client is None:
             local = is_local(self._url)
@@ -155,7 +157,7 @@ class HttpClient:
 
 
 class _Stream:
-    """An answer in progress. A transport error becomes `Busy`."""
+    """A response in progress. A transport error is raised as `Busy`."""
 
     def __init__(self, stream: Any, what: str, path: str) -> None:
         self._stream, self._what, self._path = stream, what, path
@@ -185,7 +187,7 @@ def is_local(url: str) -> bool:
 
 
 def _detail(content: bytes) -> str:
-    """Returns the reason in the body of an error. The body has FastAPI's format."""
+    """Returns the reason in the body of an error response in FastAPI's format; the full text if the body has a different format."""
     text = content.decode(errors="replace")
     try:
         body = json.loads(text)
@@ -201,7 +203,8 @@ def _cookies(response: httpx.Response) -> dict[str, str]:
 
 
 def read_json(content: bytes | str, where: str) -> Any:
-    """Parses JSON of at most `MAX_DEPTH` levels with finite numbers and strings that UTF-8 can encode. Raises `EnvironmentFault`."""
+    """Parses JSON. Raises `EnvironmentFault` if it is invalid, or has more than `MAX_DEPTH` levels, numbers that are not finite, or strings
+    that UTF-8 cannot encode."""
     try:
         return _plain(json.loads(content), MAX_DEPTH)
     except (ValueError, RecursionError) as error:
@@ -221,7 +224,7 @@ def _plain(value: Any, levels: int) -> Any:
 
 
 def need(value: Any, kind: type[Any], where: str) -> Any:
-    """Returns a value of a JSON type. Raises `EnvironmentFault` for any other type."""
+    """Returns `value` if it has the type `kind`. Otherwise, raises `EnvironmentFault`."""
     if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
         raise EnvironmentFault(f"{where} is of type {type(value).__name__}, not {kind.__name__}")
     return value

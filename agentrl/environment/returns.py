@@ -1,4 +1,4 @@
-"""The default verifier of environments: the sum of the rewards of an episode."""
+"""The default verifier for environments: the sum of an episode's rewards."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from agentrl.records import Episode, Score, Task
 
 
 async def episode_return(task: Task, episode: Episode) -> Score:
-    """Returns the sum of all rewards, the sums of their named parts, and the reward of each turn for `objective.turn_coef`.
+    """Returns the sum of all rewards, the sums of their named parts, and the reward of each turn, which `objective.turn_coef` uses.
 
-    If an environment has several roles, the value is the mean over the roles of the trained policy, `parts` has the sum of each role, and
-    `branches` has the sum of each trajectory's role, for `objective.credit=verifier`. If a limit ended the episode, the rewards until then
-    count.
+    If an environment has several roles, the value is the mean over the roles that the trained policy plays, `parts` contains the sum for
+    each role, and `branches` contains, for each trajectory, the sum for its role. `objective.credit=verifier` uses `branches`. If a limit
+    ended the episode, the rewards received before that count.
     """
     rewards = tuple(
         tuple(sum(result.reward or 0.0 for result in turn.tool_results) for turn in trajectory.turns) for trajectory in episode.trajectories
@@ -39,7 +39,7 @@ async def episode_return(task: Task, episode: Episode) -> Score:
 
 
 def _returns_by_role(episode: Episode) -> dict[str, float]:
-    """Returns the sum of the rewards of each agent that received any."""
+    """Returns agent -> sum of the agent's rewards, for the agents that received rewards."""
     gains: dict[str, float] = {}
     for trajectory in episode.trajectories:
         for result in (result for turn in trajectory.turns for result in turn.tool_results if result.reward is not None):

@@ -1,4 +1,4 @@
-"""Gymnasium's spaces as JSON: the schema of an action, the action in a JSON value, and the text of an observation.
+"""Conversions for Gymnasium spaces: from a space to a JSON schema, from a JSON value to an action, and from an observation to text.
 
 Spaces are recognized by the name of their class, so that this module does not import Gymnasium.
 """
@@ -12,7 +12,7 @@ from typing import Any
 from agentrl.errors import PolicyFault, TaskError
 
 MOST_NUMBERS = 256
-"""Largest number of values in an observation for which there is a default text."""
+"""Maximum number of values in an observation that can be converted to text without a formatter."""
 _MAX_SEQUENCE, _LARGEST = 64, 1e15
 
 
@@ -28,7 +28,7 @@ def kind_of(space: Any) -> str:
 
 
 def schema_of(space: Any) -> dict[str, Any]:
-    """Returns the JSON schema of the values of a space. Raises `TaskError` if the space is unknown."""
+    """Returns the JSON schema for the values in a space. Raises `TaskError` if the space is unknown."""
     if not (kind := kind_of(space)):
         name = type(space).__name__
         raise TaskError(
@@ -72,7 +72,7 @@ _SCHEMAS: dict[str, Callable[[Any], dict[str, Any]]] = {
 
 
 def value_of(space: Any, action: Any) -> Any:
-    """Converts a JSON value to an action of a space. Raises `PolicyFault` with the reason if the value is not in the space."""
+    """Converts a JSON value to an action in a space. Raises `PolicyFault` with the reason if the value is not in the space."""
     value = _converted(space, action, "action")
     if not space.contains(value):
         raise PolicyFault(f"the action is not in {str(space)[:200]}")
@@ -101,7 +101,7 @@ def _converted(space: Any, value: Any, where: str) -> Any:
 
 
 def _numbers(value: Any, shape: tuple[int, ...], where: str, *, integers: bool) -> Any:
-    """Returns an array of a shape. Raises `PolicyFault` unless `value` has exactly that shape, and finite numbers."""
+    """Returns `value` as an array. Raises `PolicyFault` unless `value` has exactly the shape `shape` and contains only finite numbers."""
     import numpy as np
 
     leaves: list[Any] = [value]
@@ -116,8 +116,8 @@ def _numbers(value: Any, shape: tuple[int, ...], where: str, *, integers: bool) 
 
 
 def is_inside(space: Any, value: Any) -> bool:
-    """Whether an observation is in its space. For arrays of the space's type, this is faster than the space's `contains`. NaN is
-    outside."""
+    """Whether an observation is in its space. For arrays with the space's shape and type, this is faster than the space's `contains`. NaN
+    is outside."""
     if kind_of(space) == "Box" and getattr(value, "shape", None) == space.shape and getattr(value, "dtype", None) == space.dtype:
         return bool(((value >= space.low) & (value <= space.high)).all())
     return bool(space.contains(value))
@@ -157,7 +157,7 @@ def text_of(space: Any, value: Any) -> str:
             return "[" + ", ".join(text_of(space.feature_space, item) for item in value) + "]"
         case "Dict":
             return ", ".join(f"{name}: {text_of(part, value[name])}" for name, part in space.spaces.items())
-        case "" if isinstance(value, str | int | float):  # a value such as the missions of minigrid
+        case "" if isinstance(value, str | int | float):  # a value such as a mission in minigrid
             return str(value)
         case "":
             name = type(space).__name__

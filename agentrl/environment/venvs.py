@@ -1,7 +1,7 @@
-"""Python environments of foreign packages: one virtual environment per package in `.environments/`, rebuilt exactly from a lock file.
+"""Python environments for third-party packages: one virtual environment per package in `.environments/`, each built from a lock file.
 
-`environments/NAME.lock` is a requirements file of pip with a sha256 for each package, and with comments that list what was requested.
-Commit it. `.environments/NAME/` is built from it, and can be removed at any time.
+`environments/NAME.lock` is a pip requirements file with a sha256 for each package, and with comments that record what was requested. Commit
+this file. `.environments/NAME/` is built from it, and can be removed at any time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Lock:
 
     @property
     def versions(self) -> dict[str, str]:
-        """The version of each package, without local packages."""
+        """The version of each package by name, except for local packages."""
         pinned = (_PIN.match(line) for line in self.pins)
         return {canonical_name(match[1]): match[2] for match in pinned if match and match[1]}
 
@@ -77,12 +77,12 @@ class Lock:
 
 
 def read_locks(root: Path) -> dict[str, Lock]:
-    """Returns the environments of a project by name. Raises `UserError` if a file is not a lock."""
+    """Returns the locks of a project's environments by name. Raises `UserError` if a file is not a valid lock."""
     return {path.stem: read_lock(path) for path in sorted((root / LOCKS).glob("*.lock"))}
 
 
 def environment_python(root: Path, name: str) -> Path:
-    """Returns the Python of a built environment. Raises `UserError` with the command that builds it."""
+    """Returns the Python interpreter of a built environment. If it is not built, raises `UserError` with the command that builds it."""
     path = root / LOCKS / f"{name}.lock"
     if not path.is_file():
         raise UserError(f"the project has no environment {name!r}", fix=f"agentrl env add {name}")
@@ -92,8 +92,8 @@ def environment_python(root: Path, name: str) -> Path:
 
 
 def environment_of(root: Path, package: str) -> str:
-    """Returns the name of the environment with a package: the environment with the package's name, else the only one that contains the
-    package.
+    """Returns the name of the environment for a package: the environment with the package's name, or else the only environment that
+    contains the package.
 
     Raises `UserError` if there is no such environment, or more than one.
     """
@@ -111,12 +111,12 @@ def environment_of(root: Path, package: str) -> str:
 
 
 def is_path(item: str) -> bool:
-    """Returns whether a requirement is the path of a folder or an archive, not the name of a package."""
+    """Returns whether a requirement is the path of a folder or an archive rather than the name of a package."""
     return item.startswith((".", "/", "~")) or item.endswith(_ARCHIVES)
 
 
 def is_folder(root: Path, item: str) -> bool:
-    """Returns whether a requirement is an existing folder. Relative paths start at the project root."""
+    """Returns whether a requirement is an existing folder. Relative paths are relative to the project root."""
     return is_path(item) and (root / item).is_dir()
 
 

@@ -1,7 +1,7 @@
 """Packages for verifiers: `tasks.family="verifiers:PACKAGE"` after `agentrl env add PACKAGE`, or `"verifiers:path/to/file.py"`.
 
-The package runs in a separate Python environment, in a host that calls the gateway; see `inside/verifiers_host.py`. Its rewards are the
-score.
+The package runs in a separate Python environment, in a host that calls the gateway; see `inside/verifiers_host.py`. The package's rewards
+determine the score.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def _located(root: Path, package: str) -> tuple[str, Path]:
 
 
 def _environment(root: Path, package: str) -> str:
-    """Returns the environment with a package, else the environment with verifiers, which contains some tasksets."""
+    """Returns the name of the environment that contains a package, or else of the one that contains verifiers, which includes some
+    tasksets."""
     try:
         return environment_of(root, package)
     except UserError as missing:
@@ -70,16 +71,17 @@ class VerifiersFamily:
     Args:
         ref: `verifiers:PACKAGE`, or `verifiers:path/to/file.py` for a module of the project.
         seed: seed of the run, which determines the held-out tasks if the package has no evaluation set.
-        size: largest number of tasks, or of tasks in each set.
-        heldout: share of the tasks that is held out.
-        limits: fields of `Limits` that differ from the default.
+        size: maximum number of tasks; the maximum for each set if the package has a training set and an evaluation set.
+        heldout: fraction of the tasks to hold out if the package has no evaluation set.
+        limits: fields of `Limits` that differ from their defaults.
         args: fields of the taskset's configuration; for verifiers 0.3, arguments of `load_environment`.
         env: other fields of the environment's configuration, such as the model of a judge. Only for verifiers 0.4.
-        image: image of the sandboxes for programs that the package starts. Without an image, starting a program is a fault.
+        image: image of the sandboxes for programs that the package starts. If no image is set, starting a program is a fault.
         sandbox: additional fields of `SandboxSpec`.
-        runtime: `docker`, `podman` or `apptainer` to run these programs in containers of verifiers instead. Only for verifiers 0.4.
+        runtime: `docker`, `podman` or `apptainer` to run these programs in containers that verifiers starts, instead of in sandboxes. Only
+            for verifiers 0.4.
         variables: additional environment variables of the host.
-        environment: name of the environment in `.environments/`; the default is the one with the package.
+        environment: name of the environment in `.environments/`; the default is the environment that contains the package.
 
     Raises `UserError` or `PluginError` if the package cannot be loaded, or if an argument is invalid.
     """

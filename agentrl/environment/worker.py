@@ -1,10 +1,10 @@
-"""The process in which local environments run. `agentrl.environment.pool` starts it, and both exchange frames of JSON.
+"""The process in which local environments run. `agentrl.environment.pool` starts it and exchanges frames of JSON with it.
 
     python -m agentrl.environment.worker PROGRESS_FD
 
-A frame has the operations of many episodes. The operations run in order. The results of a frame are sent together. If an operation ends
-more than `FLUSH_S` after the last sending, the results so far are sent then. The progress file counts the starts and ends of operations, so
-that the driver knows which episode hangs. The process ends when its input ends.
+A frame contains operations from many episodes. The operations run in order, and their results are sent together. If an operation finishes
+more than `FLUSH_S` seconds after the frame started or results were last sent, the results so far are sent immediately. The progress file
+counts the starts and ends of operations, so that the driver knows which episode hangs. The process exits when its input ends.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from agentrl.plugins.references import resolve
 
 FLUSH_S = 0.05
 MAX_FRAME = 64 << 20
-"""Largest frame in bytes."""
+"""Maximum size of a frame, in bytes."""
 MAX_RESULT = 32 << 20
-"""Largest result in bytes, such as a snapshot."""
+"""Maximum size of a result, such as a snapshot, in bytes."""
 SIZE = struct.Struct("<I")
 PROGRESS = struct.Struct("<Q")
 
 
 def environment_class(ref: str) -> tuple[Callable[..., Environment], str]:
-    """Returns the class of an environment, and the argument in its reference; empty if there is none. Raises `PluginError`."""
+    """Returns the class of an environment, and the argument in its reference, which is empty if there is none. Raises `PluginError`."""
     kind = environment_kind(ref)
     return (resolve(ref), "") if kind is None else (resolve(kind.pooled), ref.partition(":")[2])
 
 
 class OpenEnvironments:
-    """The environments of one process, by the number of their episode."""
+    """The environments in one process, by the number of their episode."""
 
     def __init__(self) -> None:
         self._open: dict[int, tuple[Any, str]] = {}
@@ -89,12 +89,12 @@ class OpenEnvironments:
         return base64.b64encode(state).decode()
 
     def restore(self, number: int, state: str) -> str:
-        """Sets the state of an environment."""
+        """Restores the state of an environment and returns the observation."""
         environment, ref = self._open[number]
         return text_of(self._done(environment.restore(base64.b64decode(state))), f"{ref}.restore()")
 
     def close(self, number: int) -> None:
-        """Closes an environment, also if it failed to open."""
+        """Closes an environment, even if it failed to open."""
         environment, _ = self._open.pop(number, (None, ""))
         if environment is not None:
             self._done(environment.close())
@@ -111,7 +111,7 @@ def answer(environments: OpenEnvironments, operation: list[Any]) -> list[Any]:
         return [number, "task", str(error)[:2000]]
     except EnvironmentFault as error:
         return [number, "fault", str(error)[:2000]]
-    except BaseException as error:  # also SystemExit, which ends only this episode
+    except BaseException as error:  # including SystemExit, which must end only this episode
         location = raise_location(error, libraries=True)
         return [number, "fault", f"{name}() raised {describe_error(error, 1500)}{f' ({location})' if location else ''}"[:2000]]
 
@@ -131,7 +131,7 @@ def main() -> None:
         for operation in json.loads(requests.read(SIZE.unpack(head)[0])):
             progress[:] = PROGRESS.pack(count + 1)
             result = encoded(answer(environments, operation))
-            if os.getpid() != owner:  # this is a fork that an environment did not end
+            if os.getpid() != owner:  # this is a forked process that an environment did not stop
                 os._exit(1)
             count += 2
             progress[:] = PROGRESS.pack(count)
@@ -148,7 +148,7 @@ def main() -> None:
 
 
 def encoded(result: list[Any]) -> bytes:
-    """Returns a result as JSON; a fault if the result cannot be written as JSON, or is too long."""
+    """Returns a result as JSON, or a fault if the result cannot be written as JSON or is too long."""
     try:
         text = json.dumps(result).encode()
     except (TypeError, ValueError, RecursionError) as error:

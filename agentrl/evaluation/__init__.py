@@ -1,4 +1,4 @@
 """Evaluates held-out splits and suites of cases, stores the results, and compares two evaluations statistically.
 
-The pytest plug-in is part of this package, and pytest imports it in every run. So this file imports nothing.
+This file imports nothing, because the pytest plug-in is part of this package and is imported in every pytest run.
 """

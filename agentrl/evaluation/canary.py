@@ -1,10 +1,10 @@
-"""A canary: a candidate version gets a share of the attempts, and a sequential test decides whether it is promoted or rolled back.
+"""A canary: a candidate version runs a share of the attempts, and a sequential test decides whether it is promoted or rolled back.
 
-    1 / share attempts -> the candidate runs a random one of them, the baseline runs the others -> next attempts, or the decision
+    1 / share attempts -> the candidate runs one at random, the baseline runs the others -> next attempts, or the decision
 
-Each attempt runs once, with one version. With your own agent, an attempt is one session of the gateway. The score of the candidate's
-attempt minus the mean of the others is one observation within [-1, 1]. If both versions are equally good, its expected value is 0, because
-the candidate's attempt is chosen at random. Two sequential tests, which are valid after every block (`statistics.e_value`), decide:
+Each attempt runs once, with one version. If you use your own agent, an attempt is one gateway session. The score of the candidate's attempt
+minus the mean score of the other attempts is one observation, within [-1, 1]. If both versions are equally good, its expected value is 0,
+because the candidate's attempt is chosen at random. Two sequential tests, which are valid after every block (`statistics.e_value`), decide:
 
     promote    the mean difference is above -margin. A candidate that is worse by the margin or more is promoted with a probability of at
                most alpha / 2
@@ -36,7 +36,7 @@ from agentrl.session.version_changes import has_checkpoint, is_driven, known_ver
 from agentrl.session.versions import open_registry
 
 _BLOCK = 16  # the candidate's attempts between two tests
-_LEAST_SCORED = Fraction(4, 5)  # smallest share of the observations that is enough for a decision
+_LEAST_SCORED = Fraction(4, 5)  # minimum share of the observations that must be scored for a decision
 _SIDES = BASELINE, CANDIDATE = 0, 1
 
 Slot = tuple[str, int]
@@ -53,7 +53,7 @@ class CanaryOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanaryUnit:
-    """Consecutive attempts. The candidate runs one of them, the baseline the others."""
+    """Consecutive attempts. The candidate runs one of them, and the baseline runs the others."""
 
     candidate: Slot
     baseline: tuple[Slot, ...]
@@ -64,16 +64,16 @@ class CanaryResult:
     """The attempts so far, and the resulting decision."""
 
     outcome: CanaryOutcome
-    interval: Interval  # interval of the mean difference; valid at any number of attempts
+    interval: Interval  # of the mean difference; valid for any number of attempts
     baseline: float  # mean scores
     candidate: float
-    attempts: tuple[int, int]  # numbers of attempts of baseline and candidate
+    attempts: tuple[int, int]  # number of attempts by the baseline, and by the candidate
     unscored: int  # observations for which the candidate or all baseline attempts have no score
-    most: int  # largest possible number of observations
+    most: int  # maximum number of observations
 
 
 def check_canary(run: Path, before: int, after: int) -> None:
-    """Raises `UserError` if version `after` could not be promoted or rolled back after a canary."""
+    """Raises `UserError` if a canary could not promote version `after`, or roll it back to version `before`."""
     registry = open_registry(run)
     baseline, candidate = known_version(registry, before), known_version(registry, after)
     if before >= after or VersionState.ROLLED_BACK in (baseline.state, candidate.state):
@@ -88,7 +88,7 @@ def check_canary(run: Path, before: int, after: int) -> None:
 
 
 def plan_units(cases: Sequence[Case], repeats_of: Callable[[Case], int], *, share: float, seed: int) -> tuple[CanaryUnit, ...]:
-    """Returns the attempts of a canary in random order, split into units of 1 / `share` attempts. An incomplete unit is dropped.
+    """Returns the attempts of a canary in random order, divided into units of 1 / `share` attempts. An incomplete unit is dropped.
 
     Raises `UserError` if `share` is not 1 / 2, 1 / 3, ..., or if there are too few attempts.
     """
@@ -112,7 +112,7 @@ def plan_units(cases: Sequence[Case], repeats_of: Callable[[Case], int], *, shar
 
 
 def decide(differences: Sequence[float], *, planned: int, alpha: float, margin: float) -> CanaryOutcome:
-    """Returns the decision after these observations, in order, out of `planned`. Raises `ValueError` if one is outside [-1, 1]."""
+    """Returns the decision after these observations out of `planned`. Raises `ValueError` if an observation is outside [-1, 1]."""
     if len(differences) < _LEAST_SCORED * planned:
         return CanaryOutcome.UNDECIDED
     if e_value([-difference for difference in differences], null=margin) >= 2 / alpha:

@@ -1,7 +1,7 @@
-"""An agent whose turns come from a third-party chat completions server. It is for evaluations only: its exact tokens are unknown.
+"""An agent whose turns come from a third-party chat completions server. It is for evaluations only, because its exact tokens are unknown.
 
-Like the turn loop, it uses the task's prompt, tools and limits, and the episode's sandbox. Its turns contain text and no token ids. Faults
-of the server are infrastructure faults; faults of the model are faults of the policy.
+Like the turn loop, it uses the task's prompt, tools and limits, and the episode's sandbox. Its turns contain text but no token ids. A fault
+of the server is an infrastructure fault, and a fault of the model is a fault of the policy.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from agentrl.records.fields import text as encodable
 
 _LONGEST_ID = 128
 BYTES_PER_TOKEN = 64
-"""Largest number of bytes of a JSON answer for each token. A longer answer contains more tokens than requested."""
+"""Maximum bytes per token in a JSON response. A longer response contains more tokens than requested."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestedCall:
-    """One tool call of an answer: the parsed call or the error in it, and its id."""
+    """One tool call in a response: the parsed call or the error in it, and its id."""
 
     id: str
     name: str
@@ -44,12 +44,12 @@ class ChatAnswer(Reply):
     """One turn of the model."""
 
     calls: tuple[RequestedCall, ...] = ()
-    cut: bool = False  # whether the token limit ended it
+    cut: bool = False  # whether it was truncated at the token limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChatEndpoint(Endpoint):
-    """An `Endpoint` whose answers may contain tool calls."""
+    """An `Endpoint` whose responses may contain tool calls."""
 
     structured: Any = "never"
 
@@ -84,11 +84,11 @@ class ChatEndpoint(Endpoint):
 class ChatAgent:
     """An `agentrl.protocols.Agent`.
 
-    `tokens` maps an episode to its sampled tokens as the server counts them; the evaluation removes them.
+    `tokens` maps an episode to its number of sampled tokens as counted by the server. The evaluation removes the entries.
     """
 
     endpoint: ChatEndpoint
-    sampling: Mapping[str, Any] = field(default_factory=dict)  # additional keys of every request
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # additional keys in every request
     instructions: str | None = None  # replaces the system messages of tasks
     tokens: dict[str, int] = field(default_factory=dict)
 
@@ -151,9 +151,9 @@ class ChatAgent:
         return answer
 
     async def _called(self, episode: LiveEpisode, tools: Toolbox, calls: Sequence[RequestedCall], messages: list[dict[str, Any]]) -> str:
-        """Runs the calls of a turn in order, until an answer is submitted or the sandbox is lost. Appends the results to `messages`.
+        """Runs the calls in a turn in order, until an answer is submitted or the sandbox is lost. Appends the results to `messages`.
 
-        Returns the stop reason.
+        Returns the stop reason; empty if the episode continues.
         """
         began, counts = time.monotonic(), count_calls(episode)
         results: list[ToolResult] = []
@@ -177,7 +177,7 @@ class ChatAgent:
 
 
 class NoPolicy:
-    """The unused `agentrl.protocols.Policy` of a `ChatAgent`."""
+    """A placeholder for the `agentrl.protocols.Policy` that a `ChatAgent` does not use."""
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
         """Always raises `ServingError`."""
@@ -210,6 +210,6 @@ def _calls(wanted: Sequence[Any]) -> tuple[RequestedCall, ...]:
 
 
 def _echo(answer: ChatAnswer) -> dict[str, Any]:
-    """Returns the message that repeats a turn of the model in later requests."""
+    """Returns the message with which later requests repeat a turn of the model."""
     calls = [{"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in answer.calls]
     return {"role": "assistant", "content": answer.text or None, "tool_calls": calls}

@@ -1,4 +1,4 @@
-"""Compares two policies on the same cases by paired scores."""
+"""Compares two policies by their paired scores on the same cases."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from agentrl.base.numbers import exact_fraction, tolerance
 from agentrl.evaluation.statistics import cases_needed, difference_interval, e_value, planned_spread, sign_flip_test
 
 Scores = Mapping[str, Sequence[float | None]]
-"""Case -> the score of each attempt, in order; None means unscored."""
+"""Case -> the scores of its attempts, in order; None means unscored."""
 
 ALPHA, MARGIN = 0.05, 0.05
-_SAMENESS_SQUARES = 3.5  # see `difference_interval`: a change that few cases do not show may still be frequent
+_SAMENESS_SQUARES = 3.5  # see `difference_interval`: even a frequent change may be absent from a few cases
 
 
 class ComparisonVerdict(StrEnum):
@@ -24,7 +24,7 @@ class ComparisonVerdict(StrEnum):
 
     BETTER = "better"
     WORSE = "worse"
-    SAME = "same"  # the difference is within the margin either way
+    SAME = "same"  # the difference is within the margin in both directions
     NOT_ENOUGH = "not enough data"
 
 
@@ -38,7 +38,7 @@ class PairedCase:
 
     @property
     def difference(self) -> Fraction:
-        """The mean after minus the mean before. It is exact, and 0 if both are equal up to rounding."""
+        """The mean score after minus the mean score before. It is exact, and 0 if the means are equal up to rounding."""
         difference = (sum(map(exact_fraction, self.after), Fraction()) - sum(map(exact_fraction, self.before), Fraction())) / len(
             self.before
         )
@@ -56,7 +56,7 @@ class PairedScores:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Two policies on the same cases. `effect` is the mean over cases of the score after minus the score before."""
+    """The comparison of two policies on the same cases. `effect` is the mean over cases of the score after minus the score before."""
 
     cases: int
     attempts: int  # pairs of attempts
@@ -67,7 +67,7 @@ class Comparison:
     effect: float
     low: float  # lower end of the 95% interval
     high: float
-    p_value: float  # two-sided, from a sign-flip test of the case differences
+    p_value: float  # two-sided, from a sign-flip test on the case differences
     exact: bool
     evidence_of_drop: float  # see `agentrl.evaluation.statistics.e_value`; 0 if a difference is outside [-1, 1]
     lost: tuple[str, ...]  # cases with a lower mean after, the largest loss first
@@ -78,16 +78,17 @@ class Comparison:
     verdict: ComparisonVerdict
 
     def cases_needed(self, difference: float, *, chance: float = 0.8) -> int:
-        """Returns the number of similar cases that detect a difference with this chance. Raises `ValueError` if the difference is 0.
+        """Returns the number of similar cases needed to detect a difference with probability `chance`.
 
-        The plan uses the observed spread of the case differences, but at least the spread that the difference itself causes.
+        The plan uses the observed spread of the case differences, but at least the spread that the difference itself causes. Raises
+        `ValueError` if the difference is 0.
         """
         spread = max(self.spread, planned_spread(difference, 0.0))
         return cases_needed(difference, spread, alpha=self.alpha, power=chance)
 
 
 def pair_scores(before: Scores, after: Scores) -> PairedScores:
-    """Pairs attempt k at a case on one side with attempt k at the same case on the other side."""
+    """Pairs attempt k at a case on one side with attempt k at the same case on the other side, if both are scored."""
     pairs: list[PairedCase] = []
     unscored = 0
     for case in sorted(before.keys() & after.keys()):
@@ -102,10 +103,10 @@ def pair_scores(before: Scores, after: Scores) -> PairedScores:
 
 
 def compare(before: Scores, after: Scores, *, alpha: float = ALPHA, margin: float = MARGIN, seed: int = 0) -> Comparison | None:
-    """Compares `after` with `before`. Returns None if there is no pair.
+    """Compares `after` with `before`. Returns None if there is no pair of scored attempts.
 
-    The verdict is `same` if the interval of level 1 - 2 alpha is within the margin: two one-sided tests (Schuirmann 1987). Otherwise it is
-    `better` or `worse` if the sign-flip test is significant at `alpha`, and `not enough data` if not.
+    The verdict is `same` if the interval at level 1 - 2 alpha is within the margin: two one-sided tests (Schuirmann 1987). Otherwise it is
+    `better` or `worse` if the sign-flip test is significant at `alpha`, and `not enough data` if it is not significant.
     """
     both = pair_scores(before, after)
     pairs = both.pairs

@@ -1,6 +1,6 @@
 """The evaluation engine. It runs attempts at tasks in live sandboxes, scores them as in training, and records them.
 
-Held-out splits (`splits`), suites of cases (`suites`) and the gate (`agentrl.gate.gate`) plan attempts and run them here.
+The evaluations of held-out splits (`splits`), of suites (`suites`) and of the gate (`agentrl.gate.gate`) plan attempts and run them here.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ ScoredListener = Callable[[Task, ScoredEpisode], Awaitable[None]]
 class PlannedAttempt:
     """An attempt that an evaluation will run. It is excluded if its `fault` is already known."""
 
-    name: str  # name of its episodes
-    task: Task | None  # None if it cannot be created
+    name: str  # name of its episode
+    task: Task | None  # None if the task cannot be created
     start: EpisodeState | None = None
     fault: Failure | None = None
 
@@ -49,10 +49,10 @@ class PlannedAttempt:
 async def run_attempts(
     runner: GroupRunner, planned: Sequence[PlannedAttempt], record: Callable[[PlannedAttempt, ScoredEpisode], Awaitable[R]]
 ) -> list[R]:
-    """Runs attempts concurrently. Calls `record` as soon as an attempt is scored. Returns the results of `record`, in order.
+    """Runs attempts concurrently. Calls `record` as soon as an attempt is scored. Returns the results of `record`, in the planned order.
 
     Raises:
-        ExceptionGroup: contains `SandboxUnavailable`, if this machine cannot open any sandbox of this kind.
+        ExceptionGroup: contains `SandboxUnavailable` if this machine cannot open any sandbox of the required kind.
     """
 
     async def run(attempt: PlannedAttempt) -> R:
@@ -68,19 +68,19 @@ async def run_attempts(
 
 
 def evaluation_runner(groups: GroupRunner, sampling: Sampling) -> GroupRunner:
-    """Returns a run's group runner with the sampling of evaluations."""
+    """Returns a copy of a run's group runner that uses the sampling settings of evaluations."""
     return replace(groups, runner=replace(groups.runner, sampling=sampling))
 
 
 BrokenImages = Mapping[tuple[str, str], str]
-"""(image, runtime) -> reason why it cannot be built."""
+"""(image, runtime) -> reason why the image cannot be built."""
 
 
 async def prepare_images(suites: Iterable[Suite], sandboxes: SandboxBackend) -> BrokenImages:
     """Builds the images of the suites' cases. Returns the images that cannot be built. Only cases with such an image are excluded.
 
     Raises:
-        ExceptionGroup: contains `SandboxUnavailable`, if this machine cannot open any sandbox of this kind.
+        ExceptionGroup: contains `SandboxUnavailable` if this machine cannot open any sandbox of the required kind.
     """
     specs = {_image(case): case.task.sandbox for suite in suites for case in suite.cases if case.task.sandbox is not None}
     broken: dict[tuple[str, str], str] = {}
@@ -100,7 +100,7 @@ async def prepare_images(suites: Iterable[Suite], sandboxes: SandboxBackend) -> 
 
 
 def plan_case(case: Case, name: str, broken: BrokenImages) -> PlannedAttempt:
-    """Plans an attempt at a case, which is excluded if the case's image cannot be built."""
+    """Plans an attempt at a case. The attempt is excluded if the case's image cannot be built."""
     why = broken.get(_image(case))
     fault = None if why is None else Failure(stage="task", blame=Blame.TASK, kind="image", message=why)
     return PlannedAttempt(name=name, task=case.task, start=case.start, fault=fault)
@@ -131,7 +131,7 @@ async def run_cases(
     on_done: Callable[[int, int], None] = lambda done, total: None,
     on_scored: ScoredListener | None = None,
 ) -> tuple[SuiteAttempt, ...]:
-    """Runs the attempts at each case that `numbers` returns, in the order of the cases.
+    """Runs the attempts whose numbers `numbers` returns for each case. Returns their records, ordered by case.
 
     An attempt that contains tokens from a version other than `version` has no score. Raises the errors of `run_attempts`.
     """
@@ -180,17 +180,17 @@ def case_repeats(case: Case, default: int) -> int:
 
 
 def case_thresholds(suite: Suite) -> dict[str, float]:
-    """Returns the thresholds of the cases that have one."""
+    """Returns a mapping case -> threshold for the cases that have a threshold."""
     return {case.id: case.threshold for case in suite.cases if case.threshold is not None}
 
 
 def utc_now() -> str:
-    """Returns the current UTC time, to the second."""
+    """Returns the current UTC time in ISO 8601, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def suite_attempt(case: Case, number: int, scored: ScoredEpisode, *, phase: str, version: int | None, again: bool = False) -> SuiteAttempt:
-    """Returns the record of an attempt. `version` is the only version that may have sampled its tokens; None allows any."""
+    """Returns the record of an attempt. `version` is the only version that may have sampled its tokens; None allows any version."""
     episode, value = scored.episode, scored.score.value
     words = transcript(case.task, scored, phase=phase, step=version or 0)
     others = sorted(
@@ -218,7 +218,7 @@ def suite_attempt(case: Case, number: int, scored: ScoredEpisode, *, phase: str,
 
 
 def scores_by_case(attempts: Iterable[SuiteAttempt]) -> Scores:
-    """Returns the scores of the attempts at each case."""
+    """Returns a mapping case -> scores of its attempts, in order."""
     scores: dict[str, list[float | None]] = {}
     for attempt in attempts:
         scores.setdefault(attempt.attempt.case, []).append(attempt.attempt.score)
@@ -227,7 +227,10 @@ def scores_by_case(attempts: Iterable[SuiteAttempt]) -> Scores:
 
 @dataclass(frozen=True, slots=True)
 class StoredEpisodes:
-    """Stores the evaluation episodes of a run, if its store is an `EvaluationStore`. `begin` deletes those of an interrupted evaluation."""
+    """Stores the evaluation episodes of a run if its store is an `EvaluationStore`, and otherwise does nothing.
+
+    `begin` deletes the episodes of an interrupted evaluation.
+    """
 
     store: DriverStore
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOutEvaluation:
-    """Evaluations of one run's served version on its held-out tasks."""
+    """Evaluates the version that a run serves on the run's held-out tasks."""
 
     config: EvalConfig
     memory: MemoryConfig | None
@@ -47,7 +47,7 @@ class HeldOutEvaluation:
 
     @classmethod
     def of(cls, run: Run) -> HeldOutEvaluation:
-        """Returns the evaluations of an open run."""
+        """Returns the `HeldOutEvaluation` for an open run."""
         return cls(
             config=run.recipe.evaluation,
             memory=run.recipe.memory,
@@ -62,9 +62,12 @@ class HeldOutEvaluation:
         )
 
     async def evaluate_once(self, phase: str, *, step: int) -> dict[str, float]:
-        """Calls `evaluate`, or reuses a finished evaluation of an earlier driver if weights and settings are the same."""
+        """Calls `evaluate`, or reuses an evaluation that an earlier driver finished with the same weights and settings.
+
+        Returns split -> rate.
+        """
         rates = measure.recorded_rates(self.folder, phase, of=self._key(), splits=self._counts())
-        if not rates:  # also true if nothing is held out, so that this is recorded
+        if not rates:  # also if no tasks are held out, so that this is recorded
             return await self.evaluate(phase, step=step)
         self.tracker.evaluated(phase, {str(split): rate for split, rate in rates.items()})
         return await self._register({str(split): rate.value for split, rate in rates.items()})
@@ -72,7 +75,7 @@ class HeldOutEvaluation:
     async def evaluate(self, phase: str, *, step: int) -> dict[str, float]:
         """Evaluates the served version on both held-out splits, and stores the result. Returns split -> rate.
 
-        Raises `InfrastructureError` if no episode was scored, but only before training: a later error would discard the training.
+        If no episode was scored, raises `InfrastructureError`, but only before training, because a later error would discard the training.
         """
         self.tracker.stage(f"evaluate {phase}")
         transcripts = self.folder / "episodes" / f"{phase}.jsonl"
@@ -98,7 +101,7 @@ class HeldOutEvaluation:
         return await self._register({split: rate.value for split, rate in rates.items()})
 
     async def continue_after(self, version: PolicyVersion) -> None:
-        """Renames the evaluation `after` of a session that ended with `version` to that of its step; removes it if none is due then."""
+        """Renames the evaluation `after` of a session that stopped at `version` to that of its step, or removes it if none is due."""
         due = self.config.every and version.number and version.number % self.config.every == 0
         key = measure.evaluation_key(self.config, version.sha256)
         await asyncio.to_thread(measure.rename_evaluation, self.folder, "after", f"step{version.number}" if due else None, of=key)

@@ -1,4 +1,4 @@
-"""Checks an evaluation of suites before its start, and opens its policy and sandboxes."""
+"""Checks an evaluation of suites before it starts, and opens its policy and sandboxes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from agentrl.task import make_task, open_family
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedEvaluation:
-    """An evaluation that passed the checks before its start and has claimed its run folder."""
+    """An evaluation that has passed the checks and claimed its run folder, but has not started."""
 
     policy: NamedPolicy
     suites: tuple[Suite, ...]
@@ -52,7 +52,7 @@ class PreparedEvaluation:
     root: Path
     start: RunStart
     repeats: int | None  # attempts per case; None means the case's number or, if it has none, its suite's
-    threshold: float  # threshold of cases that have none
+    threshold: float  # applies to cases without a threshold
     checked: preflight.PreflightResult | None  # None if the policy is not served here
     scorer: TaskScorer
 
@@ -73,8 +73,8 @@ class OpenPolicy:
     sampled_by: int | None  # the only version that may have sampled tokens; None if versions are unknown
     broken: BrokenImages  # images that cannot be built
     stored: StoredEpisodes
-    run: Run | None = None  # its open components, if it is served here
-    spent: dict[str, int] = field(default_factory=dict)  # episode -> tokens, if its turns do not record them
+    run: Run | None = None  # the open run, if the policy is served here
+    spent: dict[str, int] = field(default_factory=dict)  # episode -> number of tokens, if its turns do not record them
 
 
 @contextmanager
@@ -204,7 +204,7 @@ async def _served(prepared: PreparedEvaluation, *, console: bool) -> AsyncIterat
 
 @asynccontextmanager
 async def _not_served(prepared: PreparedEvaluation, *, console: bool) -> AsyncIterator[OpenPolicy]:
-    """Opens a policy that needs no server of agentrl: a plug-in of the project, or a third-party endpoint."""
+    """Opens a policy that agentrl does not serve: a plug-in from the project, or a third-party endpoint."""
     recipe, folder = prepared.recipe, prepared.start.folder
     async with closing_stack(folder) as stack:
         sandboxes = await open_sandboxes(recipe.sandbox, run_label=folder.name, root=prepared.root)
@@ -266,7 +266,7 @@ def _group_runner(
 
 
 def _parts(prepared: PreparedEvaluation) -> tuple[Policy, Agent, ChatFormat | None]:
-    """Returns policy, agent and chat format. An endpoint has a separate agent and no chat format."""
+    """Returns the policy, the agent and the chat format. For an endpoint, the agent is a `ChatAgent` and the chat format is None."""
     if prepared.policy.source is PolicySource.ENDPOINT:
         return NoPolicy(), _chat_agent(prepared.policy, prepared.recipe), None
     plugin: Any = load_policy_plugin(prepared.policy)

@@ -1,4 +1,4 @@
-"""Reports the status of each case of an evaluation (passed, failed or unscored), with an example, as text, JSON and JUnit XML."""
+"""Reports the status of each case in an evaluation (passed, failed or unscored), with an example, as text, JSON and JUnit XML."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from agentrl.failure.trace import CaptureReason, Trace, deciding_tag
 from agentrl.failure.triage import TriageRule, tag_by_rules
 from agentrl.records import ScoredEpisode
 
-_TAIL = 4000  # characters of a transcript
-_WORDS = 2000  # characters of an answer, a reason or evidence
-# Characters that XML 1.0 does not allow (section 2.2). Output of models, tools and verifiers may contain them.
+_TAIL = 4000  # maximum characters of a transcript
+_WORDS = 2000  # maximum characters of an answer, a reason or evidence
+# Characters that XML 1.0 does not allow (section 2.2). The output of models, tools and verifiers may contain them.
 _NO_XML = re.compile("[^\t\n\u0020-\u007e\u00a0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _INVISIBLE = re.compile("[\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff]")  # some of them reverse the direction of text
 
@@ -32,12 +32,12 @@ class CaseStatus(StrEnum):
 
     PASSED = "passed"  # the mean score of its attempts reaches its threshold
     FAILED = "failed"  # the mean of the scored attempts does not reach it
-    UNSCORED = "unscored"  # an attempt has no score, and the other attempts do not fail the case
+    UNSCORED = "unscored"  # an attempt has no score, and the mean of the scored attempts, if any, reaches the threshold
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExampleAttempt:
-    """The attempt that best shows why a case did not pass: the lowest score or, if there is none, an unscored attempt.
+    """The attempt that best shows why a case did not pass: that with the lowest score or, if no attempt is scored, an unscored one.
 
     All of its text is untrusted.
     """
@@ -45,9 +45,9 @@ class ExampleAttempt:
     episode: str
     score: float | None
     answer: str | None
-    reason: str  # why there is no score; empty if there is one
+    reason: str  # why there is no score; empty if there is a score
     evidence: str  # the verifier's evidence
-    tag: str  # kind of failure, by rules
+    tag: str  # kind of failure, according to the triage rules
     turn: int | None  # the first failing turn, counted from 1
     tail: str  # the end of the transcript, printable
 
@@ -99,7 +99,7 @@ class CaseOutcome:
 
 
 def case_status(scores: Sequence[float | None], threshold: float) -> CaseStatus:
-    """Returns the status for the scores of a case's attempts; unscored if there are no attempts."""
+    """Returns the status of a case whose attempts have these scores; unscored if there are no attempts."""
     mean = _mean(scores)
     if mean is not None and not attempt_passes(mean, threshold):
         return CaseStatus.FAILED
@@ -120,7 +120,7 @@ def case_outcome(
     rules: Sequence[TriageRule],
     origin: Mapping[str, str],
 ) -> CaseOutcome:
-    """Returns the outcome of a case from its attempts, in order. `threshold` applies if the case has none."""
+    """Returns the outcome of a case, given its attempts. `threshold` applies if the case has no threshold."""
     pairs = sorted(attempts, key=lambda pair: pair[0].number)
     bar = threshold if case.threshold is None else case.threshold
     outcome = CaseOutcome(suite=suite, case=case, threshold=bar, attempts=tuple(one for one, _ in pairs))
@@ -161,7 +161,7 @@ def worst_first(outcomes: Iterable[CaseOutcome]) -> list[CaseOutcome]:
 
 
 def summary_line(one: CaseOutcome) -> str:
-    """Returns one line with score, threshold, attempts, and the baseline's score."""
+    """Returns one line with the score, the threshold, the number of attempts, and the baseline's score."""
     score = "-" if one.mean is None else f"{one.mean:.2f}"
     missing = sum(score is None for score in one.scores)
     text = f"{score} of {one.threshold:g} in {len(one.scores)} attempt{'s' if len(one.scores) != 1 else ''}"
@@ -173,7 +173,7 @@ def summary_line(one: CaseOutcome) -> str:
 
 
 def detail_lines(one: CaseOutcome) -> list[str]:
-    """Returns lines about a case that did not pass: question, answer, reason, and the first failing turn. Safe for a terminal."""
+    """Returns lines about a case that did not pass: question, answer, reason, and first failing turn. They are safe for a terminal."""
     lines = [f"question  {one_line(one.question, 200)}"]
     if one.example is not None:
         at = "" if one.example.turn is None else f" at turn {one.example.turn}"
@@ -194,11 +194,11 @@ def show_command(one: CaseOutcome, folder: Path) -> str:
 def junit_xml(outcomes: Sequence[CaseOutcome], *, folder: Path, policy: str, at: str = "") -> bytes:
     """Returns an evaluation as JUnit XML for CI systems, with a test suite for each suite and a test case for each case.
 
-    Suites are in the order of their first case. An unscored case is an error, not a failure.
+    Suites are in the order of their first case. An unscored case is reported as an error, not as a failure.
 
     Args:
-        folder: the run folder, for the commands that show more.
-        at: start of the evaluation, ISO 8601.
+        folder: the run folder, which the commands that show more details contain.
+        at: start time of the evaluation in ISO 8601.
     """
     root = xml.Element("testsuites", {"name": "agentrl", **_counts(outcomes)})
     for name in dict.fromkeys(outcome.suite for outcome in outcomes):
@@ -214,7 +214,7 @@ def junit_xml(outcomes: Sequence[CaseOutcome], *, folder: Path, policy: str, at:
 
 
 def xml_text(text: str) -> str:
-    """Returns text with only visible characters that an XML document can contain."""
+    """Returns the text with U+FFFD in place of each character that is invisible or that XML does not allow."""
     return _INVISIBLE.sub("\ufffd", _NO_XML.sub("\ufffd", text))
 
 

@@ -27,8 +27,8 @@ from agentrl.session.models import SAMPLING_FILE
 from agentrl.version.model_folder import read_json
 
 _LONGEST_CONTEXT = 1 << 20
-_LARGEST = 1 << 20  # bytes of a sampling record
-_SHOWN = 200  # characters of a suite's string in an error message
+_LARGEST = 1 << 20  # maximum bytes of a sampling record
+_SHOWN = 200  # maximum characters of a suite's string in an error message
 _PART = parts.PartKind(key="--policy", what="policy", shipped={}, protocol="agentrl.protocols:Policy", arguments=())
 _SAID_ELSEWHERE = {
     "model": "--model sets the model",
@@ -41,15 +41,15 @@ _SAID_ELSEWHERE = {
     "max_tokens": "limits.turn_tokens sets the number of tokens",
     "max_completion_tokens": "limits.turn_tokens sets the number of tokens; --tokens-name max_completion_tokens sends it under this name",
 }
-"""Request key that is set elsewhere -> the setting."""
+"""Request key that cannot be set as an option -> what sets it instead."""
 _FIX = "use a model folder, RUN@VERSION, http(s)://HOST/v1, or module:attr of a policy factory"
 
 
 class PolicySource(StrEnum):
-    """The kind of a policy."""
+    """The source of a policy."""
 
     FOLDER = "folder"  # a model folder, served here
-    VERSION = "version"  # a version of a run, served here as that run did
+    VERSION = "version"  # a version of a run, served here with that run's settings
     ENDPOINT = "endpoint"  # a third-party chat completions server
     PLUGIN = "part"  # a user-supplied plug-in
 
@@ -58,18 +58,18 @@ class PolicySource(StrEnum):
 class RequestOptions:
     """Options for the requests to an endpoint, in addition to its model and key."""
 
-    tokens_name: str = "max_tokens"  # request key of the token limit of a turn
-    keys: Mapping[str, Any] = field(default_factory=dict)  # additional keys of each request
+    tokens_name: str = "max_tokens"  # request key for the token limit of a turn
+    keys: Mapping[str, Any] = field(default_factory=dict)  # additional keys in each request
     without_temperature: bool = False
     headers: Mapping[str, str] = field(default_factory=dict)  # name -> reference to the value
 
     @classmethod
     def parse(cls, requested: Sequence[str], headers: Sequence[str], tokens_name: str) -> RequestOptions:
-        """Parses command-line options. Raises `UserError` if one is invalid.
+        """Parses command-line options. Raises `UserError` if an option is invalid.
 
         Args:
-            requested: KEY=VALUE. The value is JSON or text. `temperature=null` sends no temperature.
-            headers: NAME=REFERENCE.
+            requested: options KEY=VALUE. A value is JSON or text. If `temperature=null` is given, no temperature is sent.
+            headers: options NAME=REFERENCE.
         """
         keys = {key: _json_or_text(value) for key, value in (_pair("--request", text, "reasoning_effort=low") for text in requested)}
         without = "temperature" in keys and keys["temperature"] is None
@@ -83,7 +83,7 @@ class RequestOptions:
 
     @property
     def summary(self) -> str:
-        """A summary of the options, for the policy's name; empty if there are none."""
+        """A summary of the options, which is part of the policy's name; empty if there are none."""
         texts = [f"{key}={json.dumps(value)}" for key, value in self.keys.items()]
         return ", ".join([*texts, "no temperature"] if self.without_temperature else texts)
 
@@ -110,13 +110,13 @@ class NamedPolicy:
     name: str  # as the user typed it
     model: str  # absolute folder, URL or plug-in reference
     run: Path | None = None  # run whose recipe configures its server
-    model_name: str = ""  # name of the endpoint's model
-    key_env: str = ""  # environment variable with the endpoint's key; empty if it needs none
-    requests: RequestOptions = field(default_factory=RequestOptions)  # options of requests to the endpoint
+    model_name: str = ""  # name of the model at the endpoint
+    key_env: str = ""  # environment variable with the endpoint's key; empty if the endpoint needs no key
+    requests: RequestOptions = field(default_factory=RequestOptions)  # options for requests to the endpoint
 
     @property
     def served(self) -> bool:
-        """Whether it runs on a server that the evaluation starts."""
+        """Whether the policy runs on a server that the evaluation starts."""
         return self.source in (PolicySource.FOLDER, PolicySource.VERSION)
 
     @property
@@ -126,7 +126,7 @@ class NamedPolicy:
 
 
 def find_policy(named: str, *, model_name: str = "", key_env: str = "", requests: RequestOptions | None = None) -> NamedPolicy:
-    """Returns the policy with a name. Raises `UserError` if the name is unknown, or if `model_name` is missing or superfluous."""
+    """Returns the policy that `named` identifies. Raises `UserError` if there is none, or if `model_name` is missing or superfluous."""
     if named.startswith(("http://", "https://")):
         if not model_name:
             raise UserError("an endpoint needs the name of its model", fix="set it with --model (--agentrl-model in pytest)")
@@ -150,16 +150,16 @@ def find_policy(named: str, *, model_name: str = "", key_env: str = "", requests
 
 
 def recipe_policy(recipe: Recipe) -> NamedPolicy:
-    """Returns the model of a recipe, which may be a version's folder (`--model RUN@VERSION`), as a policy."""
+    """Returns the model of a recipe as a policy. The model may be a version's folder (`--model RUN@VERSION`)."""
     model, folder = recipe.policy.model, Path(recipe.policy.model)
     is_version = folder.parent.name == "versions" and folder.name.isdecimal()
     return NamedPolicy(source=PolicySource.VERSION if is_version else PolicySource.FOLDER, name=model, model=model)
 
 
 def recorded_policy(suites: Sequence[Suite], *, option: str = "--policy") -> NamedPolicy:
-    """Returns the policy that the suites' `suite.toml` files name. It is a model of their project.
+    """Returns the policy that the suites' `suite.toml` files name. It is a model in their project.
 
-    A suite may come from a third party, and a run's recipe refers to code. So the policy must be in the project and not in a suite.
+    A suite may come from a third party, and a run's recipe refers to code. So the policy must be in the project but not in a suite.
 
     Raises `UserError` if the suites name no policy or different policies, if the policy is elsewhere, or if it does not exist yet.
     """
@@ -174,7 +174,7 @@ def recorded_policy(suites: Sequence[Suite], *, option: str = "--policy") -> Nam
     typed = named if Path.cwd().resolve() == root else str(root / named)
     path = untrusted_files.resolve_inside(named, root)
     version = None if path is None else version_folder(typed)
-    used = version or ([] if path is None else [path])  # both are checked: the run contains the recipe, and the version may be a link
+    used = version or ([] if path is None else [path])  # both paths are checked: the run contains the recipe, and the version may be a link
     if not used or not all(folder.is_relative_to(root) for folder in used):
         raise UserError(f"{shown} is outside the project {root}", fix="use a model of the project, such as runs/NAME@VERSION")
     folders = [suite.folder.resolve() for suite in suites if suite.folder.resolve() != root]
@@ -204,7 +204,10 @@ def version_folder(named: str) -> tuple[Path, Path] | None:
 
 
 def project_of(suites: Sequence[Suite]) -> Path:
-    """Returns the project of the suites. Their images and verifiers are relative to it. Raises `UserError` if there are two projects."""
+    """Returns the project of the suites, to which their image and verifier paths are relative.
+
+    Raises `UserError` if the suites belong to several projects.
+    """
     roots = sorted({project_root(suite.folder) for suite in suites})
     if len(roots) > 1:
         raise UserError(f"the suites belong to two projects: {roots[0]} and {roots[1]}", fix="evaluate them one after the other")
@@ -212,10 +215,11 @@ def project_of(suites: Sequence[Suite]) -> Path:
 
 
 def recipe_for(policy: NamedPolicy, suites: Sequence[Suite], overrides: Sequence[str] = ()) -> Recipe:
-    """Returns the recipe that evaluates a policy on suites.
+    """Returns a recipe that evaluates a policy on suites.
 
-    A version uses its run's settings for serving, sampling and sandboxes. A model that a run exported uses its run's sampling settings.
-    Otherwise defaults apply. Raises `RecipeError` if an override is invalid, and `UserError` if a run's recipe cannot be read.
+    For a version of a run, the run's settings for serving, sampling and sandboxes apply. For a model that a run exported, the run's
+    sampling settings apply. Otherwise defaults apply. Raises `RecipeError` if an override is invalid, and `UserError` if a run's recipe
+    cannot be read.
     """
     data: dict[str, Any] = {"policy": {"max_model_len": _room(suites)}} if policy.run is None else _of_run(policy.run)
     data["name"] = re.sub(r"[^A-Za-z0-9_.-]+", "-", "-".join(suite.folder.resolve().name for suite in suites)).lstrip("-_.")[:60] or "suite"
@@ -239,7 +243,7 @@ def recipe_for(policy: NamedPolicy, suites: Sequence[Suite], overrides: Sequence
 
 
 class SuiteTasks:
-    """An `agentrl.protocols.TaskFamily` of cases, for evaluations that have no user-supplied recipe.
+    """An `agentrl.protocols.TaskFamily` whose tasks are those of cases, for evaluations that have no user-supplied recipe.
 
     Args:
         folders: absolute paths of the suites, one per line.
@@ -264,7 +268,7 @@ class SuiteTasks:
 
 
 def check_policy_plugin(policy: NamedPolicy) -> None:
-    """Raises `PluginError` if a reference does not resolve to a policy factory. Does not call the factory."""
+    """Raises `PluginError` if the policy's reference does not resolve to a policy factory. Does not call the factory."""
     parts.load_part(_PART, Part(policy.model))
 
 
@@ -294,7 +298,7 @@ def _of_run(run: Path) -> dict[str, Any]:
 
 
 def _room(suites: Sequence[Suite]) -> int:
-    """Returns the context length that the longest case needs."""
+    """Returns the context length that the case with the highest token limit needs."""
     longest = max(case.task.limits.episode_tokens for suite in suites for case in suite.cases)
     if longest > _LONGEST_CONTEXT:
         raise RecipeError(f"a case needs a context of {longest:,} tokens", fix="set policy.max_model_len=...")
@@ -302,7 +306,7 @@ def _room(suites: Sequence[Suite]) -> int:
 
 
 def _longest(model: Path) -> int:
-    """Returns the maximum context length of a model. The checks before a start report an invalid folder."""
+    """Returns the maximum context length of a model. An invalid folder is reported later, by the checks before the start."""
     try:
         positions = read_json(model / "config.json").get("max_position_embeddings")
     except (OSError, ValueError):
@@ -311,9 +315,9 @@ def _longest(model: Path) -> int:
 
 
 def recorded_sampling(model: Path) -> dict[str, Any]:
-    """Returns the `evaluation.sampling` with which a model folder was evaluated, from its record or the recipe of its run folder.
+    """Returns the `evaluation.sampling` with which a model folder was evaluated, from its record or the recipe in its run folder.
 
-    The result is empty if the folder has neither. Raises `UserError` if the record cannot be read.
+    The result is empty if there is neither a record nor a recipe. Raises `UserError` if it cannot be read.
     """
     path = model / SAMPLING_FILE
     try:

@@ -27,12 +27,12 @@ from agentrl.evaluation.suites import SuiteEvaluation, evaluate_suites
 from agentrl.failure.case import Case, Suite, load_suite, load_suites
 from agentrl.failure.timeline import one_line
 
-_POLL_S = 0.5  # longest uninterrupted wait, so that ctrl-C takes effect
-_STOP_S = 120.0  # longest wait for servers and sandboxes to stop
+_POLL_S = 0.5  # maximum uninterrupted wait, so that ctrl-C takes effect
+_STOP_S = 120.0  # maximum wait for servers and sandboxes to stop
 
 
 class CaseNotPassed(Exception):
-    """A case that failed, or is unscored."""
+    """Raised for a case that failed or is unscored."""
 
     def __init__(self, outcome: CaseOutcome) -> None:
         super().__init__(summary_line(outcome))
@@ -40,12 +40,12 @@ class CaseNotPassed(Exception):
 
 
 class BackgroundEvaluation:
-    """The evaluation of all items, in a separate thread with its own event loop."""
+    """Evaluates the cases of all items in a separate thread with its own event loop."""
 
     def __init__(self, prepared: PreparedEvaluation) -> None:
         self.prepared = prepared
         self.done: tuple[SuiteEvaluation, ...] = ()
-        self.error: BaseException | None = None  # the error that ended the evaluation
+        self.error: BaseException | None = None  # the error with which the evaluation failed
         self._outcomes: dict[tuple[str, str], Future[CaseOutcome]] = {
             (suite.name, case.id): Future() for suite in prepared.suites for case in suite.cases
         }
@@ -55,7 +55,7 @@ class BackgroundEvaluation:
         self._begun = threading.Event()
 
     def outcome(self, suite: str, case: str) -> CaseOutcome:
-        """Waits for a case and returns its outcome. Raises the error that ended the evaluation if there is no outcome."""
+        """Waits for a case and returns its outcome. If the evaluation fails before there is an outcome, raises its error."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="agentrl-cases", daemon=True)
             self._thread.start()
@@ -68,7 +68,7 @@ class BackgroundEvaluation:
                     raise
 
     def finish(self) -> None:
-        """Waits until the results are written if all cases are done. Otherwise cancels the evaluation."""
+        """If all cases are done, waits until the results are written. Otherwise cancels the evaluation and waits for it to stop."""
         if self._thread is None:
             return
         self._begun.wait(_STOP_S)
@@ -79,7 +79,7 @@ class BackgroundEvaluation:
     def _run(self) -> None:
         try:
             asyncio.run(self._evaluate())
-        except BaseException as error:  # re-raised in the items that wait
+        except BaseException as error:  # re-raised in the items that are waiting
             self.error = main_error(error)
             for future in self._outcomes.values():
                 if not future.done():
@@ -97,7 +97,7 @@ class BackgroundEvaluation:
 
 
 class CaseItem(pytest.Item):
-    """One case. Its set-up waits for the result, so an unscored case is a pytest error, not a failure."""
+    """One case. The set-up waits for the result and raises if the case is unscored, which pytest reports as an error, not a failure."""
 
     def __init__(self, *, suite: Suite, case: Case, cases: SuitePlugin, **more: Any) -> None:
         super().__init__(**more)
@@ -118,7 +118,7 @@ class CaseItem(pytest.Item):
             raise CaseNotPassed(self.outcome)
 
     def error_text(self, error: BaseException) -> str:
-        """Returns the text that pytest shows for an error; empty if the error is a bug, so that pytest shows its stack."""
+        """Returns the text that pytest shows for an error; empty if the error is a bug, so that pytest shows the stack trace."""
         if isinstance(error, CaseNotPassed):
             return "\n".join(self._report_lines(error.outcome))
         return f"{type(error).__name__}: {error}" if isinstance(error, AgentRLError) else ""
@@ -135,12 +135,12 @@ class CaseItem(pytest.Item):
 
 
 class SuiteFolder(pytest.Directory):
-    """A suite's folder. Its items are the cases."""
+    """A suite's folder. Its items are the cases of the suite."""
 
     cases: SuitePlugin
 
     def collect(self) -> Iterator[CaseItem]:
-        """Yields the cases."""
+        """Yields an item for each case."""
         try:
             suite = load_suite(self.path)
         except UserError as error:
@@ -166,14 +166,14 @@ class SuitePlugin:
         explicit = config.args_source is pytest.Config.ArgsSource.ARGS
         arguments = {folder.resolve() for folder in suite_arguments(config)}
         further = [str(folder) for folder in self._folders if folder not in arguments]
-        config.args = [*(config.args if explicit else []), *further]  # tests that are arguments run in addition to suites
+        config.args = [*(config.args if explicit else []), *further]  # tests given as arguments run in addition to the suites
 
     def pytest_report_header(self) -> str:
-        """Returns the number of suites, and the policy."""
+        """Returns a line with the number of suites and the policy."""
         return f"agentrl: {len(self._folders)} suite{'s' if len(self._folders) > 1 else ''}, policy {one_line(self._policy.name, 200)}"
 
     def pytest_collect_directory(self, path: Path, parent: pytest.Collector) -> pytest.Collector | None:
-        """Collects a suite's folder."""
+        """Returns the collector for a suite's folder; None for any other folder."""
         if path.resolve() not in self._folders:
             return None
         folder = SuiteFolder.from_parent(parent, path=path)
@@ -181,7 +181,7 @@ class SuitePlugin:
         return folder
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Validates options and selected cases, before anything starts."""
+        """Validates the options and the selected cases, before anything starts."""
         items = [item for item in session.items if isinstance(item, CaseItem)]
         if not items or self._config.option.collectonly:
             return
@@ -204,14 +204,14 @@ class SuitePlugin:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
-        """Replaces the stack of a failed case with its report."""
+        """Replaces the stack trace of a failed case with its report."""
         report = yield
         if isinstance(item, CaseItem) and call.excinfo is not None and (text := item.error_text(call.excinfo.value)):
             report.longrepr = text
         return report
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Ends the evaluation."""
+        """Waits for the evaluation, or cancels it if cases are left."""
         if self.evaluation is not None:
             self.evaluation.finish()
             if self.evaluation.error is not None and session.exitstatus == pytest.ExitCode.OK:
@@ -231,7 +231,7 @@ class SuitePlugin:
 
 
 def _policy_of(config: pytest.Config, suites: Sequence[Suite]) -> NamedPolicy:
-    """Returns the policy that the options name or, if they name none, the policy of the suites. Raises `UserError` if there is none."""
+    """Returns the policy that the options name or, if they name none, that of the suites. Raises `UserError` if neither exists."""
     option = config.getoption
     requests = RequestOptions.parse(option("agentrl_request"), option("agentrl_header"), option("agentrl_tokens_name"))
     if (policy := option("agentrl_policy")) is None:
@@ -242,7 +242,7 @@ def _policy_of(config: pytest.Config, suites: Sequence[Suite]) -> NamedPolicy:
 
 
 def _selected(items: Sequence[CaseItem]) -> list[Suite]:
-    """Returns the suites with the cases that were not deselected."""
+    """Returns the suites of the selected items, each with only its selected cases."""
     selected: dict[Path, list[Case]] = {}
     for item in items:
         selected.setdefault(item.suite.folder, []).append(item.case)

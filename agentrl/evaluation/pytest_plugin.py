@@ -14,7 +14,7 @@ _WORKERS = "--agentrl-policy evaluates all cases concurrently in one process: ru
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds the options."""
+    """Adds agentrl's options."""
     group = parser.getgroup("agentrl", "regression suites of agentrl")
     group.addoption("--agentrl-suite", action="append", default=[], metavar="FOLDER", help="suite, or folder of suites; can be repeated")
     group.addoption(
@@ -61,7 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def suite_arguments(config: pytest.Config) -> list[Path]:
-    """Returns the folders of suites among the arguments."""
+    """Returns those command-line arguments that are folders of suites."""
     if config.args_source is not pytest.Config.ArgsSource.ARGS:
         return []
     folders = [config.invocation_params.dir / argument for argument in config.args]

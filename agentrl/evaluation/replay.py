@@ -1,8 +1,8 @@
-"""Creates cases that start in the middle of an episode, at the turn at which it failed.
+"""Creates cases that start in the middle of an episode, at the turn at which the episode failed.
 
 The state is created once, when the case is promoted. The recorded episode is replayed in a live sandbox, token by token, up to that turn.
-The tools must return the recorded results. Then the sandbox is captured. So the case starts from a state that really existed, and an
-evaluation samples from that turn on.
+The tools must return the recorded results. Then the sandbox is captured. So the case starts from a state that the replay reached, and an
+evaluation samples that turn and the later turns.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ class ReplaySetup:
     agent: Agent
     sandboxes: SandboxBackend
     max_model_len: int
-    tools: ToolSource  # tools of the run's recipe, with the tool lists of its servers
+    tools: ToolSource  # tools that the run's recipe configures, with the tool lists of its servers
 
 
 class _Enough(ServingError):
-    """Ends the replay when the turn is reached. It is not a fault."""
+    """Stops the replay when the turn is reached. It is not a fault."""
 
 
 class _Apart(ServingError):
-    """Ends the replay because it differs from the recorded episode."""
+    """Stops the replay because it differs from the recorded episode."""
 
 
 @dataclass(slots=True)
@@ -83,8 +83,8 @@ class _Player:
 def start_turn(trace: Trace, wanted: str) -> int:
     """Returns the turn, counted from 0, at which a trace's case will start.
 
-    `wanted` is a number counted from 1, or `failing` for the turn of the trace's tag. Raises `UserError` if there is no such turn, or if
-    the trace has no exact tokens or several trajectories.
+    `wanted` is a number counted from 1, or `failing`, which means the turn in the trace's tag. Raises `UserError` if there is no such turn,
+    or if the trace has no exact tokens or several trajectories.
     """
     if trace.episode is None or trace.task is None:
         raise UserError(f"trace {trace.id} ({trace.source}) has no exact tokens to start from", fix="promote an episode of a run")
@@ -106,8 +106,8 @@ def start_turn(trace: Trace, wanted: str) -> int:
 async def replay_state(trace: Trace, turn: int, stage: ReplaySetup) -> EpisodeState | None:
     """Returns the state of a trace's episode before a turn, counted from 0; None if the turn is the first.
 
-    Raises `UserError` if the replay differs, for example in a tool result or because the tokenizer is different, or if the sandbox is too
-    large to capture.
+    Raises `UserError` if the replay differs from the recorded episode, for example in a tool result or because of a different tokenizer, or
+    if the sandbox is too large to capture.
     """
     task, episode = trace.task, trace.episode
     assert task is not None and episode is not None, "start_turn checks this"
@@ -147,7 +147,7 @@ async def replay_state(trace: Trace, turn: int, stage: ReplaySetup) -> EpisodeSt
 
 
 def _differs(state: EpisodeState, recorded: Sequence[Turn], turn: int) -> str:
-    """Returns how a state differs from the record before a turn; empty if it does not."""
+    """Returns how a state differs from the recorded episode before a turn; empty if they are equal."""
     for number, (mine, theirs) in enumerate(zip(state.trajectories[0].turns, recorded, strict=False)):
         if mine.message != theirs.message:
             return f"turn {number + 1} is parsed as a different message"
@@ -164,12 +164,12 @@ def _refused(trace: Trace, turn: int, why: str) -> UserError:
 
 @asynccontextmanager
 async def open_replay(run: Path, tasks: Iterable[Task]) -> AsyncIterator[ReplaySetup]:
-    """Opens the agent, tokenizer, tools and sandboxes that replay the episodes of a run, as its recipe configures them.
+    """Opens the agent, tokenizer, tools and sandboxes for replaying the episodes of a run, as its recipe configures them.
 
     Args:
-        tasks: the tasks of the episodes. The tool servers that they use are started.
+        tasks: the tasks of the episodes. The tool servers that these tasks use are started.
 
-    Raises `UserError` if the folder contains no run or no exact tokens, or if a server does not start or has changed.
+    Raises `UserError` if the folder contains no run or no model, or if a tool server does not start or has changed.
     """
     try:
         recipe = load(run / "recipe.json")
@@ -207,8 +207,8 @@ def check_start_tokens(suites: Iterable[Suite], chat: ChatFormat, tools: ToolSou
     """Raises `UserError` if this tokenizer and template would not produce the start tokens of a case.
 
     Args:
-        tools: the recipe's tools, with the tool lists of its servers. Their schemas are part of a prompt.
-        rollout: the recipe's rollout settings; its instructions and sub-agents are used.
+        tools: the recipe's tools, with the tool lists of its servers. Their schemas are part of the prompts.
+        rollout: the recipe's rollout settings, of which the instructions and the sub-agents are used.
     """
     delegate = delegation.delegate_schema(rollout.delegation or DelegationConfig())
     for suite in suites:
@@ -254,7 +254,7 @@ def _foreign(
 
 
 async def replay_starts(run: Path, traces: Sequence[Trace], wanted: str) -> dict[str, EpisodeState | None]:
-    """Returns, by trace id, the state from which the case of the trace starts; None if the case starts at the first turn.
+    """Returns a mapping trace id -> state from which the trace's case starts; None if the case starts at the first turn.
 
     Args:
         run: the run folder that contains the traces.

@@ -28,10 +28,10 @@ from agentrl.records.fields import JsonObject, Record, Text
 FORMAT = 1
 ABOUT, ATTEMPTS, EPISODES = "about.json", "attempts.jsonl", "episodes.jsonl"
 LARGEST_SCORE = 1e100
-"""Largest absolute score of an attempt. A sum of larger scores could overflow."""
+"""Maximum absolute score of an attempt. A sum of larger scores could overflow."""
 LARGEST_COUNT = 1 << 40
-"""Largest number of tokens, turns or seconds of an attempt. A sum over a file still fits into a record."""
-_MAX_BYTES = 256 << 20  # bytes of one file
+"""Upper bound on the tokens, turns and seconds of an attempt, so that the sum over a file fits into a record."""
+_MAX_BYTES = 256 << 20  # maximum bytes of one file
 _WRITTEN_BY = "agentrl eval RECIPE --suite SUITE"
 
 
@@ -41,11 +41,11 @@ class CaseAttempt(Record):
 
     case: str
     task_key: str  # hash of the case's content
-    number: int  # counted from 0, attempts at the same case
+    number: int  # number of this attempt at the case, counted from 0
     episode: str
     score: float | None  # None means unscored, never 0
     reason: Text = ""  # why it is unscored
-    again: bool = False  # an additional attempt, because the case looked worse
+    again: bool = False  # whether it is an additional attempt, which was run because the case looked worse
     tokens: int = 0  # number of sampled tokens
     turns: int = 0
     wall_s: float = 0.0
@@ -62,21 +62,21 @@ class EvaluationInfo(Record):
     cases: int
     repeats: int
     model: str  # as the user named it
-    version: int  # version in the run that created the model; 0 if no run created it
+    version: int  # version number in the run that created the model; 0 if no run created it
     sha256: str  # hash of the model's weights
     recipe: str  # name of the recipe
     recipe_sha256: str
     sampling: JsonObject
     seed: int
-    threshold: float  # lowest score with which an attempt passes, for cases without a threshold
+    threshold: float  # minimum score for an attempt to pass, for cases without a threshold
     agentrl: str
     at: str  # UTC, ISO 8601
     wall_s: float = 0.0
-    thresholds: Mapping[str, float] = field(default_factory=dict)  # case -> threshold, for cases that have one
+    thresholds: Mapping[str, float] = field(default_factory=dict)  # case -> threshold, for cases that have a threshold
     format: int = FORMAT
 
     def pass_threshold(self, case: str) -> float:
-        """Returns the lowest score with which an attempt at a case passes."""
+        """Returns the minimum score for an attempt at a case to pass."""
         return self.thresholds.get(case, self.threshold)
 
     def __post_init__(self) -> None:
@@ -90,7 +90,7 @@ class EvaluationFigures(Record):
     """The rates and costs of an evaluation."""
 
     pass_at_1: float | None  # mean over cases; None if no attempt was scored
-    low: float | None  # lower end of its 95% interval
+    low: float | None  # lower end of the 95% interval of `pass_at_1`
     high: float | None
     pass_at_k: float | None  # unbiased estimate of the probability that at least one of `k` attempts passes
     k: int
@@ -110,7 +110,7 @@ class SuiteResults:
     attempts: tuple[CaseAttempt, ...]
 
     def scores(self) -> Scores:
-        """Case -> scores in the order of the attempts, without the additional attempts at cases that looked worse."""
+        """Returns case -> scores in the order of the attempts, excluding additional attempts at cases that looked worse."""
         scores: dict[str, list[float | None]] = {}
         for attempt in sorted(self.attempts, key=lambda attempt: (attempt.case, attempt.number)):
             if not attempt.again:
@@ -119,13 +119,13 @@ class SuiteResults:
 
     @property
     def task_keys(self) -> dict[str, str]:
-        """Case -> hash of its content."""
+        """Case -> hash of the case's content."""
         return {attempt.case: attempt.task_key for attempt in self.attempts}
 
     def figures(self, k: int = 0) -> EvaluationFigures:
-        """Returns rates and costs without the additional attempts.
+        """Returns the rates and costs, excluding additional attempts.
 
-        `k` is the k of pass@k. 0 means the number of repeats or, if it is larger, the smallest number of attempts at a case.
+        `k` is the k of pass@k. 0 means the larger of the number of repeats and the smallest number of attempts at a case.
         """
         first = [attempt for attempt in self.attempts if not attempt.again]
         by_case: dict[str, list[float]] = {}
@@ -155,7 +155,7 @@ class SuiteResults:
 
 
 def same_cases(before: SuiteResults, after: SuiteResults) -> tuple[Scores, Scores, list[str]]:
-    """Returns the scores of both evaluations, without cases whose content differs, and the names of the excluded cases."""
+    """Returns the scores in both evaluations, without cases whose contents differ, and the names of the excluded cases."""
     ones, others = before.task_keys, after.task_keys
     changed = sorted(case for case in ones.keys() & others.keys() if ones[case] != others[case])
     shared = [{case: scores for case, scores in results.scores().items() if case not in changed} for results in (before, after)]
@@ -175,7 +175,7 @@ def suite_sha256(task_keys: Mapping[str, str]) -> str:
 def save_results(
     folder: Path, results: SuiteResults, episodes: Iterable[Mapping[str, Any]], *, more: Mapping[str, bytes] | None = None
 ) -> None:
-    """Writes an evaluation's folder atomically, replacing an existing folder. `more` maps names to additional files."""
+    """Writes an evaluation's folder atomically, replacing an existing folder. `more` maps names of additional files to their contents."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     part = partial_folder(folder)
     (part / ABOUT).write_bytes(codec.to_json(results.about) + b"\n")
@@ -187,7 +187,7 @@ def save_results(
 
 
 def load_results(folder: Path) -> SuiteResults:
-    """Reads an evaluation's folder. Raises a `UserError` that describes the problem."""
+    """Reads an evaluation's folder. If it is missing or invalid, raises a `UserError` that describes the problem."""
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}", fix=f"give a folder that {_WRITTEN_BY} wrote, or RUN@VERSION")
     try:

@@ -1,4 +1,4 @@
-"""Evaluates episodes on the first n held-out tasks, in the same sandboxes and with the same verifier as training."""
+"""Runs and scores episodes on the first n held-out tasks, in the same sandboxes and with the same verifiers as in training."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from agentrl.task import make_task
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitEvaluation:
-    """Scores of one split, with a confidence interval. Episodes without a finite score count only as excluded."""
+    """The scores on one split, with a confidence interval. Episodes without a finite score count only as excluded."""
 
-    rate: Rate | None  # mean over tasks of the mean score of each; None if no episode was scored
+    rate: Rate | None  # mean over tasks of each task's mean score; None if no episode was scored
     by_kind: dict[str, Rate]
     attempts: int  # attempts per task
     episodes: int
     excluded: int
     excluded_reasons: dict[str, int]
     tokens_mean: float | None  # sampled tokens per attempt
-    pass_at: dict[int, float]  # k -> share of the tasks that at least one of k attempts passes; empty if a task has no threshold
-    compute: tuple[ComputeCurve, ...]  # success by sampled tokens; empty if `pass_at` is
+    pass_at: dict[int, float]  # k -> share of tasks that at least one of k attempts passes; empty if a task has no threshold
+    compute: tuple[ComputeCurve, ...]  # success by sampled tokens; empty if `pass_at` is empty
     transcripts: tuple[dict[str, Any], ...]
 
 
 @dataclass(slots=True)
 class AttemptTotals:
-    """Totals of the attempts at some tasks. Attempts without a finite score count only as excluded."""
+    """Totals of the attempts at a set of tasks. Attempts without a finite score count only as excluded."""
 
     scored: dict[str, list[tuple[float, CountedAttempt]]] = field(default_factory=dict)  # task -> its scored attempts with their scores
     left_out: int = 0
@@ -73,7 +73,7 @@ class AttemptTotals:
 
     @property
     def rate(self) -> Rate | None:
-        """The mean over tasks of the mean score of each; None if there are no scores.
+        """The mean over tasks of each task's mean score; None if there are no scores.
 
         Attempts at one task are not independent, so their number must not narrow the interval.
         """
@@ -83,7 +83,7 @@ class AttemptTotals:
     def evaluation(
         self, by_kind: Mapping[str, AttemptTotals], *, attempts: int, transcripts: Sequence[dict[str, Any]] = ()
     ) -> SplitEvaluation:
-        """Returns the totals as an evaluation, with the totals of each kind of task. `attempts` is the number per task."""
+        """Returns the totals as a `SplitEvaluation`, with the rate for each kind of task. `attempts` is the number per task."""
         tries = self.tries
         tokens = [attempt.tokens for tried in tries for attempt in tried]
         return SplitEvaluation(
@@ -114,13 +114,13 @@ async def evaluate_split(
     notes: EvaluationNotes | None = None,
     thinking_tokens: int | None = None,
 ) -> SplitEvaluation:
-    """Evaluates tasks 0..count-1 of a split, or all of them if the split is smaller.
+    """Evaluates tasks 0..count-1 of a split, or all tasks if the split has fewer.
 
     Raises `RecipeError` if the split is empty, or if a task has no room for the thinking bound.
 
     Args:
         attempts: episodes per task.
-        on_done: called with the finished and total episodes.
+        on_done: called with the numbers of finished and of all episodes.
         on_scored: called with each task and its scored episode.
         thinking_tokens: replaces the tasks' `Limits.thinking_tokens`; None keeps them.
         notes: notes that the episodes read and extend, round by round. None means one round with the memory of `runner`.
@@ -159,9 +159,9 @@ async def evaluate_split(
 
 
 def _split_tasks(family: TaskFamily, split: Split, count: int, thinking_tokens: int | None) -> list[Task | Failure]:
-    """Returns the tasks; a task that cannot be created is a `Failure`.
+    """Returns the tasks, with a `Failure` in place of each task that cannot be created.
 
-    Raises `RecipeError` if the split is empty or a task has no room for the bound.
+    Raises `RecipeError` if the split is empty or a task has no room for the thinking bound.
     """
     size = family.size(split)
     tasks = [_create_task(family, split, index) for index in range(count if size is None else min(count, size))]
@@ -173,7 +173,7 @@ def _split_tasks(family: TaskFamily, split: Split, count: int, thinking_tokens: 
 
 
 def with_thinking_bound(task: Task, thinking_tokens: int) -> Task:
-    """Returns the task with this bound on thinking. Raises `RecipeError` if a turn would have no room for an answer."""
+    """Returns a copy of the task with this bound on thinking. Raises `RecipeError` if a turn would have no room for an answer."""
     try:
         return replace(task, limits=replace(task.limits, thinking_tokens=thinking_tokens))
     except ValueError as error:
@@ -181,7 +181,7 @@ def with_thinking_bound(task: Task, thinking_tokens: int) -> Task:
 
 
 def _create_task(family: TaskFamily, split: Split, index: int) -> Task | Failure:
-    """Returns the task, or a `Failure` if it cannot be created. The other tasks are still evaluated."""
+    """Returns the task, or a `Failure` if it cannot be created, so that the other tasks are still evaluated."""
     try:
         return make_task(family, split, index)
     except Exception as error:  # a family may raise anything

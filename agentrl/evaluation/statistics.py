@@ -1,6 +1,6 @@
 """Tests, intervals, sample sizes and compute curves for evaluations. All attempts at a case are one cluster.
 
-Tests are exact and need only the standard library, because the gate uses them. Bootstrap intervals need scipy (extra `statistics`).
+The tests need only the standard library, because the gate uses them. Bootstrap intervals need scipy (extra `statistics`).
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from agentrl.base.numbers import wilson_interval
 RESAMPLES = 4_000
 MAX_CASES = 1_000_000
 MAX_POINTS = 24
-"""Largest number of points of a compute curve."""
-_MAX_BITS = 1 << 26  # bits of the number that holds the exact distribution of a sum
+"""Maximum number of points on a compute curve."""
+_MAX_BITS = 1 << 26  # maximum bits of the number that holds the exact distribution of a sum
 _FLIPS = 9_999
-_MAX_LOG = 700.0  # largest logarithm of the e-value of one stake; a larger value would overflow
+_MAX_LOG = 700.0  # maximum logarithm of the e-value for one stake; a larger value would overflow
 _STAKES = tuple(0.05 + 0.1 * index for index in range(10))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tails:
-    """Probabilities under the null that a sum is at most, and at least, as large as the observed sum."""
+    """Probabilities under the null hypothesis that a sum is at most (`low`) or at least (`high`) as large as the observed sum."""
 
     low: float
     high: float
-    exact: bool  # False means that it is estimated from seeded random flips
+    exact: bool  # False means that they are estimated from seeded random flips
 
     @property
     def both(self) -> float:
@@ -53,7 +53,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountedAttempt:
-    """One attempt at a task: whether it passed, and the tokens sampled in it, including sub-agents'."""
+    """One attempt at a task: whether it passed, and the number of tokens sampled in it, including those of sub-agents."""
 
     passed: bool
     tokens: int
@@ -61,9 +61,10 @@ class CountedAttempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeCurve:
-    """The success of `attempts` attempts at a task, each stopped after a budget of sampled tokens.
+    """The success of `attempts` attempts per task as a function of the token budget after which each attempt is stopped.
 
-    No episode is re-run. An agent does not know its budget, so an attempt that passed after n tokens passes with any budget of n or more.
+    No episode is re-run. An agent does not know its budget, so an attempt that passed after n tokens would pass with any budget of n or
+    more.
     """
 
     attempts: int
@@ -71,12 +72,12 @@ class ComputeCurve:
 
 
 def sign_flip_test(differences: Sequence[Fraction], *, seed: int = 0) -> Tails:
-    """Tests a sum of case differences against all choices of their signs.
+    """Tests a sum of case differences against its distribution over all choices of their signs.
 
-    All repeats of a case are flipped together. The test is valid if under the null both signs of a case's difference are equally likely.
-    For single attempts that pass or fail it is McNemar's test. The distribution is exact if it fits in 2^26 bits: (n + 1) * sum(|d|) * m,
-    for n nonzero differences d with least common denominator m. Differences of attempts that pass or fail fit. Other distributions are
-    estimated from 9,999 seeded random flips and the observed signs (Phipson and Smyth 2010).
+    All repeats of a case are flipped together. The test is valid if, under the null hypothesis, both signs of a case's difference are
+    equally likely. For single attempts that pass or fail, it is McNemar's test. The distribution is exact if its size, (n + 1) * sum(|d|) *
+    m bits for n nonzero differences d with least common denominator m, is at most 2^26 bits. This is so for attempts that pass or fail.
+    Larger distributions are estimated from 9,999 seeded random flips and the observed signs (Phipson and Smyth 2010).
     """
     unit = math.lcm(*(difference.denominator for difference in differences))
     steps = [int(difference * unit) for difference in differences if difference]
@@ -95,7 +96,7 @@ def sign_flip_test(differences: Sequence[Fraction], *, seed: int = 0) -> Tails:
 
 @cache
 def fisher_p_value(passed: int, tries: int, before_passed: int, before_tries: int) -> float:
-    """Returns the one-sided p-value of Fisher's exact test that `passed` of `tries` are fewer than before. It is rounded only once.
+    """Returns the one-sided p-value of Fisher's exact test for a pass rate below the earlier one. It is computed exactly and rounded once.
 
     Raises `ValueError` if the counts are impossible.
     """
@@ -108,11 +109,12 @@ def fisher_p_value(passed: int, tries: int, before_passed: int, before_tries: in
 
 
 def holm_rejections(p_values: Sequence[float], alpha: float, *, hypotheses: int) -> tuple[bool, ...]:
-    """Returns the rejected hypotheses, with a chance of at most `alpha` of any false rejection under any dependence (Holm 1979).
+    """Returns, for each p-value, whether its hypothesis is rejected (Holm 1979).
+
+    The probability of any false rejection is at most `alpha`, however the p-values depend on each other.
 
     Args:
-        hypotheses: number of hypotheses, at least the number of p-values. A hypothesis that has no p-value counts as one with a p-value of
-            1.
+        hypotheses: number of hypotheses, at least the number of p-values. For a hypothesis without a p-value, a p-value of 1 is assumed.
     """
     rejected = [False] * len(p_values)
     for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
@@ -123,15 +125,15 @@ def holm_rejections(p_values: Sequence[float], alpha: float, *, hypotheses: int)
 
 
 def e_value(differences: Sequence[float], *, null: float = 0.0) -> float:
-    """Returns the evidence for a mean below `null`. You may inspect it after each new case.
+    """Returns the evidence that the mean is below `null`. It may be inspected after each new case.
 
-    For a null of 0 it is the mean over stakes of the product over cases of 1 - stake * d. The stakes are 0.05, 0.15, ..., 0.95
-    (Waudby-Smith and Ramdas 2024). If the mean of each case, given the cases before it, is at least `null`, the probability that the value
-    ever reaches 1/alpha is at most alpha (Ville 1939). This holds for new cases, not for repeats.
+    If `null` is 0, the value is the mean over stakes of the product over cases of 1 - stake * d. The stakes are 0.05, 0.15, ..., 0.95
+    (Waudby-Smith and Ramdas 2024). If the expected difference of each case, given the cases before it, is at least `null`, the probability
+    that the value ever reaches 1/alpha is at most alpha (Ville 1939). This holds for new cases, not for repeats.
 
     Args:
         differences: [N] after minus before, each within [-1, 1], in the order in which the cases were tried.
-        null: within [-1, 1). A larger null never gives a smaller value.
+        null: within [-1, 1). The value never decreases as `null` increases.
 
     Raises `ValueError` if a difference is outside [-1, 1].
     """
@@ -143,14 +145,14 @@ def e_value(differences: Sequence[float], *, null: float = 0.0) -> float:
 
 
 def anytime_interval(differences: Sequence[float], *, level: float = 0.95) -> Interval:
-    """Returns an interval of the mean difference that is valid simultaneously for all numbers of cases, so a comparison may stop at any.
+    """Returns an interval for the mean difference that is valid for all numbers of cases at once, so a comparison may stop after any case.
 
-    It contains every mean against which the evidence (`e_value`) is below 2 / (1 - level), both for a lower and for a higher mean. It
-    excludes 0 exactly if the evidence against 0 in one direction reaches that value. It is wider than `difference_interval`, and [-1, 1] if
-    there is no case.
+    It contains every mean against which the evidence (`e_value`) is below 2 / (1 - level) in both directions. It excludes 0 exactly if the
+    evidence against 0 in one direction reaches that value. It is wider than that of `difference_interval`. If there is no case, it is
+    [-1, 1].
 
     Args:
-        differences: as for `e_value`, which raises `ValueError`.
+        differences: as for `e_value`, which raises `ValueError` if one is outside [-1, 1].
     """
     enough = 2 / (1 - level)
     mirrored = [-difference for difference in differences]
@@ -169,13 +171,14 @@ def _bound(differences: Sequence[float], enough: float) -> float:
 
 
 def difference_interval(by_case: Sequence[float], *, level: float = 0.95, made_up: float = 1.0, seed: int = 0) -> Interval:
-    """Returns a percentile interval of the mean difference, by a seeded bootstrap of cases (Davison and Hinkley 1997, 3.8).
+    """Returns a percentile interval for the mean difference, from a seeded bootstrap over cases (Davison and Hinkley 1997, 3.8).
 
     The percentiles are expanded so that an interval from few cases is as wide as Student's t requires (Hesterberg 2015).
 
-    Pseudo-cases, equally many up and down, are added to the sample, because the plain bootstrap is too narrow if there are few flips and a
-    single point if there are none. `made_up` is the sum of their squares. 1 gives the pseudo-pairs of Agresti and Min (2005), half an
-    observation in each cell. With 3.5, the bound from N cases without a flip is the exact bound, log(1/alpha) / N.
+    Pseudo-cases, equally many positive and negative, are added to the sample, because the interval of the plain bootstrap is too narrow if
+    there are few flips, and a single point if there are none. `made_up` is the sum of their squares. A value of 1 yields the pseudo-pairs
+    of Agresti and Min (2005), half an observation in each cell. With 3.5, the bound from N cases without a flip is the exact bound,
+    log(1/alpha) / N.
 
     Args:
         by_case: [N] mean difference of each case, each within [-1, 1] for scores within [0, 1].
@@ -199,12 +202,12 @@ def difference_interval(by_case: Sequence[float], *, level: float = 0.95, made_u
 def rate_interval(by_case: Sequence[float], tries: int) -> Interval:
     """Returns the mean of case rates with Wilson's 95% interval for the effective number of independent tries (Kish 1965).
 
-    With that number of tries, a mean of single tries has the variance of the case rates. The number is between the number of cases (if
-    repeats agree) and `tries` (if they are independent).
+    The effective number is the number of independent tries whose mean has the same variance as the mean of the case rates. It is between
+    the number of cases (if repeats agree) and `tries` (if repeats are independent).
 
     Args:
         by_case: [N] share of each case's attempts that passed.
-        tries: number of attempts at all cases in total.
+        tries: total number of attempts at all cases.
 
     Raises `ValueError` if there is no case.
     """
@@ -218,7 +221,9 @@ def rate_interval(by_case: Sequence[float], tries: int) -> Interval:
 
 
 def pass_at_k(passed: int, tries: int, k: int) -> float:
-    """Returns the unbiased estimate that one of k attempts passes: 1 - C(tries - passed, k) / C(tries, k) (Chen et al. 2021).
+    """Returns the unbiased estimate 1 - C(tries - passed, k) / C(tries, k) of the probability that one of k attempts passes.
+
+    The formula is from Chen et al. (2021).
 
     Raises `ValueError` if the counts are impossible, or if there are fewer than `k` attempts.
     """
@@ -228,7 +233,7 @@ def pass_at_k(passed: int, tries: int, k: int) -> float:
 
 
 def mean_pass_at_k(cases: Sequence[tuple[int, int]], k: int) -> float | None:
-    """Returns the mean over the cases (passed, tries) with at least `k` tries; None if there is no such case."""
+    """Returns the mean pass@k over the cases, given as (passed, tries), with at least `k` tries; None if there is no such case."""
     estimates = [pass_at_k(passed, tries, k) for passed, tries in cases if tries >= k]
     return sum(estimates) / len(estimates) if estimates else None
 
@@ -241,14 +246,14 @@ def attempt_counts(most: int) -> tuple[int, ...]:
 
 
 def pass_at_attempt_counts(tasks: Sequence[Sequence[CountedAttempt]]) -> dict[int, float]:
-    """Returns k -> pass@k for each k of `attempt_counts`, over the tasks with at least k attempts."""
+    """Returns a mapping k -> pass@k over the tasks with at least k attempts, for each k in `attempt_counts`."""
     counts = [(sum(attempt.passed for attempt in attempts), len(attempts)) for attempts in tasks]
     rates = {k: mean_pass_at_k(counts, k) for k in attempt_counts(max((tries for _, tries in counts), default=0))}
     return {k: rate for k, rate in rates.items() if rate is not None}
 
 
 def compute_curves(tasks: Sequence[Sequence[CountedAttempt]]) -> tuple[ComputeCurve, ...]:
-    """Returns a curve for each number of attempts.
+    """Returns a curve for each number of attempts in `attempt_counts`.
 
     The points of a curve are token budgets per attempt: 0, the budgets at which attempts pass, and the length of the longest attempt.
     """
@@ -264,9 +269,9 @@ def compute_curves(tasks: Sequence[Sequence[CountedAttempt]]) -> tuple[ComputeCu
 
 
 def attempt_noise(by_case: Sequence[Sequence[float]]) -> float:
-    """Returns the mean variance of the difference of two attempts by the same policy at the same case.
+    """Returns the mean over cases of the variance of the score difference between two attempts by the same policy at the same case.
 
-    For a case with one attempt, the variance of all attempts at all cases is used, which is at least as large on average.
+    For a case with one attempt, the variance over all attempts at all cases is used, which on average is at least as large.
 
     Args:
         by_case: [N][tries] scores. Raises `ValueError` if there is no score.
@@ -279,26 +284,26 @@ def attempt_noise(by_case: Sequence[Sequence[float]]) -> float:
 
 
 def planned_spread(difference: float, noise: float, *, repeats: int = 1) -> float:
-    """Returns the standard deviation of case differences to plan with if at most one policy is known.
+    """Returns the standard deviation of case differences to assume when planning, if at most one policy is known.
 
-    Assumes that a few cases change completely and cause the difference. A difference that is spread over many cases is not harder to
-    detect. The other cases differ by chance, and both policies try each case `repeats` times.
+    The assumption is that a few cases change completely and cause the difference, while the other cases differ by chance. A difference that
+    is spread over many cases is not harder to detect. Both policies try each case `repeats` times.
 
     Args:
-        noise: see `attempt_noise`; 2 p (1 - p) for attempts that pass with the same probability p at every case.
+        noise: see `attempt_noise`; it is 2 p (1 - p) if attempts at every case pass with the same probability p.
     """
     share = abs(difference)
     return math.sqrt(share + (1 - share) * noise / repeats - share**2)
 
 
 def cases_needed(difference: float, spread: float, *, alpha: float = 0.05, power: float = 0.8) -> int:
-    """Returns the number of cases with which a two-sided paired test detects `difference` with probability `power`, at most `MAX_CASES`.
+    """Returns the number of cases that a two-sided paired test needs to detect `difference` with probability `power`, up to `MAX_CASES`.
 
-    Uses the normal approximation of Connor (1987). 1 / |difference| cases are added because an exact test changes in steps (continuity
-    correction).
+    Uses the normal approximation of Connor (1987). As a continuity correction, 1 / |difference| cases are added, because the p-values of an
+    exact test change in steps.
 
     Args:
-        spread: standard deviation of the differences of cases, observed or planned.
+        spread: standard deviation of the case differences, observed or planned.
 
     Raises `ValueError` if `difference` is 0.
     """
@@ -311,7 +316,7 @@ def cases_needed(difference: float, spread: float, *, alpha: float = 0.05, power
 
 
 def smallest_detectable(cases: int, noise: float, *, repeats: int = 1, alpha: float = 0.05, power: float = 0.8) -> float | None:
-    """Returns the smallest difference, in hundredths, that this number of cases detects; None if it cannot detect a difference of 1."""
+    """Returns the smallest multiple of 0.01 that this number of cases can detect as a difference; None if it cannot detect 1."""
     for hundredths in range(1, 101):
         difference = hundredths / 100
         if cases_needed(difference, planned_spread(difference, noise, repeats=repeats), alpha=alpha, power=power) <= cases:
@@ -320,7 +325,7 @@ def smallest_detectable(cases: int, noise: float, *, repeats: int = 1, alpha: fl
 
 
 def _budgets(passed: Sequence[int], longest: int) -> list[int]:
-    """Returns the budgets at which success changes; evenly spaced among the passed attempts if there are many."""
+    """Returns 0, the budgets at which success changes (if there are many, an evenly spaced selection), and `longest`."""
     if len(passed) > MAX_POINTS - 2:
         passed = [passed[index * (len(passed) - 1) // (MAX_POINTS - 3)] for index in range(MAX_POINTS - 2)]
     return sorted({0, *passed, longest})
@@ -334,7 +339,7 @@ def _curve_point(tasks: Sequence[Sequence[CountedAttempt]], budget: int, k: int)
 
 
 def _sampled_flips(sizes: Sequence[int], risen: int, seed: int) -> Tails:
-    """Estimates the tails from random flips. `risen` is the sum of the sizes whose observed sign is positive."""
+    """Estimates the tails from random flips. `risen` is the sum of the sizes of the positive differences."""
     rng = random.Random(seed)
     low = high = 1  # the observed signs
     for _ in range(_FLIPS):

@@ -1,7 +1,7 @@
 """Checks the code and images to which the cases of a suite refer.
 
 A suite is data and may come from a third party, but its verifiers and tools run with the user's rights. So a case may refer only to code
-and images of the project and to code of installed packages, not to files in the suite's folder.
+and images in the project and to code in installed packages, but not to files in the suite's folder.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from agentrl.errors import UserError
 from agentrl.failure.case import Case, Suite
 from agentrl.plugins.references import project_root
 
-_SHOWN = 200  # characters of a reference
+_SHOWN = 200  # maximum characters of a reference in an error message
 
 
 def check_project(suites: Sequence[Suite], root: Path) -> None:
-    """Raises `UserError` if the suites do not belong to the current directory's project, whose code an evaluation would run.
+    """Raises `UserError` if the suites do not belong to the current directory's project, because an evaluation runs their project's code.
 
     Args:
         root: the project of the suites.
@@ -73,9 +73,9 @@ def _outside(case: Case, suite: Path, root: Path) -> Iterator[tuple[str, str]]:
 
 
 def _of_module(module: str, root: Path) -> Iterator[Path]:
-    """Yields the paths of a module in the project, and the path at which Python finds its package.
+    """Yields the paths that a module may have in the project, and the paths at which Python finds its top-level package.
 
-    Python may find it in the current directory, which may be the suite's folder.
+    Python may find the package in the current directory, which may be the suite's folder.
     """
     for end in (".py", ""):
         yield (root / module.replace(".", "/")).with_suffix(end)

@@ -26,9 +26,9 @@ from agentrl.session.preflight import PreflightResult, check_suite
 
 EVAL_PHASE = "eval"
 SUITE_FOLDER = "suite"
-"""Folder within a run folder that contains the evaluation of one suite."""
+"""Subfolder of a run folder that contains the evaluation, if one suite was evaluated."""
 SUITES_FOLDER = "suites"
-"""Folder within a run folder that contains the evaluations of several suites, one folder each."""
+"""Subfolder of a run folder that contains one folder per evaluation, if several suites were evaluated."""
 
 CaseListener = Callable[[CaseOutcome], None]
 
@@ -53,10 +53,10 @@ async def evaluate_suites(
 
     Args:
         console: whether to show the progress.
-        on_case: called with each case when its last attempt is scored.
+        on_case: called with the outcome of each case when its last attempt is scored.
 
     Raises:
-        InfrastructureError: the server is permanently lost, for example. Faults of single episodes are recorded in their attempts.
+        InfrastructureError: for example, the server is permanently lost. Faults in single episodes are recorded in their attempts.
     """
     async with open_policy(prepared, console=console) as policy:
         cases = [(suite, case) for suite in prepared.suites for case in suite.cases]
@@ -89,9 +89,9 @@ async def evaluate_suite(
     """Serves the recipe's model and evaluates it on a suite. The caller makes the same preparations as for `agentrl.run.loop.train`.
 
     Args:
-        repeats: attempts per case; None means the case's number or, if it has none, the suite's.
+        repeats: attempts per case; None means the case's number or, if the case has none, the suite's number.
 
-    Raises `PluginError` before anything starts if the verifier or a tool of a case does not resolve.
+    If a verifier or a tool of a case does not resolve, raises `PluginError` before anything starts.
     """
     check_suite(suite, checked.scorer, declared_tools(recipe.mcp, recipe.tools, root), root=root)
     prepared = PreparedEvaluation(
@@ -110,9 +110,9 @@ async def evaluate_suite(
 
 
 def pin_baselines(evaluations: Sequence[SuiteEvaluation]) -> int:
-    """Stores the results of an evaluation as the baselines of its cases. Returns the number of baselines.
+    """Stores the results of evaluations as the baselines of their cases. Returns the number of stored baselines.
 
-    Excludes cases that have no score or whose task has changed.
+    Cases that have no score, or whose task has changed, are skipped.
     """
     pinned = 0
     for evaluation in evaluations:
@@ -134,7 +134,7 @@ def exit_code(outcomes: Sequence[CaseOutcome]) -> int:
 
 
 class _Evaluation:
-    """Runs and saves the attempts at the cases of an evaluation."""
+    """Runs the attempts at the cases in an evaluation, and saves them."""
 
     def __init__(self, prepared: PreparedEvaluation, policy: OpenPolicy, total: int, on_case: CaseListener) -> None:
         self._prepared, self._policy, self._total, self._on_case = prepared, policy, total, on_case
@@ -143,7 +143,7 @@ class _Evaluation:
         self._began, self._scored = time.monotonic(), 0
 
     async def run_case(self, suite: Suite, case: Case) -> tuple[CaseOutcome, list[SuiteAttempt]]:
-        """Runs the attempts at a case."""
+        """Runs the attempts at a case. Returns the outcome of the case and the records of the attempts."""
         prepared, policy = self._prepared, self._policy
         label = EVAL_PHASE if len(prepared.suites) == 1 else self._names[suite.folder]
         planned = [plan_case(case, f"{label}-{case.id}-r{number}", policy.broken) for number in range(prepared.repeats_of(suite, case))]
@@ -160,7 +160,7 @@ class _Evaluation:
         return outcome, attempts
 
     def save(self, suite: Suite, cases: Sequence[tuple[CaseOutcome, list[SuiteAttempt]]]) -> SuiteEvaluation:
-        """Writes a suite's evaluation, for `agentrl compare`."""
+        """Writes a suite's evaluation, which `agentrl compare` reads, and returns it."""
         prepared, run = self._prepared, self._prepared.start.folder
         folder = run / SUITE_FOLDER if len(prepared.suites) == 1 else run / SUITES_FOLDER / self._names[suite.folder]
         repeats = prepared.repeats or suite.repeats
@@ -183,7 +183,7 @@ class _Evaluation:
 
 
 def _names(suites: Sequence[Suite]) -> dict[Path, str]:
-    """Returns a unique name for each suite, for files and episodes."""
+    """Returns a unique name for each suite, for use in the names of files and episodes."""
     names: dict[Path, str] = {}
     for suite in suites:
         plain = "".join(c if c.isascii() and (c.isalnum() or c in "_.") else "-" for c in suite.folder.resolve().name).strip("-.")[:60]

@@ -1,10 +1,10 @@
 """Compares two versions of a run by new attempts at the same cases, and stops as soon as the result is clear.
 
-    block of cases -> attempts by one version -> weights of the other -> its attempts -> verdict, or the next block
+    block of cases -> attempts by one version -> load the other version -> its attempts -> verdict, or the next block
 
 The verdict comes from an interval that is valid after every block (`agentrl.evaluation.statistics.anytime_interval`), so stopping early
-does not raise its error rate: a version that is not worse gets the verdict `worse` with a probability of at most alpha/2. The cases are
-tried in a random order, as a sample of the cases to which the version will be applied.
+does not raise its error rate: the probability that a version that is not worse receives the verdict `worse` is at most alpha/2. The cases
+are tried in random order and regarded as a sample of the cases to which the version will be applied.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ _BLOCK = 16  # cases between two verdicts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DifferenceSoFar:
-    """The difference of two versions after the cases tried so far: the mean over cases of the second score minus the first."""
+    """The difference between two versions on the cases tried so far: the mean over cases of the second score minus the first."""
 
     verdict: ComparisonVerdict  # `not enough data` means that no case is left
-    interval: Interval  # valid at any number of cases
+    interval: Interval  # valid for any number of cases
     before: float
     after: float
-    cases: int  # scored on both sides
+    cases: int  # number of cases that are scored on both sides
     unscored: int  # pairs of attempts that one side did not score
-    most: int  # largest possible number of cases
+    most: int  # maximum number of cases
     lost: tuple[str, ...]  # cases with a lower mean score after
     gained: tuple[str, ...]
 
@@ -61,9 +61,9 @@ class DifferenceSoFar:
 def difference_so_far(
     before: Sequence[SuiteAttempt], after: Sequence[SuiteAttempt], *, alpha: float, margin: float, most: int
 ) -> DifferenceSoFar:
-    """Compares the attempts of two versions, each in the order in which the cases were tried.
+    """Compares the attempts by two versions, each in the order in which the cases were tried.
 
-    The verdict is `worse` or `better` if the interval of level 1 - alpha excludes 0. Otherwise it is `same` if the interval is within the
+    The verdict is `worse` or `better` if the interval at level 1 - alpha excludes 0. Otherwise it is `same` if the interval is within the
     margin. Raises `UserError` if a score is outside [0, 1].
     """
     both = pair_scores(scores_by_case(before), scores_by_case(after))
@@ -97,7 +97,7 @@ def difference_so_far(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionComparison:
-    """Two versions of a run to compare, and the evaluation that runs them."""
+    """Two versions of a run that are compared, and the evaluation that runs them."""
 
     run: Path
     numbers: tuple[int, int]
@@ -112,7 +112,7 @@ class VersionComparison:
 
     @property
     def folders(self) -> tuple[Path, Path]:
-        """The folders to which the attempts of each version are written, for `agentrl compare`."""
+        """The folders to which the attempts by each version are written and from which `agentrl compare` reads them."""
         before, after = (self.prepared.start.folder / name for name in _PHASES)
         return before, after
 
@@ -142,8 +142,8 @@ def prepare_comparison(
 
     Args:
         suite: the cases; None means the held-out tasks that the run's recipe evaluates.
-        cases: maximum number of cases; None means all.
-        folder: run folder of the comparison; None means the first unused name.
+        cases: maximum number of cases; None means no maximum.
+        folder: run folder of the comparison; None means a folder with the first unused name.
 
     Raises `UserError`, for example if a version is unknown, or if its weights or probe were deleted.
     """
@@ -157,7 +157,7 @@ def prepare_comparison(
                 f"version {number} of {run} was deleted or never published", fix=f"choose a different version: agentrl versions list {run}"
             )
         registry.verify(version)
-    base = run.resolve() / "versions" / "000000"  # the server starts with it, because adapters are loaded on top of it
+    base = run.resolve() / "versions" / "000000"  # the server starts with this version, because adapters are loaded on top of it
     policy = NamedPolicy(source=PolicySource.VERSION, name=f"{run}@0", model=str(base), run=run.resolve())
     own, overrides = None, ("serving.weight_transfer=file", *overrides)  # no learner sends weights
     if suite is None:
@@ -174,7 +174,7 @@ def prepare_comparison(
 
 
 async def run_comparison(comparison: VersionComparison, trial: Trial[Result], *, console: bool = True) -> Result:
-    """Serves both versions, and returns the result of `trial`, which is `try_blocks` or `agentrl.evaluation.canary.run_canary`.
+    """Serves both versions and returns the result of `trial`, which is `try_blocks` or `agentrl.evaluation.canary.run_canary`.
 
     Raises `InfrastructureError` if the server is permanently lost, and `SwapError` if it rejects a version.
     """
@@ -231,7 +231,7 @@ async def try_blocks(
 
 
 def save_attempts(comparison: VersionComparison, side: int, version: PolicyVersion, attempts: Sequence[SuiteAttempt], began: float) -> None:
-    """Writes the attempts by one version to its folder of the comparison. `began` is in monotonic seconds."""
+    """Writes the attempts by one version to the version's folder in the comparison. `began` is in monotonic seconds."""
     prepared, number = comparison.prepared, comparison.numbers[side]
     repeats = prepared.repeats or comparison.suite.repeats
     info = evaluation_info(prepared.recipe, comparison.suite, version, repeats=repeats, threshold=prepared.threshold, began=began)
@@ -248,7 +248,7 @@ async def run_attempts_of(
     side: int,
     numbers: Callable[[Case], Iterable[int]],
 ) -> tuple[SuiteAttempt, ...]:
-    """Loads a version if a different version is served, and runs the attempts at each case that `numbers` returns."""
+    """Loads a version if a different version is served, and runs the attempts whose numbers `numbers` returns for each case."""
     assert policy.run is not None, "versions are served here"
     if (policy.run.served.version, policy.run.served.sha256) != (version.number, version.sha256):
         await policy.run.served.swap(version)

@@ -1,6 +1,6 @@
-"""The experience store between driver and learner, its ledger of groups, and the checkpoints of running episodes.
+"""The experience store between the driver and the learner, its ledger of groups, and the checkpoints of running episodes.
 
-Driver and learner communicate only through the store, so either may die at any moment.
+The driver and the learner communicate only through the store, so either may die at any moment.
 """
 
 from agentrl.experience.blocks import BlockStarts

@@ -23,17 +23,17 @@ STATES = ("parked", "ready", "assigned", "trained", "excluded")
 MAX_PROBLEMS = 100
 _MAX_META = 1 << 20  # maximum bytes of a checkpoint's record
 _MAX_METRICS = 1 << 30  # maximum bytes of metrics.jsonl
-_MAX_LINE = 1 << 20  # maximum bytes of a line of metrics.jsonl; longer lines are skipped
-_SHOWN_CHARS = 200  # characters of a value in the description of a problem
+_MAX_LINE = 1 << 20  # maximum bytes of a line in metrics.jsonl; longer lines are skipped
+_SHOWN_CHARS = 200  # maximum characters of a value in the description of a problem
 
 Progress = Callable[[int, int], None]
-"""Called with the number of processed groups and the number of all groups."""
+"""Called with the number of processed groups and the total number of groups."""
 _CheckpointUses = tuple[int, dict[int, tuple[int, GroupUse]]]  # number of completed steps, and group index -> (step, use)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerCounts:
-    """Counts of a ledger's groups and tokens. `tokens_sampled` is always the sum of the other three token counts."""
+    """Counts of a ledger's groups and tokens. `tokens_sampled` is the sum of `tokens_trained`, `tokens_excluded` and `tokens_open`."""
 
     groups: Mapping[str, int]  # state -> number of groups
     parts_pending: int  # number of score parts that have not arrived
@@ -41,8 +41,8 @@ class LedgerCounts:
     tokens_trained: int
     tokens_excluded: int
     tokens_open: int
-    residuals: int  # groups whose late parts were applied after they were trained
-    tokens_residual: int  # trained for residuals, in addition to `tokens_trained`
+    residuals: int  # number of groups whose late parts were applied after the group was trained
+    tokens_residual: int  # tokens trained for residuals, which `tokens_trained` does not include
     unused: Mapping[str, int]  # reason without details -> number of excluded groups
 
     @property
@@ -53,9 +53,9 @@ class LedgerCounts:
 
 
 def unstored_groups(run_dir: Path, store: ExperienceStore, entries: Iterable[LedgerEntry]) -> dict[int, str]:
-    """Returns the groups that have no ledger entry, with their states.
+    """Returns a mapping index -> state of the groups that have no ledger entry.
 
-    A group is "running" if `running/` contains an ended attempt or a saved turn of it, and "issued" if only its block has started.
+    A group is "running" if `running/` contains one of its finished attempts or saved turns, and "issued" if only its block has started.
     """
     order, stored = GroupOrder.from_recipe(load(run_dir / "recipe.json")), {entry.index for entry in entries}
     started = {index for block in store.block_versions() for index in order.block(block)[: order.per_step]}
@@ -103,7 +103,7 @@ def verify(run_dir: Path, store: ExperienceStore, *, progress: Progress = lambda
     Compares each entry with the group's episodes if they are stored, the entries with the newest checkpoint, and the trained tokens of
     each step with `metrics.jsonl`. The run may be training. A step that completes during the check is not reported.
     """
-    checkpoint = _newest_checkpoint(run_dir)  # read before the entries, which then have all of its steps but the last
+    checkpoint = _newest_checkpoint(run_dir)  # read before the entries, which then contain all of its steps, except perhaps the last
     entries = store.entries()
     for done, entry in enumerate(entries):
         progress(done, len(entries))
@@ -131,7 +131,7 @@ def _entry_problems(entry: LedgerEntry, store: ExperienceStore) -> list[str]:
 
 def _differences(entry: LedgerEntry, group: Group) -> Iterator[str]:
     actual, stored = asdict(new_entry(group)), asdict(entry)
-    later = ("counted", "has_spread") if entry.pending else ()  # computed when the last late part arrives or expires
+    later = ("counted", "has_spread") if entry.pending else ()  # they are computed when the last late part arrives or expires
     for name, value in actual.items():
         if name not in ("step", "use", "late_parts", *later) and stored[name] != value:
             yield f"group {entry.index}: the ledger has {name}={_brief(stored[name])}, but its episodes have {_brief(value)}"
@@ -148,9 +148,9 @@ def _brief(value: object) -> str:
 
 
 def _newest_checkpoint(run_dir: Path) -> tuple[str, _CheckpointUses | str] | None:
-    """Returns the name of the newest checkpoint, and its uses or the reason why they cannot be read.
+    """Returns the name of the newest checkpoint, and its uses or the reason why they cannot be read; None if there is no checkpoint.
 
-    Skips checkpoints that the learner found damaged. The learner repeats their steps, so the file of uses no longer contains them.
+    Skips checkpoints that the learner found damaged. The learner repeats their steps, so the file of uses no longer contains these steps.
     """
     unread = None
     for meta in sorted((run_dir / "checkpoints").glob("[0-9]*/meta.json"), reverse=True):
@@ -166,9 +166,9 @@ def _newest_checkpoint(run_dir: Path) -> tuple[str, _CheckpointUses | str] | Non
 
 
 def _checkpoint_uses(run_dir: Path, content: bytes) -> _CheckpointUses:
-    """Returns the number of completed steps of a checkpoint, and the step and use of each group.
+    """Returns the number of steps that a checkpoint completes, and the step and use of each group.
 
-    Raises `StoreError` if they are unknown.
+    Raises `StoreError` if the file of uses does not match the checkpoint.
     """
     fields = json.loads(content)
     complete, checkpoints = int(fields["step"]), run_dir / "checkpoints"
@@ -205,7 +205,7 @@ def _step_problems(run_dir: Path, entries: Sequence[LedgerEntry]) -> Iterator[st
         if entry.use is not None and entry.step is not None:
             trained[entry.step] += 0 if entry.is_residual else entry.use.tokens_trained
             if entry.use.reason in ("update_skipped", "critic_warmup", "rolled_back"):
-                skipped.add(entry.step)  # metrics.jsonl has the tokens of the batch even if its update was skipped
+                skipped.add(entry.step)  # metrics.jsonl contains the tokens of the batch even if its update was skipped
     reported: dict[int, float] = {}  # a resumed run may repeat a step
     try:
         for number, tokens in _reported_tokens(run_dir):

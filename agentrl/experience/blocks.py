@@ -1,12 +1,12 @@
 """Decides when groups start, and from which policy version each block of groups starts.
 
-A group starts only if at most `depth` blocks of groups are in flight after that:
+A group starts only if at most `depth` blocks of groups are in flight after it has started:
 
     started - consumed - parked <= per_step * depth
 
-A parked group waits for late scores. It does not count, so another group is sampled instead, and no step waits for it. When its scores
-arrive, it is in flight again. No new group starts until steps have consumed enough groups. At most `MAX_PARKED_BLOCKS` blocks of parked
-groups free their slots, so that a run whose scores never arrive does not sample forever.
+A parked group waits for late scores. It does not count as in flight, so another group is sampled instead, and no step waits for it. When
+its scores arrive, it is in flight again, and no new group starts until steps have consumed enough groups. At most `MAX_PARKED_BLOCKS`
+blocks of parked groups free their slots, so that a run whose scores never arrive does not sample forever.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from types import MappingProxyType
 from agentrl.experience.ledger import GroupOrder
 
 MAX_PARKED_BLOCKS = 64
-"""Maximum number of blocks of parked groups that free their slots. Additional groups keep their slots while they are parked."""
+"""Maximum number of blocks of parked groups that free their slots. Additional parked groups keep their slots."""
 
 
 class BlockStarts:
-    """Admits the groups of a run one by one. Groups of block `b` read the notes and task weights of version `version_of(b)`.
+    """Admits the groups of a run one by one. The groups in block `b` read the notes and task weights of version `version_of(b)`.
 
     If no group is parked, block `b` starts from version `b + 1 - depth`. If a block starts from an older version, the caller records that
     version in the store, so that a resumed run uses the same notes and weights.
@@ -37,15 +37,15 @@ class BlockStarts:
         self._newest = -1  # newest block that this process has started
 
     def version_of(self, block: int) -> int:
-        """Returns the version that a started block starts from."""
+        """Returns the version from which a started block starts."""
         return self._versions.get(block, self._usual(block))
 
     def oldest_version(self, block: int) -> int:
-        """Returns the oldest version that a block starts from, or may start from if it has not started."""
+        """Returns the version from which a block starts or, if it has not started, the oldest version from which it may start."""
         return self.version_of(min(block, self._newest)) if self._newest >= 0 else 0
 
     def needed_version(self, slot: int, *, parked: int) -> int:
-        """Returns the version that must serve before the group in a slot starts. Slots number the groups of all blocks except extra groups.
+        """Returns the oldest version that may be serving when the group in a slot starts. Slots number all groups except extra groups.
 
         Args:
             parked: number of parked groups.
@@ -55,7 +55,7 @@ class BlockStarts:
         return max(0, -(-(slot + 1 - freed) // per_step) - self._order.depth)
 
     def admit(self, slot: int, *, version: int, parked: int) -> bool:
-        """Whether the group in a slot may start now. The first slot of a block starts the block. Call it for the slots in order.
+        """Whether the group in a slot may start now. Admitting the first slot in a block starts the block. Call it for the slots in order.
 
         Args:
             version: the serving version.
@@ -73,9 +73,9 @@ class BlockStarts:
         return version >= needed
 
     def take_unsaved(self) -> list[tuple[int, int]]:
-        """Returns the blocks that started from an older version since the last call, each with its version.
+        """Returns (block, version) for each block that started from an older version since the last call.
 
-        Record them before a group of the block starts.
+        Record them before a group in the block starts.
         """
         unsaved, self._unsaved = self._unsaved, []
         return unsaved

@@ -1,7 +1,7 @@
-"""Checkpoints of running groups in the run folder: the newest state of each episode, or the scored episode after it ended.
+"""Checkpoints of running groups in the run folder: the newest state of each episode, or the scored episode after it finished.
 
-Each episode has one file (zstd-compressed JSON with a checksum), which is replaced after every turn. A lost file costs only the episode's
-turns, so a file that cannot be written or read never stops a run. The error is logged, and the episode restarts.
+Each episode has one file (zstd-compressed JSON with a checksum), which is replaced after every turn. If a file is lost, only the turns of
+its episode are lost, so a file that cannot be written or read never stops a run. The error is logged, and the episode restarts.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ log = logging.getLogger(__name__)
 T = TypeVar("T", EpisodeState, ScoredEpisode)
 
 MAX_BYTES = 2 * MAX_SNAPSHOT_BYTES
-"""Maximum bytes of a file's content: a snapshot as base64, and the turns."""
+"""Maximum bytes of a file's uncompressed content, which is a base64-encoded snapshot and the turns."""
 
 
 def encode_checkpoint(record: EpisodeState | ScoredEpisode) -> bytes:
-    """Returns the content of a file. Raises `OSError` if the record is too large."""
+    """Returns the file content that encodes a record. Raises `OSError` if the record is too large."""
     data = codec.to_json(record)
     if len(data) > MAX_BYTES:
         raise OSError(f"the record has {len(data) >> 20} MiB; the limit is {MAX_BYTES >> 20} MiB")
@@ -39,7 +39,7 @@ def encode_checkpoint(record: EpisodeState | ScoredEpisode) -> bytes:
 
 
 def decode_checkpoint(kind: type[T], body: bytes) -> T:
-    """Returns the record of a file. Raises `ValueError` if it is damaged."""
+    """Returns the record that a file content encodes. Raises `ValueError` if the content is damaged."""
     return codec.from_json(kind, decompress(body, most=MAX_BYTES))
 
 
@@ -56,24 +56,24 @@ class FolderCheckpoints:
         await asyncio.to_thread(self._write, group, self._path(group, member, "state"), state)
 
     async def save_scored(self, group: int, member: int, scored: ScoredEpisode) -> None:
-        """Stores the scored episode of an attempt, which replaces its state."""
+        """Stores the scored episode of an attempt in place of the attempt's state."""
         await asyncio.to_thread(self._replace_state, group, member, scored)
 
     async def load(self, group: int, member: int) -> EpisodeState | ScoredEpisode | None:
-        """Returns the newest state of an attempt, or its scored episode if it ended; None if neither is stored and intact."""
+        """Returns the scored episode of an attempt or, if it has not finished, its newest state; None if neither is stored and intact."""
         return await asyncio.to_thread(self._find, group, member)
 
     def receive(self, group: int, member: int, kind: str, body: bytes) -> None:
         """Stores the bytes that `encode_checkpoint` returned on a different host.
 
-        `kind`: `state`, or `scored`, which replaces the state.
+        `kind` is `state` or `scored`. A scored episode replaces the state.
         """
         self._replace(group, self._path(group, member, kind), body)
         if kind == "scored":
             self._path(group, member, "state").unlink(missing_ok=True)
 
     def content(self, group: int, member: int, kind: str) -> bytes | None:
-        """Returns the bytes of a file for a different host; None if there is no file, or if it cannot be read."""
+        """Returns the bytes of a file, to be sent to a different host; None if there is no file, or if it cannot be read."""
         try:
             return untrusted_files.read_bytes(self._path(group, member, kind), most=MAX_BYTES, inside=self._folder)
         except (OSError, ValueError):
@@ -85,7 +85,7 @@ class FolderCheckpoints:
         shutil.rmtree(self._folder / f"{group:06d}", ignore_errors=True)
 
     def groups(self) -> tuple[int, ...]:
-        """Indices of the groups with checkpoints."""
+        """Returns the indices of the groups that have checkpoints, in ascending order."""
         folders = self._folder.iterdir() if self._folder.is_dir() else ()
         return tuple(sorted(int(path.name) for path in folders if path.is_dir() and path.name.isdecimal()))
 
@@ -126,7 +126,7 @@ class FolderCheckpoints:
             if group in self._forgotten:
                 shutil.rmtree(path.parent, ignore_errors=True)
         except OSError as error:
-            if group in self._forgotten:  # its folder was removed
+            if group in self._forgotten:  # the group's folder was removed
                 return
             log.warning("%s could not be written, so a crash would lose the turns since the last write: %s", path, error)
 
@@ -144,9 +144,9 @@ class FolderCheckpoints:
 
 
 def drop_unused_images(run_dir: Path, store: ExperienceStore, checkpoints: FolderCheckpoints) -> int:
-    """Deletes the images that no stored or running episode contains, such as those of repeated attempts. Returns their number.
+    """Deletes the images that no stored or saved episode contains, such as those of repeated attempts. Returns the number of images.
 
-    Call it while no episode runs.
+    Call it while no episode is running.
     """
     media = MediaFolder(run_dir)
     if not media.folder.is_dir():

@@ -1,8 +1,8 @@
 """The driver's experience store. One thread opens it and executes every call, so the event loop never encodes a group or waits for the
 disk.
 
-The next commit stores all groups that arrive while a commit runs (group commit). A disk that syncs 100 times per second therefore stores
-thousands of groups per second. `put` returns after the sync that contains the group.
+All groups that arrive during a commit are stored by the next commit (group commit). A disk that syncs 100 times per second can therefore
+store thousands of groups per second. `put` returns after the sync that includes its group.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from agentrl.protocols import ExperienceStore, GroupCommit
 from agentrl.records import Group, LedgerEntry
 
 MAX_WAITING = 256
-"""Maximum number of calls that wait for the thread. Additional callers wait until one of these calls ends."""
+"""Maximum number of calls that wait for the thread. Additional callers wait until one of these calls has finished."""
 MAX_PER_COMMIT = 64
-"""Maximum groups of one commit."""
+"""Maximum number of groups in one commit."""
 
 T = TypeVar("T")
 
@@ -45,11 +45,11 @@ class _Put:
 class DriverStore:
     """An `ExperienceStore` for coroutines. Calls are executed in the order in which they arrive.
 
-    An accepted call is executed even if its caller is cancelled, and `close` waits for it. A store with `GroupCommit` commits groups
-    together; any other store writes them one by one, on the same thread. Each method raises the errors of the store.
+    An accepted call is executed even if its caller is cancelled, and `close` waits for it. A store that implements `GroupCommit` commits
+    groups together. Any other store writes them one by one, on the same thread. Each method raises the errors of the store.
 
     Args:
-        factory: opens the store, on the thread that uses it. If it raises, every call raises its error.
+        factory: opens the store on the thread that uses it. If it raises an error, every call raises the same error.
     """
 
     def __init__(self, factory: Callable[[], ExperienceStore]) -> None:
@@ -62,7 +62,7 @@ class DriverStore:
 
     @classmethod
     async def open(cls, factory: Callable[[], ExperienceStore]) -> DriverStore:
-        """Opens the store, and returns it when it is open. Raises the errors of the factory."""
+        """Returns a `DriverStore` after its store is open. Raises the errors of the factory."""
         store = cls(factory)
         try:
             await asyncio.wrap_future(store._opened)
@@ -73,11 +73,11 @@ class DriverStore:
 
     @property
     def store(self) -> ExperienceStore:
-        """The open store, for calls outside of the driver's event loop. Not every store supports calls from another thread."""
+        """The open store, for calls outside the driver's event loop. Not every store supports calls from a different thread."""
         return self._opened.result()
 
     async def put(self, group: Group) -> bool:
-        """Stores a group durably. Returns False, and stores nothing, if a group with this index exists."""
+        """Stores a group durably and returns True. If a group with this index exists, stores nothing and returns False."""
         result: Future[bool] = Future()
         return await self._accept(_Put(group, result), result)
 
@@ -95,12 +95,12 @@ class DriverStore:
         return await self.call(lambda store: store.groups(wanted))
 
     async def call(self, function: Callable[[ExperienceStore], T]) -> T:
-        """Calls `function` with the store on the store's thread, and returns its result."""
+        """Calls `function` with the store, on the store's thread, and returns the result."""
         result: Future[T] = Future()
         return await self._accept(_Call(function, result), result)
 
     async def close(self) -> None:
-        """Closes the store after all accepted calls. Later calls raise `StoreError`. Idempotent."""
+        """Closes the store after all accepted calls have finished. Later calls raise `StoreError`. Idempotent."""
         if self._closed is None:
             self._closed = Future()
             self._calls.put(_Call(lambda store: store.close(), self._closed))
@@ -140,7 +140,7 @@ class DriverStore:
         return self._opened.result().put(group)
 
     def _commit(self, puts: Sequence[_Put]) -> None:
-        """Stores groups in one commit. A group that cannot be encoded fails alone; an error of the store fails all of them."""
+        """Stores groups in one commit. If a group cannot be encoded, only its call fails. If the store fails, all of the calls fail."""
         if len(puts) > 1 and self._opened.exception() is None and isinstance(store := self._opened.result(), GroupCommit):
             try:
                 stored = store.put_all([put.group for put in puts])
@@ -163,5 +163,5 @@ class DriverStore:
 def _settle(result: Future[T], function: Callable[[], T]) -> None:
     try:
         result.set_result(function())
-    except BaseException as error:  # raised by a user-supplied store; the caller gets it
+    except BaseException as error:  # a user-supplied store may raise anything; the caller receives it
         result.set_exception(error)

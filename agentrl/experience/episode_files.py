@@ -1,4 +1,4 @@
-"""Files of exported episodes, Parquet or JSON lines, with one row per episode (`COLUMNS`), and the loader that reads them back.
+"""Files of exported episodes (Parquet or JSON Lines) with one row per episode (`COLUMNS`), and the function that loads them.
 
 datasets.load_dataset("parquet", data_files="episodes.parquet")     # for analysis
 for exported in load_export(Path("episodes.parquet")): ...          # the same records as in the store
@@ -24,7 +24,7 @@ COLUMNS = {
     "id": "string",
     "group": "int64",  # null for an episode of an evaluation
     "attempt": "int64",  # index in its group
-    "step": "int64",  # learner step of its group, from 1, or of the evaluated version; null if there is none yet
+    "step": "int64",  # learner step of its group or of the evaluated version, counted from 1; null if there is none yet
     "state": "string",  # state of its group: parked, ready, assigned, trained, excluded; or "evaluated"
     "unused": "string",  # why its group was not trained
     "phase": "string",  # train, before, step8, after, gate000008
@@ -33,7 +33,7 @@ COLUMNS = {
     "split": "string",
     "outcome": "string",  # solved, partial, failed, pending or excluded
     "stop_reason": "string",
-    "score": "double",  # null if there is none
+    "score": "double",  # null if it has no score
     "parts": "string",  # parts of the score: JSON object
     "exclusion": "string",  # kind of the failure that excludes it
     "blame": "string",
@@ -41,23 +41,23 @@ COLUMNS = {
     "newest_version": "int64",
     "tokens": "int64",  # sampled tokens
     "turns": "int64",
-    "tools": "string",  # names in the order of their first calls: JSON list
+    "tools": "string",  # tool names in the order of their first calls: JSON list
     "seconds": "double",
     "sampled_at": "double",  # Unix time at which its last turn ended
     "task_key": "string",
-    "prompt": "string",  # prompt of the task: JSON list of messages
+    "prompt": "string",  # the task's prompt: JSON list of messages
     "episode": "string",  # JSON of `ScoredEpisode`: trajectories, turns, token ids, logprobs, version spans, results, score
 }
-"""Column -> Arrow type. The columns up to `sampled_at` are those of `EpisodeRow`."""
+"""Column -> Arrow type. The columns up to `sampled_at` are the fields of `EpisodeRow`."""
 _JSON = ("parts", "tools", "prompt", "episode")
-_BATCH_CHARS = 32 << 20  # maximum size of the episodes in memory at once
+_BATCH_CHARS = 32 << 20  # characters of encoded episodes after which a batch is written
 _MAX_LINE = 1 << 30
 _BATCH_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportedEpisode:
-    """A row of a file of episodes."""
+    """A row in a file of exported episodes."""
 
     row: EpisodeRow
     task_key: str
@@ -66,18 +66,18 @@ class ExportedEpisode:
 
     @classmethod
     def of(cls, record: EpisodeRecord) -> ExportedEpisode:
-        """Returns the row of a stored episode."""
+        """Returns the row for a stored episode."""
         return cls(row=record.row, task_key=record.group.task_key, prompt=record.group.prompt, scored=record.scored)
 
     def as_columns(self) -> dict[str, Any]:
-        """Returns the values of the columns, with JSON encoded as strings."""
+        """Returns a mapping column -> value, with JSON encoded as strings."""
         columns = {field.name: getattr(self.row, field.name) for field in fields(self.row)}
         columns |= {"parts": json.dumps(dict(self.row.parts)), "tools": json.dumps(self.row.tools), "task_key": self.task_key}
         return columns | {"prompt": codec.to_json(self.prompt).decode(), "episode": codec.to_json(self.scored).decode()}
 
     @classmethod
     def from_columns(cls, columns: dict[str, Any]) -> ExportedEpisode:
-        """Reads a row. Raises `ValueError` if it has a different form."""
+        """Returns the row that the columns contain. Raises `ValueError` if a column is missing or has the wrong form."""
         if missing := sorted(COLUMNS.keys() - columns.keys()):
             raise ValueError(f"it has no column {', '.join(missing)}")
         texts = {name: columns[name] for name in _JSON}
@@ -90,7 +90,7 @@ class ExportedEpisode:
 
 
 def write_parquet(episodes: Iterable[ExportedEpisode], path: Path) -> int:
-    """Writes a Parquet file, and returns the number of its rows. Replaces an existing file only when the new one is complete."""
+    """Writes a Parquet file and returns the number of rows. Replaces an existing file only when the new file is complete."""
     import_optional("pyarrow", "cpu", needed_for="export --to parquet")
     import pyarrow
     from pyarrow import parquet
@@ -105,9 +105,9 @@ def write_parquet(episodes: Iterable[ExportedEpisode], path: Path) -> int:
 
 
 def write_lines(episodes: Iterable[ExportedEpisode], path: Path) -> int:
-    """Writes a file of JSON lines, and returns their number.
+    """Writes a JSON Lines file and returns the number of lines.
 
-    Columns that contain JSON are written as objects. Replaces an existing file only when the new one is complete.
+    Columns that contain JSON are written as nested values. Replaces an existing file only when the new file is complete.
     """
     written = 0
     with replace_file(path) as part, part.open("w", encoding="utf-8") as file:
@@ -121,7 +121,7 @@ def write_lines(episodes: Iterable[ExportedEpisode], path: Path) -> int:
 
 
 def load_export(path: Path) -> Iterator[ExportedEpisode]:
-    """Yields the episodes of an exported file, `.parquet` or `.jsonl`, one by one.
+    """Yields the episodes in an exported file (`.parquet` or `.jsonl`).
 
     Raises `UserError` if the file has a different suffix, and `StoreError` if a row was not written by an export.
     """

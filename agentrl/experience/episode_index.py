@@ -5,8 +5,9 @@
         record = index.episode(page.rows[0].id)
 
 The index only reads, and never blocks the run that writes. It reads `experience.sqlite`, whose table of episodes is written with the groups
-(`agentrl.experience.episode_rows`). A run of an older version, or with a user-supplied store, has no such table. For such a run, `agentrl
-store RUN --index` copies the episodes to `episodes.sqlite`, which is read instead. Every query has a deadline. All strings are untrusted.
+(`agentrl.experience.episode_rows`). A run that an older version wrote, or that has a user-supplied store, has no such table. For such a
+run, `agentrl store RUN --index` copies the episodes to `episodes.sqlite`, which is read instead. Every query has a deadline. All strings
+are untrusted.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ from agentrl.records import Group, ScoredEpisode, codec
 
 STORE_FILE, COPY_FILE = "experience.sqlite", "episodes.sqlite"
 MAX_PAGE = 1000
-"""Largest number of rows of one page."""
+"""Maximum number of rows on one page."""
 MAX_TOTAL = 10_000
-"""Maximum number of episodes that are counted. A page reports whether there are more."""
+"""Maximum number of matching episodes that are counted. A page reports whether there are more."""
 TIMEOUT_S = 5.0
-"""Maximum seconds of one query."""
+"""Maximum duration of one query, in seconds."""
 MAX_FACETS = 200
-"""Largest number of values of one facet."""
-_WALK_S = 0.05  # time to collect a page in the order of an index, after which all episodes are compared
-_CACHE_KIB = 64 << 10  # pages in memory
-_MOST_GROUPS = 100_000  # rows of a GROUP BY
+"""Maximum number of values per facet."""
+_WALK_S = 0.05  # maximum time to collect a page in index order; after that, all episodes are compared
+_CACHE_KIB = 64 << 10  # size of SQLite's page cache
+_MOST_GROUPS = 100_000  # maximum rows from a GROUP BY
 _FIX = "agentrl store RUN --index builds the index"
 
 _ROWS = (
@@ -51,20 +52,20 @@ _ROWS = (
     " FROM episodes LEFT JOIN taken ON taken.idx = episodes.idx WHERE number IN (SELECT value FROM json_each(?))"
 )
 _BATCH = 256  # rows that `records` reads at once
-_LABELS = 7  # number of last columns of `_ROWS` that are labels
+_LABELS = 7  # number of labels, which are the last columns of `_ROWS`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeRow:
-    """An episode in a list. Its strings are untrusted."""
+    """The summary of an episode, for lists. Its strings are untrusted."""
 
     number: int  # ascending in the order in which episodes were stored
     id: str
     group: int | None  # None for an episode of an evaluation
     attempt: int  # index in its group
-    step: int | None  # learner step of its group, from 1, or of the evaluated version; None if there is none yet
+    step: int | None  # learner step of its group or of the evaluated version, counted from 1; None if there is none yet
     state: str  # state of its group: parked, ready, assigned, trained or excluded; "evaluated" if it has no group
-    unused: str  # why its group was not trained; empty if it was
+    unused: str  # why its group was not trained; empty if it was trained, or if this is not decided
     phase: str
     task_id: str
     kind: str
@@ -73,30 +74,30 @@ class EpisodeRow:
     stop_reason: str
     score: float | None
     parts: Mapping[str, float]  # parts of the score
-    exclusion: str  # kind of the failure that excludes it; empty if it counts
+    exclusion: str  # kind of the failure that excludes it; empty if it is not excluded
     blame: str
     oldest_version: int | None
     newest_version: int | None
     tokens: int  # sampled tokens
     turns: int
-    tools: tuple[str, ...]  # in the order of their first calls
+    tools: tuple[str, ...]  # tool names in the order of their first calls
     seconds: float
     sampled_at: float  # Unix time at which its last turn ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodePage:
-    """Rows of a query."""
+    """A page of the rows that match a query."""
 
     rows: tuple[EpisodeRow, ...]
-    next: str  # `EpisodeQuery.after` of the next page; empty on the last one
-    total: int  # matching episodes, at most `MAX_TOTAL`
-    is_exact: bool  # whether there are exactly `total`
+    next: str  # value of `EpisodeQuery.after` for the next page; empty on the last page
+    total: int  # number of matching episodes; if not exact, `MAX_TOTAL`
+    is_exact: bool  # whether exactly `total` episodes match
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facets:
-    """The values of each filter, with their numbers of episodes: the most frequent first, at most `MAX_FACETS` per filter."""
+    """For each filter, value -> number of episodes: the most frequent values first, at most `MAX_FACETS` per filter."""
 
     phases: Mapping[str, int]
     kinds: Mapping[str, int]
@@ -110,10 +111,10 @@ class Facets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeRecord:
-    """A stored episode with its turns and tokens, and the other attempts of its group."""
+    """A stored episode with its turns and tokens, and the other attempts in its group."""
 
     row: EpisodeRow
-    group: Group  # with the prompt of the task; for an evaluation, a group of this episode only
+    group: Group  # with the prompt of the task; for an evaluation, a group that contains only this episode
 
     @property
     def scored(self) -> ScoredEpisode:
@@ -126,7 +127,7 @@ class EpisodeIndex:
 
     Args:
         run_dir: a run folder, which a third party may have written.
-        timeout_s: deadline of a query in seconds.
+        timeout_s: maximum duration of a query, in seconds.
 
     Raises `UserError` if the run has no index. The constructor and every method raise `StoreError` if a file is damaged or a query takes
     too long.
@@ -151,18 +152,18 @@ class EpisodeIndex:
         return EpisodePage(rows=rows, next=more, total=total if is_exact else MAX_TOTAL, is_exact=is_exact)
 
     def row(self, episode_id: str) -> EpisodeRow | None:
-        """Returns the newest row of an episode; None if it is not stored."""
+        """Returns the newest row with an episode's id; None if the episode is not stored."""
         with self._reading():
             (newest,) = self._all("SELECT max(number) FROM episodes WHERE id = ?", (episode_id[:NAME_CHARS],))[0]
             return None if newest is None else next(iter(self._rows([newest])), None)
 
     def episode(self, episode_id: str) -> EpisodeRecord | None:
-        """Returns an episode with its turns and tokens; None if it is not stored."""
+        """Returns an episode with its turns and tokens; None if the episode is not stored."""
         row = self.row(episode_id)
         return None if row is None else self._record(row)
 
     def group(self, index: int) -> Group | None:
-        """Returns a stored group with its episodes and all late scores so far; None if it is not stored."""
+        """Returns a stored group with its episodes and all late scores so far; None if the group is not stored."""
         with self._reading():
             return self._group(index) if self._all("SELECT 1 FROM groups WHERE idx = ?", (index,)) else None
 
@@ -173,12 +174,12 @@ class EpisodeIndex:
             return [] if plan is None else sorted(row[0] for row in self._all(plan.matches.sql, plan.matches.values))
 
     def rows(self, numbers: Sequence[int]) -> tuple[EpisodeRow, ...]:
-        """Returns the rows with these numbers, in their order; numbers without a row are omitted."""
+        """Returns the rows with these numbers, in the given order. Numbers without a row are omitted."""
         with self._reading():
             return self._rows(numbers)
 
     def records(self, numbers: Iterable[int]) -> Iterator[EpisodeRecord]:
-        """Yields the episodes with these row numbers, in their order. A group is read once if its episodes follow each other.
+        """Yields the episodes with these row numbers, in the given order. A group is read only once if its episodes are adjacent.
 
         Raises `StoreError` if an episode is damaged.
         """
@@ -194,7 +195,7 @@ class EpisodeIndex:
                 yield record
 
     def facets(self) -> Facets:
-        """Returns the values of each filter with their numbers of episodes."""
+        """Returns, for each filter, its values and their numbers of episodes."""
         columns = ("phase", "kind", "split", "outcome", "stop", "exclusion")
         counts = {column: Counter[str]() for column in columns}
         with self._reading():
@@ -219,9 +220,9 @@ class EpisodeIndex:
         )
 
     def has_deleted(self) -> bool:
-        """Whether the episodes of the oldest group were deleted, because of `store.options.keep_steps`.
+        """Whether the episodes of the oldest group were deleted because of `store.options.keep_steps`.
 
-        No list contains deleted episodes.
+        Lists do not contain deleted episodes.
         """
         with self._reading():
             oldest = self._all("SELECT substr(body, 1, 7) FROM groups WHERE idx >= 0 ORDER BY idx LIMIT 1")
@@ -255,7 +256,7 @@ class EpisodeIndex:
         if query.is_all:
             return self._first(plan.walk, most), int(self._all("SELECT count(*) FROM episodes")[0][0])
         matches = [row[0] for row in self._first(plan.matches, MAX_TOTAL + 1)]
-        if len(matches) <= MAX_TOTAL:  # their pages need no query of the other episodes
+        if len(matches) <= MAX_TOTAL:  # for their pages, the other episodes need not be queried
             chosen = Statement(sql=plan.chosen.sql, values=(json.dumps(matches), *plan.chosen.values))
             return self._first(chosen, most), len(matches)
         try:
@@ -269,12 +270,12 @@ class EpisodeIndex:
         return self._all(f"{statement.sql} LIMIT {most}", statement.values, seconds=seconds)
 
     def _all(self, sql: str, values: Sequence[Any] = (), *, seconds: float | None = None) -> list[Any]:
-        """Returns all rows of a query within its deadline. The caller holds the lock."""
+        """Returns all rows that a query yields, or raises an error at its deadline. The caller holds the lock."""
         with query_deadline(self._db, self._timeout_s if seconds is None else seconds):
             return self._db.execute(sql, values).fetchall()
 
     def _rows(self, numbers: Sequence[int]) -> tuple[EpisodeRow, ...]:
-        """Returns the rows with these numbers, in their order."""
+        """Returns the rows with these numbers, in the given order."""
         stored = {row[0]: row for row in self._all(_ROWS, (json.dumps(numbers),))}
         labels = {label for row in stored.values() for label in row[-_LABELS:]}
         query = "SELECT id, name FROM labels WHERE id IN (SELECT value FROM json_each(?))"
@@ -349,7 +350,7 @@ def _frequent(counts: Counter[str]) -> dict[str, int]:
 
 
 def _open(run_dir: Path, *, timeout_s: float) -> tuple[Path, sqlite3.Connection]:
-    """Opens the file with the table of episodes: the store, or else the copy. Raises `UserError` if neither has the table."""
+    """Opens the file that contains the table of episodes: the store or, if it has none, the copy. Raises `UserError` if neither has it."""
     paths = [path for name in (STORE_FILE, COPY_FILE) if (path := run_dir / name).is_file()]
     for path in paths:
         with translated_errors(path):

@@ -1,4 +1,4 @@
-"""A filter and an order of episodes, and the SQL for it."""
+"""A filter and a sort order for episodes, and the SQL that implements them."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ Outcome = Literal["solved", "partial", "failed", "pending", "excluded"]
 _ORDERS = {"newest": "number", "score": "score_order", "tokens": "tokens", "turns": "turns", "seconds": "seconds"}
 _INDEX = {"newest": "NOT INDEXED"} | {sort: f"INDEXED BY episodes_by_{sort}" for sort in ("score", "tokens", "turns", "seconds")}
 _CALLED = "EXISTS (SELECT 1 FROM episode_tools WHERE tool = {tool} AND episode_tools.number = episodes.number)"
-_RARE = 10_000  # episodes that call a rare tool
+_RARE = 10_000  # maximum number of episodes that call a rare tool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeQuery:
-    """A filter and an order of episodes. Empty fields and None match all."""
+    """A filter and a sort order for episodes. A field that is empty or None matches all episodes."""
 
-    text: str = ""  # words that the episode must all contain; a word that ends in * is a prefix
+    text: str = ""  # words, all of which the episode must contain; a word that ends in * is a prefix
     phase: str = ""  # train, before, step8, after, gate
     kind: str = ""  # kind of task
     split: str = ""  # train, heldout or heldout_real
     outcome: Outcome | Literal[""] = ""
     stop_reason: str = ""
     tool: str = ""  # name of a tool that it called
-    exclusion: str = ""  # kind of the failure that excludes it
+    exclusion: str = ""  # kind of the failure that excludes the episode
     blame: str = ""
     min_score: float | None = None
     max_score: float | None = None
@@ -54,7 +54,7 @@ class EpisodeQuery:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """The last row of a page: its number, and its value in the order."""
+    """The last row of a page: its number, and the value by which it is sorted."""
 
     number: int
     value: float
@@ -65,7 +65,7 @@ class Position:
 
     @classmethod
     def decode(cls, text: str) -> Position:
-        """Reads a position. Raises `UserError` if it is invalid."""
+        """Returns the position that `encode` encoded. Raises `UserError` if the string is invalid."""
         number, _, value = text[:100].partition(":")
         try:
             position = cls(int(number), float.fromhex(value))
@@ -86,16 +86,16 @@ class Statement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueryPlan:
-    """The statements for a query. Each page has rows of (number, value in the order)."""
+    """The statements for a query. The rows of a page are (number, value by which the row is sorted)."""
 
     matches: Statement  # numbers of all matching episodes, without an order
-    walk: Statement  # a page, in the order of an index: fast if many episodes match
-    scan: Statement  # a page, compared with all matching episodes
-    chosen: Statement  # a page of the numbers in the JSON list that is its first parameter
+    walk: Statement  # a page, read in the order of an index; fast if many episodes match
+    scan: Statement  # a page, selected by sorting all matching episodes
+    chosen: Statement  # a page of the episodes whose numbers are in a JSON list, the first parameter
 
 
 def plan_query(db: sqlite3.Connection, query: EpisodeQuery) -> QueryPlan | None:
-    """Returns the statements for a query; None if a filter has a name that no episode has. Raises `UserError` if the query is invalid."""
+    """Returns the statements for a query; None if a filter has an unknown name. Raises `UserError` if the query is invalid."""
     if query.sort not in _ORDERS:
         raise UserError(f"unknown order {query.sort[:40]!r}", fix=f"use {', '.join(_ORDERS)}")
     names = {"phase": query.phase, "kind": query.kind, "split": query.split, "outcome": query.outcome, "stop": query.stop_reason}
@@ -124,7 +124,7 @@ def plan_query(db: sqlite3.Connection, query: EpisodeQuery) -> QueryPlan | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sources:
-    """The text after FROM, the first and the last condition, and the column of the row number."""
+    """The text after FROM, the first and the last condition, and the name of the column that contains the row number."""
 
     walk: str
     scan: str
@@ -135,7 +135,7 @@ class _Sources:
 
 
 def _sources(db: sqlite3.Connection, query: EpisodeQuery, tool: int | None, *, few: bool) -> _Sources:
-    """Chooses what is read first: the groups of a step, the full-text matches, the calls of a rare tool, or an index of all episodes."""
+    """Chooses what is read first: the groups of a step, the full-text matches, the calls to a rare tool, or an index of all episodes."""
     called = "" if tool is None else _CALLED.format(tool=tool)
     by_group, by_order = "episodes INDEXED BY episodes_by_group", f"episodes {_INDEX[query.sort]}"
     if query.text.strip():
@@ -189,7 +189,7 @@ def _where(terms: list[str]) -> str:
 
 
 def full_text_query(text: str) -> str:
-    """Returns a query of SQLite's full-text search for episodes with all words of a string. A word that ends in * is a prefix.
+    """Returns an SQLite full-text query for episodes that contain all words of a string. A word that ends in * is a prefix.
 
     Raises `UserError` if the string contains no word.
     """
@@ -201,7 +201,7 @@ def full_text_query(text: str) -> str:
 
 
 def _labels(db: sqlite3.Connection, names: dict[str, str]) -> dict[str, int] | None:
-    """Returns the ids of the names that are set; None if one is unknown."""
+    """Returns a mapping label sort -> id for the names that are not empty; None if a name is unknown."""
     labels = dict[str, int]()
     for sort, name in names.items():
         if name:

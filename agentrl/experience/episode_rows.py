@@ -1,6 +1,6 @@
-"""The table of episodes in the SQLite store. It has a row for each stored episode, which readers use to filter, sort and search.
+"""The table of episodes in the SQLite store. It has a row for each stored episode, by which readers filter, sort and search.
 
-Rows are written in the transaction that stores their group, and are updated when a late score arrives. The length of strings is bounded.
+Rows are written in the transaction that stores their group, and are updated when late scores arrive. The length of strings is bounded.
 Names that many episodes share, such as kinds and tools, are stored once, as labels.
 """
 
@@ -18,7 +18,7 @@ from agentrl.records import Blame, Episode, Group, Message, ScoredEpisode
 
 SCHEMA = (
     "CREATE TABLE labels (id INTEGER PRIMARY KEY, sort TEXT NOT NULL, name TEXT NOT NULL, UNIQUE (sort, name))",
-    # `score_order` is the score, or less than every score; `idx` is the group, or NULL for an episode of an evaluation, which has a step.
+    # `score_order` is the score or, without a score, less than every score; `idx` is the group, or NULL for an evaluation episode.
     "CREATE TABLE episodes (number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL, idx INTEGER, attempt INTEGER NOT NULL,"
     " step INTEGER, phase INTEGER NOT NULL, kind INTEGER NOT NULL, split INTEGER NOT NULL, outcome INTEGER NOT NULL,"
     " stop INTEGER NOT NULL, exclusion INTEGER NOT NULL, blame INTEGER NOT NULL, score REAL, score_order REAL NOT NULL,"
@@ -30,7 +30,7 @@ SCHEMA = (
     "CREATE INDEX episodes_by_tokens ON episodes (tokens)",
     "CREATE INDEX episodes_by_turns ON episodes (turns)",
     "CREATE INDEX episodes_by_seconds ON episodes (seconds)",
-    # Has all columns of filters and orders, so that a query with few matches reads an eighth of the table.
+    # Contains all columns by which episodes are filtered or sorted, so that a query with few matches reads an eighth of the table.
     "CREATE INDEX episodes_scan ON episodes (phase, kind, split, outcome, stop, exclusion, blame, score_order, oldest, newest, tokens,"
     " turns, seconds)",
     "CREATE TABLE evaluated (number INTEGER PRIMARY KEY, body BLOB NOT NULL)",  # the bodies of episodes without a group, as groups of one
@@ -38,11 +38,11 @@ SCHEMA = (
     "CREATE VIRTUAL TABLE episode_text USING fts5(text, content='', columnsize=0, tokenize='unicode61 remove_diacritics 2')",
 )
 OUTCOMES = ("solved", "partial", "failed", "pending", "excluded")
-"""In this order: a score of at least the task's threshold; a positive score below it, or any score of a task without a threshold; a score
-of 0 or less; a score that has not arrived; no score."""
+"""In this order: a score that reaches the task's threshold; a positive score below it, or any score if the task has no threshold; a score
+of 0 or less that is below the threshold; a score that has not arrived; no score."""
 NAME_CHARS = 200
 TEXT_CHARS = 6000
-"""Characters of an episode that are searchable: the end of its question, then messages, calls and results, and its evidence."""
+"""Maximum searchable characters per episode: its question, answer, failures and evidence, then its messages, calls and results."""
 MAX_TOOLS = 32
 MAX_PARTS = 32
 NO_SCORE = -1e308
@@ -56,8 +56,9 @@ _INSERT = f"INSERT INTO episodes ({_COLUMNS}) VALUES ({', '.join('?' * len(_COLU
 
 
 def insert_episodes(db: sqlite3.Connection, group: Group, *, phase: str = "train", step: int | None = None) -> list[int]:
-    """Inserts the episodes of a new group in a transaction, and returns their row numbers. A residual has the episodes of its group, so it
-    adds no rows.
+    """Inserts the episodes of a new group, and returns their row numbers. The caller opens the transaction.
+
+    A residual contains the same episodes as its first group, so it adds no rows.
 
     Args:
         step: learner step of the evaluated version; None for a training group, whose step is in `taken`.
@@ -91,10 +92,10 @@ def update_scores(db: sqlite3.Connection, group: Group) -> None:
 def delete_group(db: sqlite3.Connection, index: int, group: Group | None) -> None:
     """Deletes the rows of a training group and their searchable text.
 
-    If the body is damaged, `group` is None, and the text is not deleted.
+    `group` is None if the group's body is damaged. The text is then not deleted.
     """
     rows = db.execute("SELECT number, attempt FROM episodes WHERE idx = ?", (index,)).fetchall()
-    if group is not None:  # text that a late score changed stays in the index, but matches no row
+    if group is not None:  # text that a late score has changed stays in the index, but matches no row
         texts = [(number, searchable_text(group, group.episodes[attempt])) for number, attempt in rows if attempt < len(group.episodes)]
         db.executemany("INSERT INTO episode_text (episode_text, rowid, text) VALUES ('delete', ?, ?)", texts)
     db.executemany("DELETE FROM episode_tools WHERE number = ?", [row[:1] for row in rows])
@@ -110,7 +111,7 @@ def delete_phase(db: sqlite3.Connection, phase: str) -> None:
 
 
 def outcome(scored: ScoredEpisode, threshold: float | None) -> str:
-    """Returns one of `OUTCOMES`. `threshold`: `Task.pass_threshold`."""
+    """Returns an episode's outcome, one of `OUTCOMES`. `threshold` is the task's `pass_threshold`."""
     value = scored.score.value
     if scored.episode.left_out or scored.score.is_absent or (value is not None and not math.isfinite(value)):
         return "excluded"
@@ -122,7 +123,7 @@ def outcome(scored: ScoredEpisode, threshold: float | None) -> str:
 
 
 def exclusion(scored: ScoredEpisode) -> tuple[str, str]:
-    """Returns the kind and the blame of the failure that excludes an episode; both are empty if it is not excluded."""
+    """Returns the kind and the blame of the failure that excludes an episode; both are empty if the episode is not excluded."""
     failure = next((failure for failure in reversed(scored.episode.failures) if failure.blame is not Blame.POLICY), None)
     if failure is not None:
         return _short(failure.kind), str(failure.blame)
@@ -130,7 +131,7 @@ def exclusion(scored: ScoredEpisode) -> tuple[str, str]:
 
 
 def searchable_text(group: Group, scored: ScoredEpisode) -> str:
-    """Returns the text by which an episode is found, at most `TEXT_CHARS` characters."""
+    """Returns the searchable text of an episode, at most `TEXT_CHARS` characters."""
     texts, left = list[str](), TEXT_CHARS
     for text in _texts(group, scored):
         part = text if len(text) <= _SPAN_CHARS else f"{text[: _SPAN_CHARS // 2]} {text[-_SPAN_CHARS // 2 :]}"
@@ -166,7 +167,7 @@ def _names(group: Group, scored: ScoredEpisode, phase: str) -> dict[str, str]:
 
 
 def _figures(scored: ScoredEpisode) -> tuple[float | int | None, ...]:
-    """Returns score, score order, oldest and newest version, sampled tokens, turns, seconds, and the time at which the last turn ended."""
+    """Returns the values of the columns from `score` to `sampled_at` in the order of `_COLUMNS`."""
     episode, value = scored.episode, scored.score.value
     score = value if value is not None and math.isfinite(value) and not episode.left_out else None
     own = [turn for trajectory in episode.trajectories for turn in trajectory.own_turns]

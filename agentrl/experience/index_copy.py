@@ -1,6 +1,6 @@
 """Copies the episodes of a run whose store has no table of episodes to `episodes.sqlite`, which `EpisodeIndex` reads.
 
-The store is only read, so the run may be driven by another process, even with a different version of agentrl.
+The store is only read, so a different process may drive the run at the same time, even with a different version of agentrl.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from agentrl.experience.store import APPLICATION_ID, SCHEMA, SqliteStore, transl
 from agentrl.records import Group, LedgerEntry
 
 OLDEST_SCHEMA = 4
-"""Oldest schema of a store whose groups can be read."""
-_BATCH = 32  # groups of one commit
+"""Oldest schema version of a store whose groups can be read."""
+_BATCH = 32  # groups per commit
 _QUERY_S = 300.0
 
 
@@ -37,7 +37,7 @@ class GroupSource(Protocol):
 
 
 class OlderStore(SqliteStore):
-    """Opens an SQLite store of this or an older version for reading `entries` and `groups`. Raises `StoreError`."""
+    """An SQLite store that this or an older version wrote, opened for reading `entries` and `groups`. Raises `StoreError`."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._lock = path, threading.Lock()
@@ -59,10 +59,10 @@ class OlderStore(SqliteStore):
 
 
 def copy_episodes(run_dir: Path, source: GroupSource, *, progress: Progress = lambda done, total: None) -> int:
-    """Writes `episodes.sqlite` from the groups of a store, with the steps that took them, and returns the number of groups.
+    """Writes the groups of a store, with the steps that consumed them, to `episodes.sqlite`. Returns the number of groups.
 
-    An existing file is replaced only when the new one is complete. The file does not contain groups that are stored later; copy again to
-    include them.
+    An existing file is replaced only when the new file is complete. Groups that are stored later are not in the file. To include them, copy
+    again.
     """
     final, part = run_dir / COPY_FILE, run_dir / f".{COPY_FILE}.part"
     entries = [entry for entry in source.entries() if not entry.is_residual]
@@ -85,7 +85,7 @@ def copy_episodes(run_dir: Path, source: GroupSource, *, progress: Progress = la
 
 
 def _take(copy: SqliteStore, entries: Sequence[LedgerEntry]) -> None:
-    """Records which steps consumed the groups, and how they used them."""
+    """Records in the copy which steps consumed the groups, and how the steps used them."""
     steps: dict[int, list[LedgerEntry]] = {}
     for entry in entries:
         if entry.step is not None:
@@ -98,6 +98,6 @@ def _take(copy: SqliteStore, entries: Sequence[LedgerEntry]) -> None:
 
 
 def _remove(path: Path, *, keep: bool = False) -> None:
-    """Removes a database and the files next to it. `keep`: removes only the files next to it."""
+    """Removes a database and SQLite's auxiliary files next to it. If `keep` is true, removes only the auxiliary files."""
     for end in (*([] if keep else [""]), "-wal", "-shm", "-journal"):
         path.with_name(path.name + end).unlink(missing_ok=True)

@@ -1,6 +1,6 @@
-"""The late parts of scores in the SQLite store. Each part that a stored group waits for has a row.
+"""The late parts of scores in the SQLite store. Each part that a stored group waits for or waited for has a row.
 
-The body of a group is written once. Parts are applied when the group is read. The transaction that closes the last part of a group
+The body of a group is written only once, so parts are applied when the group is read. The transaction that closes the last part of a group
 recomputes the group's counts.
 """
 
@@ -22,7 +22,7 @@ from agentrl.records import Group, LateScore, PendingScore, ScoreReceipt
 log = logging.getLogger(__name__)
 
 SCHEMA = (
-    # A part is open until `closed_at` is set. After that it has a value, or it expired and has none.
+    # A part is open until `closed_at` is set. A closed part has a value, or has expired and has no value.
     "CREATE TABLE late_parts (episode_id TEXT NOT NULL, part TEXT NOT NULL, idx INTEGER NOT NULL, attempt INTEGER NOT NULL,"
     " low REAL NOT NULL, high REAL NOT NULL, expires_at REAL, value REAL, scored_by TEXT, key TEXT UNIQUE, closed_at REAL,"
     " PRIMARY KEY (episode_id, part))",
@@ -32,29 +32,30 @@ SCHEMA = (
     "CREATE INDEX open_parts ON late_parts (idx) WHERE closed_at IS NULL",
 )
 MAX_PAGE = 10_000
-"""Largest number of episodes in one page of pending scores."""
+"""Maximum number of episodes on one page of pending scores."""
 _COLUMNS = "idx, attempt, low, high, expires_at, value, scored_by, key, closed_at"
 
 
 class Clock:
-    """Unix time without jumps: the wall clock at creation, plus the time since then, including the time in which the machine was suspended.
+    """Unix time without jumps: the wall-clock time at creation plus the time since then, including time while the machine was suspended.
 
-    A deadline is an absolute time, so it continues while no process runs. A wall clock that is changed while a process runs has no effect
-    on that process. A clock that is wrong when a process starts shifts the deadlines by its error until the next start. An expiry is final
-    when it is recorded, and only `expire_scores` records it. A score that was rejected as expired before that may be sent again.
+    A deadline is an absolute time, so it can pass while no process is running. If the wall clock is changed while a process is running,
+    that process is not affected. If the clock is wrong when a process starts, deadlines are shifted by its error until the next start. An
+    expiry is final when it is recorded, and only `expire_scores` records it. A score that was rejected as expired before that may be sent
+    again.
     """
 
     def __init__(self) -> None:
         self._offset = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
 
     def now(self) -> float:
-        """Seconds since 1970."""
+        """Returns the seconds since 1970."""
         return self._offset + time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatePart:
-    """The state of a score part that a stored group waits for or waited for."""
+    """The state of a part of a score that a stored group waits for or waited for."""
 
     group: int
     attempt: int
@@ -67,10 +68,10 @@ class LatePart:
     closed_at: float | None = None  # time at which the score arrived or the expiry was recorded; None for an open part
 
     def accept(self, score: LateScore, *, now: float, parked: bool, consumed: bool) -> bool:
-        """Returns whether to store a score for this part; False if it is already stored. Raises `ScoreRejected`.
+        """Returns True if a score for this part must be stored, and False if it is already stored. Raises `ScoreRejected`.
 
         Args:
-            parked: whether the group waits for a part.
+            parked: whether the group waits for any part.
             consumed: whether a learner step has consumed the group.
         """
         what = f"part {score.part!r} of episode {score.episode_id!r}"
@@ -82,7 +83,7 @@ class LatePart:
                 raise ScoreRejected(f"{what} has the score {self.value:g}, and its group {end}", cause="finished", fix=_FINAL)
             if not score.replace:
                 raise ScoreRejected(f"{what} has the score {self.value:g} by {self.scored_by!r}", cause="contradictory", fix=_REPLACE)
-            if self.key == score.key:  # a repetition of the earlier message would look the same
+            if self.key == score.key:  # otherwise a repetition of the earlier message could not be recognized
                 raise reused_key(score)
         if (self.value is None and self.closed_at is not None) or (self.expires_at is not None and now >= self.expires_at):
             raise ScoreRejected(f"{what} has expired", cause="expired", fix="score earlier, or set a later expiry in the verifier")
@@ -100,8 +101,7 @@ _REPLACE = 'replace it (--replace, or "replace": true), or send the same value t
 
 
 def reused_key(score: LateScore) -> ScoreRejected:
-    """Returns the error for an idempotency key that belongs to a score for a different part, or to a score that was or would be
-    replaced."""
+    """Returns the error for an idempotency key that was used for a different part, or for a score that was or would be replaced."""
     return ScoreRejected(
         f"key {score.key!r} belongs to the score of a different part, or to a score that is replaced",
         cause="contradictory",
@@ -130,7 +130,10 @@ def insert_parts(db: sqlite3.Connection, group: Group) -> None:
 
 
 def add_score(db: sqlite3.Connection, score: LateScore, *, now: float, read: Callable[[int], Group]) -> ScoreReceipt:
-    """Stores a late score in a transaction. `read` returns a stored group with its closed parts. Raises `ScoreRejected`."""
+    """Stores a late score. The caller opens the transaction. `read` returns a stored group with its closed parts.
+
+    Raises `ScoreRejected`.
+    """
     if not math.isfinite(now):
         raise ValueError(f"now must be a finite time, got {now}")
     row = db.execute(f"SELECT {_COLUMNS} FROM late_parts WHERE episode_id = ? AND part = ?", (score.episode_id, score.part)).fetchone()
@@ -180,7 +183,7 @@ def has_expired(db: sqlite3.Connection, *, now: float) -> bool:
 
 
 def expire_scores(db: sqlite3.Connection, *, now: float, read: Callable[[int], Group]) -> tuple[int, ...]:
-    """Closes the open parts of all episodes with an expired part. Returns the groups to which they belong."""
+    """Closes all open parts of each episode that has an expired part. Returns the indices of the affected groups, in ascending order."""
     overdue = "SELECT episode_id FROM late_parts WHERE closed_at IS NULL AND expires_at <= ?"
     groups = [row[0] for row in db.execute(f"SELECT DISTINCT idx FROM late_parts WHERE episode_id IN ({overdue}) ORDER BY idx", (now,))]
     if groups:
@@ -190,7 +193,7 @@ def expire_scores(db: sqlite3.Connection, *, now: float, read: Callable[[int], G
 
 
 def update_counts(db: sqlite3.Connection, groups: Iterable[int], *, read: Callable[[int], Group]) -> None:
-    """Recomputes the counts of those groups that no longer wait for a part."""
+    """Recomputes the counts of those of the given groups that no longer wait for a part."""
     for index in groups:
         if not _open_parts(db, index):
             entry = new_entry(group := read(index))
@@ -199,7 +202,7 @@ def update_counts(db: sqlite3.Connection, groups: Iterable[int], *, read: Callab
 
 
 def closed_parts(db: sqlite3.Connection, groups: Sequence[int]) -> dict[int, dict[tuple[str, str], float | None]]:
-    """Returns the parts of groups that arrived or expired: group -> (episode id, part) -> value, None for an expired part."""
+    """Returns the parts that arrived or expired: group -> (episode id, part) -> value, which is None for an expired part."""
     closed: dict[int, dict[tuple[str, str], float | None]] = {}
     query = "SELECT idx, episode_id, part, value FROM late_parts WHERE closed_at IS NOT NULL AND idx IN (SELECT value FROM json_each(?))"
     for index, episode_id, part, value in db.execute(query, (json.dumps(groups),)):
@@ -208,7 +211,7 @@ def closed_parts(db: sqlite3.Connection, groups: Sequence[int]) -> dict[int, dic
 
 
 def pending_scores(db: sqlite3.Connection, *, limit: int, after: str) -> tuple[PendingScore, ...]:
-    """Returns the open parts of at most `limit` episodes whose id follows `after`, in ascending order of id."""
+    """Returns the open parts of at most `limit` episodes whose ids follow `after`, in ascending order of id."""
     page = "SELECT DISTINCT episode_id FROM late_parts WHERE closed_at IS NULL AND episode_id > ? ORDER BY episode_id LIMIT ?"
     query = (
         "SELECT episode_id, late_parts.idx, attempt, task_id, part, low, high, expires_at FROM late_parts JOIN groups USING (idx)"
@@ -230,5 +233,5 @@ def pending_scores(db: sqlite3.Connection, *, limit: int, after: str) -> tuple[P
 
 
 def parked_groups(db: sqlite3.Connection) -> tuple[int, ...]:
-    """Returns the groups with open parts, in ascending order."""
+    """Returns the indices of the groups with open parts, in ascending order."""
     return tuple(row[0] for row in db.execute("SELECT DISTINCT idx FROM late_parts WHERE closed_at IS NULL ORDER BY idx"))

@@ -1,24 +1,25 @@
 """Decides which groups a run samples and which of them a learner step selects, and creates the first ledger entry of a group.
 
-Groups start in order of their indices, in blocks, one block for each learner step, while at most `depth` blocks of groups are in flight:
-started, but neither consumed by a step nor parked for late scores (`agentrl.experience.blocks`). A block has `per_step` groups, and up to
-`extra` additional groups, which replace groups without a preference (dynamic sampling, DAPO, arXiv 2503.14476). The task of a group is a
-pure function of its index and the seed.
+Groups start in the order of their indices, in blocks, one block for each learner step. At most `depth` blocks of groups are in flight, that
+is, started but neither consumed by a step nor parked for late scores (`agentrl.experience.blocks`). A block has `per_step` groups, and up
+to `extra` additional groups, which replace groups without a preference (dynamic sampling, DAPO, arXiv 2503.14476). The task of a group is a
+pure function of the group's index and the seed.
 
 The learner selects the groups of a step, and the store records them as assigned:
 
-    in_order        step `s` selects the groups of block `s`, so it waits for the slowest of them
+    in_order        step `s` selects the groups in block `s`, so it waits for the slowest of them
     oldest_first    step `s` selects the ready groups that the oldest weights sampled, as soon as there are enough. A group that takes
-                    longer than `max_staleness` steps to sample, or to score, is trained later. No finished group is discarded. A group
-                    without sampled tokens, such as one of a quarantined task, waits for the step of its block, so that it delays no others
-    replay          as oldest_first. Step `s` also trains the groups that step `s - 1` trained first, from the same ids and logprobs. They
-                    stay consumed by step `s - 1`, and their tokens are counted separately
+                    longer than `max_staleness` steps to sample or to score is trained later. No finished group is discarded. A group
+                    without sampled tokens, such as that of a quarantined task, waits for the step of its block, so that it delays no
+                    other groups
+    replay          as oldest_first, but step `s` also trains the groups that step `s - 1` trained for the first time, from the same ids and
+                    logprobs. They stay consumed by step `s - 1`, and their tokens are counted separately
 
-Residuals (`agentrl.experience.residuals`) fill no slots. A step also selects up to `per_step` residuals whose scores arrived and whose
-first group was consumed by an earlier step. It prefers those that the oldest weights sampled.
+Residuals (`agentrl.experience.residuals`) fill no slots. A step also selects up to `per_step` residuals whose scores have arrived and whose
+first groups were consumed by earlier steps. It prefers residuals that the oldest weights sampled.
 
 All orders select the same number of groups: after `s` steps, the number that `s` blocks need. If no score is late, a run of `steps` blocks
-consumes every group. Otherwise it samples one additional group for each parked group, and ends with that number of open groups.
+consumes every group. Otherwise the run samples one additional group for each parked group, and that many groups stay open when it finishes.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ class GroupOrder:
     """The blocks of groups that a run samples, and the order in which the learner selects them.
 
     Args:
-        per_step: groups of one learner step.
+        per_step: number of groups per learner step.
         extra: maximum number of additional groups per block, which replace groups without a preference.
-        min_group_size: minimum number of counted attempts of a group with a preference.
-        oldest_first: the order; False means `in_order`.
+        min_group_size: minimum number of counted attempts in a group with a preference.
+        oldest_first: whether the order is `oldest_first` or `replay`; False means `in_order`.
         replay: whether a step also trains the groups of the previous step.
-        depth: blocks of groups in flight at once.
+        depth: maximum number of blocks of groups in flight at once.
         accepts_late: whether scores may arrive late; requires `oldest_first` and a staleness above 0.
         no_residuals: the reason why late parts cannot be applied as residuals; empty if they can be.
     """
@@ -76,15 +77,15 @@ class GroupOrder:
 
     @classmethod
     def single_block(cls, rollout: RolloutConfig) -> GroupOrder:
-        """Returns an order of one block with all groups, for a policy that does not learn. Each group has the next task."""
+        """Returns an order in which one block contains all groups, for a policy that does not learn. Each group uses the next task."""
         return cls(per_step=_FAR, min_group_size=rollout.group.min_size)
 
     def block_of(self, index: int) -> int:
-        """Returns the block of a group. With `in_order` it is also the group's learner step."""
+        """Returns the number of a group's block. If the order is `in_order`, it is also the group's learner step."""
         return index // (self.per_step + self.extra)
 
     def block(self, number: int) -> range:
-        """Returns all groups that a block may have, in the order in which they start."""
+        """Returns the indices of all groups that a block may have, in the order in which the groups start."""
         size = self.per_step + self.extra
         return range(number * size, (number + 1) * size)
 
@@ -94,20 +95,22 @@ class GroupOrder:
         return number * self.per_step + place if place < self.per_step else _FAR + number * self.extra + place - self.per_step
 
     def slot(self, index: int) -> int:
-        """Returns a group's number in the order of starts, not counting extra groups; for an extra group, the number of the first group in
-        its block."""
+        """Returns the number of a group in the order of starts, not counting extra groups.
+
+        For an extra group, returns the number of the first group in its block.
+        """
         number, place = divmod(index, self.per_step + self.extra)
         return number * self.per_step + (place if place < self.per_step else 0)
 
     def has_preference(self, entry: LedgerEntry) -> bool:
-        """Whether a group has at least `min_group_size` counted attempts and their scores differ.
+        """Whether a group has at least `min_group_size` counted attempts whose scores are not all equal.
 
         Other groups have no advantages.
         """
         return entry.counted >= self.min_group_size and entry.has_spread
 
     def is_replaceable(self, entry: LedgerEntry) -> bool:
-        """Whether an extra group may replace a group. A group with late scores is not replaced: it freed its slot when it was parked."""
+        """Whether an extra group may replace a group. A group with late scores is not replaced, because it freed its slot when parked."""
         return not entry.late_parts and not self.has_preference(entry)
 
     def first_incomplete_block(self, entries: Iterable[LedgerEntry], *, start: int = 0) -> int:
@@ -126,7 +129,7 @@ class GroupOrder:
         Groups with late scores do not hold a block open: the store returns their entries until a step has consumed them.
 
         Args:
-            entries: those of all blocks from `start` on.
+            entries: the entries of all blocks from `start` on.
         """
         closed = [bool(entry.late_parts) or (entry.step is not None and entry.step < before) for entry in entries]
         incomplete = self.first_incomplete_block((entry for entry, done in zip(entries, closed, strict=True) if done), start=start)
@@ -136,8 +139,8 @@ class GroupOrder:
     def select(self, step: int, entries: Sequence[LedgerEntry]) -> tuple[int, ...] | None:
         """Returns the indices of the groups that a step selects, in ascending order; None if too few groups are stored.
 
-        If a step already has groups, because the learner died or fell back to an older checkpoint, the step selects the same groups again,
-        so that the notes and task weights that depend on them stay valid.
+        If groups are already assigned to the step, because the learner died or fell back to an older checkpoint, the step selects the same
+        groups again, so that the notes and task weights that depend on these groups stay valid.
 
         Args:
             entries: the entries of all blocks from `first_open_block` on, and of earlier groups with late scores.
@@ -155,7 +158,10 @@ class GroupOrder:
         return None
 
     def _residuals(self, step: int, entries: Sequence[LedgerEntry]) -> list[int]:
-        """Returns the residuals that a step selects, in ascending order. A group without an entry in `entries` was consumed earlier."""
+        """Returns the indices of the residuals that a step selects, in ascending order.
+
+        A first group that has no entry in `entries` was consumed by an earlier step.
+        """
         untrained = {entry.index for entry in entries if entry.step is None or entry.step >= step}
         ready = [entry for entry in entries if entry.is_residual and entry.index in untrained and not entry.pending]
         ready = [entry for entry in ready if sampled_index(entry.index) not in untrained]
@@ -163,11 +169,11 @@ class GroupOrder:
         return sorted(entry.index for entry in ready[: self.per_step])
 
     def replayed(self, entries: Sequence[LedgerEntry]) -> tuple[int, ...]:
-        """Returns the groups that a step trains again, in ascending order: those with trained tokens, at most `per_step`, and residuals.
+        """Returns the indices of the groups that a step trains again: at most `per_step` groups with trained tokens, and residuals.
 
-        A pure function of the ledger, so a repeated step replays the same groups. At least half of the sampled groups of a step are new.
-        Residuals are trained as often as their first groups, so that both parts of a score have the same weight; a step has at most
-        `per_step` of them.
+        The result is in ascending order and depends only on the ledger, so a repeated step replays the same groups. At least half of the
+        sampled groups in a step are new. Residuals are trained as often as their first groups, so that both parts of a score have the same
+        weight. A step has at most `per_step` of them.
 
         Args:
             entries: the entries of the previous step.
@@ -187,8 +193,8 @@ class GroupOrder:
         missing, chosen = self.per_step, []
         for entry in free:
             fills_slot = fills(entry)
-            early = entry.oldest_version is None and self.block_of(entry.index) > newest  # ready at once; would displace sampled groups
-            if (missing and not early) or not fills_slot:  # a replaced group is also consumed: no later step needs it
+            early = entry.oldest_version is None and self.block_of(entry.index) > newest  # ready at once; it would displace sampled groups
+            if (missing and not early) or not fills_slot:  # a replaced group is also consumed, because no later step needs it
                 chosen.append(entry.index)
                 missing -= fills_slot
         return None if missing else tuple(sorted(chosen))
@@ -197,7 +203,7 @@ class GroupOrder:
 class _Slots:
     """Decides whether a group fills one of its block's `per_step` slots.
 
-    The first `extra` groups without a preference in a block fill none, because extra groups replace them. Stateful: call it once per entry.
+    The first `extra` replaceable groups in a block fill no slots, because extra groups replace them. Stateful: call it once per entry.
     """
 
     def __init__(self, order: GroupOrder) -> None:
@@ -213,7 +219,7 @@ class _Slots:
 
 
 def new_entry(group: Group) -> LedgerEntry:
-    """Returns the ledger entry of a new group, which is ready, or parked if parts of its scores have not arrived yet."""
+    """Returns the ledger entry of a new group. The group is ready or, if parts of its scores have not arrived yet, parked."""
     versions = [scored.episode.oldest_version for scored in group.episodes]
     pending = len({(scored.episode.id, part.name) for _, scored, part in group.pending})
     return LedgerEntry(

@@ -1,4 +1,4 @@
-"""Opens the experience store of any run folder without changing it: for the pages of `agentrl view`, also while the run writes."""
+"""Opens the experience store in a run folder without changing it, even while the run writes. The pages of `agentrl view` use it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from agentrl.experience.store import _ENTRIES, _SCHEMA_VERSION, APPLICATION_ID, 
 from agentrl.records import Group, LedgerEntry, codec
 
 MAX_GROUP_BYTES = 24 << 20
-"""Bytes of JSON of a group that a reader decodes. The objects in memory take about four times as much."""
-_MAX_ROW = 64 << 20  # bytes of a value
+"""Maximum size of a group as JSON, in bytes, that a reader decodes. The objects need about four times as much memory."""
+_MAX_ROW = 64 << 20  # maximum bytes of a value in a row
 _BUSY_S = 2.0
 _FRAME = b"\x28\xb5\x2f\xfd"  # starts a zstd frame (RFC 8878, 3.1.1)
-# One row per state, reason without details, and kind of group. `agentrl.experience.audit.count` gives the same counts from entries.
+# One row per state, reason without details, and kind of group. `agentrl.experience.audit.count` computes the same counts from entries.
 _COUNTS = """
 SELECT CASE
     WHEN taken.idx IS NULL
@@ -31,7 +31,7 @@ FROM groups LEFT JOIN taken ON groups.idx = taken.idx GROUP BY state, cause, res
 
 
 class StoreReader(SqliteStore):
-    """The read methods of a run's SQLite store. It creates no file, takes no write lock, and decodes no group of more than 24 MiB.
+    """A run's SQLite store, opened for reading. It creates no file, acquires no write lock, and decodes no group larger than 24 MiB.
 
     Raises `StoreError` if the file is missing, damaged or not a store, or if it has a different schema version.
     """
@@ -52,7 +52,7 @@ class StoreReader(SqliteStore):
             raise
 
     def entry(self, index: int) -> LedgerEntry | None:
-        """Returns the ledger entry of one group; None if it is not stored."""
+        """Returns the ledger entry of one group; None if the group is not stored."""
         return next(iter(self._select("WHERE groups.idx = ?", index)), None)
 
     def newest_entries(self, *, before: int | None, limit: int) -> tuple[LedgerEntry, ...]:
@@ -86,7 +86,7 @@ class StoreReader(SqliteStore):
         )
 
     def change_mark(self) -> tuple[int, ...]:
-        """Returns numbers that change whenever the store changes: groups, assignments, consumed groups, late scores."""
+        """Returns numbers of which at least one changes when groups are stored, assigned or consumed, or when late parts are closed."""
         queries = (
             "SELECT max(idx) FROM groups",
             "SELECT count(*) FROM taken",
@@ -97,7 +97,7 @@ class StoreReader(SqliteStore):
             return tuple(int(db.execute(query).fetchone()[0] or 0) for query in queries)
 
     def groups(self, indices: Iterable[int]) -> tuple[Group, ...]:
-        """Returns the groups in the given order. Raises `StoreError` if one is absent, damaged or too large to be shown."""
+        """Returns the groups in the given order. Raises `StoreError` if a group is absent, damaged or too large to be shown."""
         return tuple(group for index in indices for group in super(StoreReader, self).groups((index,)))
 
     def _select(self, tail: str, *values: int) -> tuple[LedgerEntry, ...]:

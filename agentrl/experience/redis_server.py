@@ -1,4 +1,4 @@
-"""A Redis server of one run, with a password, and with its data in the run folder."""
+"""A password-protected Redis server for one run, which stores its data in the run folder."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from agentrl.experience.redis_transport import MAX_ENTRY_BYTES
 from agentrl.protocols import Launcher, PartCommand, PartHandle
 from agentrl.protocols.cluster import HOST, PARENT, PORT, PYTHON, RUN, SCRATCH
 
-_READY_S = 60.0  # time to start and to read its file
+_READY_S = 60.0  # maximum time to start and to load its file
 _ANSWER_S = 2.0
 _END_S = 10.0
 LOG = "redis.log"
-_PROGRAMS = ("redis-server", "redis-check-rdb")  # one program: its first argument decides; Debian's redis-tools has only the second name
+_PROGRAMS = ("redis-server", "redis-check-rdb")  # one program: argv[0] selects its behaviour; Debian's redis-tools has only the second name
 _LAUNCH = (
     "import os, sys; from agentrl.base.processes import die_with_parent; die_with_parent(int(sys.argv[1]));"
     " os.execv(sys.argv[2], ['redis-server', '-'])"
@@ -36,15 +36,15 @@ def find_program() -> str:
 
 
 class RedisServer:
-    """The process `redis-server`. It ends with the process that started it, even if that process is killed. The next server has all
-    acknowledged data.
+    """The process `redis-server`. It exits when the process that started it exits, even if that process is killed.
 
-    Processes on this machine reach it through a socket file of this user. If parts of the run are on other machines, it also has a port.
-    Start it in a thread that lives as long as the run. Raises `UserError` if the program is not installed.
+    A server that is started later in the same folder has all acknowledged data. Processes on this machine connect through a socket file
+    that belongs to the current user. If parts of the run are on other machines, the server also has a port. Start it in a thread that lives
+    as long as the run. Raises `UserError` if the program is not installed.
 
     Args:
         folder: folder for the server's files and log, in the run folder; created if absent.
-        memory_mb: maximum memory of the entries that the driver has not stored. A full server makes workers wait.
+        memory_mb: maximum memory for the entries that the driver has not stored, in MiB. If the server is full, workers wait.
     """
 
     def __init__(self, launcher: Launcher, folder: Path, *, memory_mb: int = 1024) -> None:
@@ -55,7 +55,7 @@ class RedisServer:
         self._port = "0" if launcher.is_local else PORT  # a restarted server keeps the port, which workers know
 
     async def start(self) -> None:
-        """Starts the process and returns at once."""
+        """Starts the process and returns without waiting until the server is ready."""
         self._folder.mkdir(parents=True, exist_ok=True)
         self._process = await self._launcher.start(
             PartCommand(
@@ -81,7 +81,7 @@ class RedisServer:
 
     @property
     def pid(self) -> int:
-        """The process id of the running or last server."""
+        """The process id of the running server or, if none is running, of the last one."""
         return self._part.pid
 
     @property
@@ -90,7 +90,7 @@ class RedisServer:
         return self._process
 
     def wait_ready(self) -> None:
-        """Waits until the server answers. Raises `InfrastructureError` with the end of its log if it does not start."""
+        """Waits until the server responds. If it does not start, raises an `InfrastructureError` that contains the end of its log."""
         deadline = time.monotonic() + _READY_S
         with redis.Redis.from_url(self.url, socket_timeout=1.0) as client:
             while True:
@@ -104,7 +104,7 @@ class RedisServer:
                 time.sleep(0.02)
 
     def answers(self) -> bool:
-        """Whether the server answers within two seconds."""
+        """Whether the server responds within two seconds."""
         try:
             with redis.Redis.from_url(self.url, socket_timeout=_ANSWER_S, socket_connect_timeout=_ANSWER_S) as client:
                 return bool(client.ping())
@@ -112,11 +112,11 @@ class RedisServer:
             return False
 
     def kill(self) -> None:
-        """Kills the process without waiting for it to end. Idempotent."""
+        """Kills the process without waiting for it to exit. Idempotent."""
         self._part.send_kill()
 
     async def restart_if_dead(self) -> bool:
-        """Restarts the server if its process ended. Returns whether it restarted the server."""
+        """Restarts the server if its process has exited. Returns whether the server was restarted."""
         if self._part.returncode is None:
             return False
         await self._part.kill()  # releases its port
@@ -124,7 +124,7 @@ class RedisServer:
         return True
 
     async def close(self) -> None:
-        """Stops the server. Its data stays in the folder."""
+        """Stops the server. Its data remains in the folder."""
         if self._process is not None:
             await self._process.terminate(grace_s=_END_S)
 

@@ -2,7 +2,7 @@
 
     worker: MULTI, XADD each group, EXEC --(stream)--> driver: XREADGROUP -> one commit of the store -> XACK and XDEL
 
-Each arrow may fail and be repeated, so an entry may be delivered twice. The store keeps the first group of an index. An entry is removed
+Each step may fail and be repeated, so an entry may be delivered twice. The store keeps the first group with an index. An entry is removed
 only after a commit that contains its group or a different group with the same index. Entries are untrusted input. Their size is bounded,
 and an entry that is not a group is moved to the stream `damaged`, with the reason.
 """
@@ -45,15 +45,15 @@ MAX_HELD = 256
 Additional entries stay in the stream and are read again after `IDLE_S`.
 """
 IDLE_S = 120.0
-"""Seconds after which an entry that was delivered and not acknowledged is delivered again. Longer than any commit."""
+"""Seconds after which an entry that was delivered but not acknowledged is delivered again. This is longer than any commit takes."""
 
 _READERS = "driver"  # consumer group
 _KEPT_DAMAGED = 1000  # number of newest damaged entries that are kept
-_KEPT_BYTES = 1 << 20  # maximum bytes of each kept entry
-_SHOWN_CHARS = 200  # characters of an answer in an error message
-_OLDEST = (7, 0)  # version of the server; XAUTOCLAIM deletes trimmed entries from 7.0 on
+_KEPT_BYTES = 1 << 20  # maximum bytes of each of these entries
+_SHOWN_CHARS = 200  # maximum characters of a response in an error message
+_OLDEST = (7, 0)  # oldest supported server version; XAUTOCLAIM deletes trimmed entries from 7.0 on
 _STALLED_S = 600.0  # maximum time for which MAX_HELD entries are held and none is stored; after a resume, a run needs only seconds
-_CALL_S = 10.0  # a server that does not answer within this time is lost, and the call is repeated
+_CALL_S = 10.0  # a server that does not respond within this time counts as lost, and the call is repeated
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 _REQUIRED = {
     "appendonly": ("yes", "an entry would not survive a restart of the server"),
@@ -68,10 +68,10 @@ class RedisTransport:
 
     Args:
         url: `redis://HOST:PORT/DB` or `unix:///PATH?db=DB`, with or without the password.
-        password: used if the URL has none.
-        run: prefix of the keys, if the database has groups of several runs.
-        give_up_s: a call raises `StoreError` if the server has not accepted it for this long. Until then, a server that is lost, is
-            loading, or has no memory or disk space left makes the caller wait.
+        password: used if the URL contains no password.
+        run: prefix of the keys, needed if the database contains groups from several runs.
+        give_up_s: seconds after which a call that the server has not accepted raises `StoreError`. Until then, the caller waits if the
+            server is lost, is loading, or has no memory or disk space left.
     """
 
     def __init__(self, url: str, *, password: str = "", run: str = "", give_up_s: float = 300.0) -> None:
@@ -81,13 +81,16 @@ class RedisTransport:
         self._groups, self._aside = f"{run}groups", f"{run}damaged"
         self._give_up_s = give_up_s
         self._reader = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        self._cursor = b"0-0"  # delivered entries from this one on are not taken over yet; empty if all are
+        self._cursor = b"0-0"  # delivered entries from this id on have not been taken over yet; empty if all have been
         self._closed = False
         self.damaged = 0
 
     def check_server(self) -> None:
-        """Raises `UserError`, with the commands that fix it, if the server may lose accepted data, and `StoreError` if the server does not
-        answer."""
+        """Checks the version and the settings of the server.
+
+        If the server may lose accepted data, raises a `UserError` that contains the commands to fix this. If it does not respond, raises
+        `StoreError`.
+        """
         try:
             version = str(self._answer(lambda: self._redis.info("server"))["redis_version"])
             if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
@@ -113,11 +116,12 @@ class RedisTransport:
             raise UserError(f"the settings of the Redis server are unsuitable: {problems}", fix=f"redis-cli: {commands}; CONFIG REWRITE")
 
     def append(self, groups: Sequence[Group], *, leases: Sequence[str] = ()) -> None:
-        """Adds to the stream either all of the groups or none. They are on the server's disk when the method returns. Raises
-        `GroupTooLarge`.
+        """Adds either all of the groups or none of them to the stream. When the method returns, they are on the server's disk.
 
         Args:
-            leases: the leases under which the groups were sampled, in their order.
+            leases: the leases under which the groups were sampled, in the order of `groups`.
+
+        Raises `GroupTooLarge` if a group is larger than `MAX_ENTRY_BYTES`.
         """
         pairs = zip(groups, leases or [""] * len(groups), strict=True)
         bodies = [(group.index, lease, compress(codec.to_json(group))) for group, lease in pairs]
@@ -134,10 +138,10 @@ class RedisTransport:
         self._answer(add)
 
     def claim(self, *, limit: int = BATCH, wait_s: float = 1.0) -> tuple[Delivery, ...]:
-        """Returns the next entries that no reader has acknowledged, starting with those that were delivered before.
+        """Returns the next entries that have not been acknowledged, starting with entries that were delivered before.
 
-        There is one driver per run, so a new reader, or a reader whose connection was lost, takes over all entries that were delivered and
-        not acknowledged. After that, an entry is returned again only if it was delivered `IDLE_S` seconds ago.
+        There is one driver per run, so a new reader, or a reader whose connection was lost, takes over all entries that were delivered but
+        not acknowledged. After that, an entry is returned again only if it was delivered at least `IDLE_S` seconds ago.
         """
         while self._cursor:
             if entries := self._take_over(0.0, limit):
@@ -148,7 +152,7 @@ class RedisTransport:
         return self._decoded(entries or self._take_over(IDLE_S, limit))
 
     def acknowledge(self, ids: Collection[str]) -> None:
-        """Removes entries from the stream. Call it after the commit that contains their groups."""
+        """Removes entries from the stream. Call it only after the commit that contains their groups."""
         if ids:
             self._answer(lambda: self._remove(ids))
 
@@ -158,7 +162,7 @@ class RedisTransport:
         self._redis.close()
 
     def _take_over(self, idle_s: float, limit: int) -> list[Any]:
-        """Takes over and returns the entries, from the cursor on, that a reader received at least `idle_s` ago and did not acknowledge."""
+        """Takes over entries from the cursor on that were delivered at least `idle_s` ago and not acknowledged, and returns them."""
         start, idle_ms = self._cursor or b"0-0", int(1000 * idle_s)
         claim = partial(self._redis.xautoclaim, self._groups, _READERS, self._reader, idle_ms, start, count=limit)
         following, entries, *_ = self._answer(claim)
@@ -200,7 +204,7 @@ class RedisTransport:
             except redis.RedisError as error:
                 if not _is_full(error):
                     raise
-                self._remove([identity])  # the server is full: keeping the entry would leave no room for groups
+                self._remove([identity])  # the server is full, and keeping the entry would leave no room for groups
 
         self._answer(move)
 
@@ -211,9 +215,10 @@ class RedisTransport:
             batch.execute()
 
     def _answer(self, call: Callable[[], Any]) -> Any:
-        """Returns the server's answer.
+        """Returns the server's response to a call.
 
-        Repeats a call while the server is lost, loading or full. Other errors of redis-py are raised unchanged.
+        Repeats the call while the server is lost, loading or full, for at most `give_up_s`. Rejected passwords raise `UserError`, and
+        invalid responses `StoreError`. Other errors from redis-py are raised unchanged.
         """
         deadline, pause_s = time.monotonic() + self._give_up_s, _FIRST_PAUSE_S
         while True:
@@ -237,7 +242,7 @@ class RedisTransport:
                         f"the Redis server did not accept groups for {self._give_up_s:g} s: {one_line_error(error)}\n"
                         "  fix: start it, or free its memory or disk; no acknowledged group is lost"
                     ) from error
-                self._cursor = b"0-0"  # the server may have delivered entries in an answer that was lost
+                self._cursor = b"0-0"  # the server may have delivered entries in a response that was lost
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
@@ -252,7 +257,7 @@ def _lacks_readers(error: redis.RedisError) -> bool:
 
 
 def _passes(error: redis.RedisError) -> bool:
-    """Whether a call may succeed later, because the server is lost, loads its file, or has no memory (OOM) or disk space (MISCONF) left."""
+    """Whether a call may succeed later, because the server is lost, is loading, or has no memory (OOM) or disk space (MISCONF) left."""
     return isinstance(error, redis.ConnectionError | redis.TimeoutError | redis.BusyLoadingError) or _is_full(error)
 
 
@@ -266,11 +271,11 @@ async def receive_groups(
     deliver: Callable[[Delivery], Awaitable[None]],
     forget: Callable[[int], None] = lambda index: None,
 ) -> None:
-    """Delivers the groups that arrive, until it is cancelled. An entry is acknowledged when the store has a group with its index.
+    """Delivers arriving groups until it is cancelled. An entry is acknowledged when the store contains a group with the entry's index.
 
     Args:
-        deliver: called once with each entry whose index is not stored. The receiver stores the group, or a different group with its index.
-        forget: called with the index of each entry after it is stored.
+        deliver: called once with each entry whose index is not stored. It must store the group, or a different group with the same index.
+        forget: called with the index of each group after the group is stored.
 
     Raises `StoreError` if the store fails, if the transport stays unavailable, or if groups that the run does not sample leave no room for
     other groups. Entries that were not acknowledged are delivered again.

@@ -2,18 +2,19 @@
 
 A group whose late parts are all residual (`PendingPart.residual`) is not parked. The store splits it into two groups, in one commit:
 
-- index `i`: the attempts with the known parts of their scores. It is trained like any other group.
-- index `-1 - i`, its residual: the same attempts. Each score is the weighted sum of the late parts alone. It is parked until all late parts
-  have arrived or expired. A step after that of the first group trains it.
+- index `i`, the first group: the attempts with the known parts of their scores. It is trained like any other group.
+- index `-1 - i`, its residual: the same attempts. Each score is the weighted sum of the late parts alone. The residual is parked until all
+  late parts have arrived or expired. It is trained in a later step than the first group.
 
 The advantages of GRPO and RLOO without division by the standard deviation are linear in the scores, so the two advantages of an episode add
-up to that of its complete score:
+up to the advantage of its complete score:
 
     A_i(early + late) = A_i(early) + A_i(late),   A_i(late) = late_i - mean(late)
 
-The residual is trained with the behaviour logprobs of its tokens, and with the ratio, clipping and correction that the recipe configures:
-the policy gradient of the late part under the weights of that step. If an episode's part expired, the episode has no residual and counts in
-no mean. Each sampled token counts once, with its first group; tokens of residuals are reported separately.
+The residual is trained with the behaviour logprobs of its tokens, and with the ratio, clipping and correction that the recipe configures.
+This yields the policy gradient of the late part under the weights of that step. If a part of an episode expires, the episode has no
+residual and is excluded from the means. Each sampled token counts once, with its first group. The tokens of residuals are reported
+separately.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from agentrl.records import Group, Score, ScoredEpisode
 
 
 def split_group(group: Group) -> tuple[Group, ...]:
-    """Returns a new group as it is stored: alone, or with its residual if all parts that it waits for are residual."""
+    """Returns the groups that are stored for a new group: the group alone or, if all parts that it waits for are residual, two groups."""
     parts = [part for _, _, part in group.pending]
     if not parts or not all(part.residual for part in parts):
         return (group,)
@@ -45,9 +46,9 @@ def _late_score(score: Score) -> Score:
 
 
 def why_no_residuals(recipe: Recipe) -> str:
-    """Returns the setting that prevents applying late parts as residuals, and the reason; empty if no setting prevents it.
+    """Returns a text that names the setting that prevents residuals, and the reason; empty if no setting prevents them.
 
-    The advantages must be linear in the scores. A setting that chooses groups or tasks by their scores would use only the early parts.
+    The advantages must be linear in the scores. A setting that selects groups or tasks by score would use only the early parts.
     """
     if recipe.rollout.extra_groups or recipe.tasks.weighting:
         setting = "rollout.extra_groups" if recipe.rollout.extra_groups else "tasks.weighting"

@@ -1,9 +1,9 @@
-"""Records how each completed learner step used its groups: `checkpoints/consumed.jsonl` has one line per step, and each checkpoint a hash
-of it.
+"""Records how each completed learner step used its groups: `checkpoints/consumed.jsonl` contains one line per step, and each checkpoint
+contains a hash of the lines.
 
-A checkpoint therefore has the same size after any number of steps. The learner appends the line of a step before it writes the checkpoint,
-and drops the lines after its newest checkpoint when it resumes. The hash of a checkpoint chains the lines of all its steps, so it does not
-match the file of a different run or state.
+A checkpoint therefore has the same size after any number of steps. The learner appends the line for a step before it writes the checkpoint.
+When it resumes, it drops the lines after its newest checkpoint. The hash in a checkpoint chains the lines of all steps up to the
+checkpoint, so it does not match the file of a different run or state.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ StepUses = Mapping[int, GroupUse]
 
 CONSUMED_FILE = "consumed.jsonl"
 NO_STEPS = hashlib.sha256().hexdigest()
-"""The hash of no steps."""
+"""The hash of an empty sequence of steps."""
 _MAX_BYTES = 8 << 30  # maximum bytes of the file: more than 10^8 groups
 
 
 def extend_hash(before: str, uses: StepUses) -> str:
-    """Returns the hash of the earlier steps and one more step."""
+    """Returns the hash of a sequence of steps whose hash is `before`, extended by the next step."""
     return hashlib.sha256(before.encode() + _line(uses)).hexdigest()
 
 
 def hash_steps(steps: Iterable[StepUses]) -> str:
-    """Returns the hash of steps, the first step first."""
+    """Returns the hash of a sequence of steps, which starts with the first step."""
     last = NO_STEPS
     for uses in steps:
         last = extend_hash(last, uses)
@@ -41,18 +41,18 @@ def hash_steps(steps: Iterable[StepUses]) -> str:
 
 
 def append_step(checkpoints: Path, uses: StepUses) -> None:
-    """Appends the uses of the next step durably. Raises `OSError`."""
+    """Appends the uses of the next step durably. Raises `OSError` if that fails."""
     append_lines(checkpoints / CONSUMED_FILE, [_line(uses)], durable=True)
 
 
 def rewrite_steps(checkpoints: Path, steps: Iterable[StepUses]) -> None:
-    """Replaces the file durably. Raises `OSError`."""
+    """Replaces the file durably with one that contains the given steps. Raises `OSError` if that fails."""
     checkpoints.mkdir(parents=True, exist_ok=True)
     write_atomically(checkpoints / CONSUMED_FILE, b"".join(map(_line, steps)), durable=True)
 
 
 def read_steps(checkpoints: Path, count: int) -> list[StepUses]:
-    """Returns the uses of the first `count` steps, or of fewer steps if the file has fewer.
+    """Returns the uses of the first `count` steps, or of all steps in the file if it contains fewer.
 
     Raises `StoreError` if the file cannot be read.
     """
@@ -67,7 +67,7 @@ def read_steps(checkpoints: Path, count: int) -> list[StepUses]:
 
 
 def recorded_steps(checkpoints: Path, count: int, sha256: str, entries: Iterable[LedgerEntry]) -> list[StepUses]:
-    """Returns the uses of the first `count` steps, which match the hash of a checkpoint: from the file, or else from the ledger's entries.
+    """Returns the uses of the first `count` steps from the file or, if it does not match a checkpoint's hash, from the ledger's entries.
 
     Raises `StoreError` if neither matches the hash.
     """

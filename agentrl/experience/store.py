@@ -1,7 +1,7 @@
-"""The embedded experience store: one SQLite file in the run folder, opened by every process of one machine.
+"""The embedded experience store: one SQLite file in the run folder, which all processes on one machine open.
 
 Write-ahead logging lets readers continue while a writer commits. With `synchronous=FULL`, every finished `put` and `commit` survives a
-power cut. Primary keys of the database ensure, even under a race, that an index is stored once and a group is assigned to one step.
+power cut. Primary keys ensure, even under a race, that an index is stored only once and that a group is assigned to only one step.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _SCHEMA_VERSION = 5
 SCHEMA = (
     "CREATE TABLE groups (idx INTEGER PRIMARY KEY, task_id TEXT NOT NULL, stored_at REAL NOT NULL, attempts INTEGER NOT NULL,"
     " counted INTEGER NOT NULL, has_spread INTEGER NOT NULL, oldest_version INTEGER, tokens_sampled INTEGER NOT NULL, body BLOB NOT NULL)",
-    # A row per assigned or consumed group. The checkpoint is NULL until the step completes. There is no foreign key, because after a
-    # restore the checkpoint decides which groups a step consumed, even if a group is no longer stored.
+    # One row per assigned or consumed group. The checkpoint is NULL until the step completes. There is no foreign key, because after a
+    # restore the checkpoint determines which groups a step consumed, even if a group is no longer stored.
     "CREATE TABLE taken (idx INTEGER PRIMARY KEY, step INTEGER NOT NULL, checkpoint TEXT, tokens_trained INTEGER NOT NULL,"
     " reason TEXT NOT NULL)",
     "CREATE INDEX taken_by_step ON taken (step)",
@@ -66,9 +66,9 @@ _INSERT = "INSERT OR IGNORE INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 DELETED = b"sha256:"
 """Prefix of the value that replaces a deleted body. The hash of the body, 32 bytes, follows it."""
 _PAGE_BYTES = 1 << 14
-"""With large pages, a body takes few pages, so a commit writes fewer frames than with SQLite's 4 KiB.
+"""Page size of a new file. A body needs fewer pages of this size than of SQLite's default size, 4 KiB, so a commit writes fewer frames.
 
-This stores 1.3 to 2 times as many groups per second.
+The store therefore accepts 1.3 to 2 times as many groups per second.
 """
 _LEAST = -(1 << 62)  # below every index
 _QUERY_S = 300.0
@@ -80,17 +80,17 @@ class SqliteStore:
 
     Args:
         path: the database file. The file and its folder are created if absent.
-        busy_timeout_s: maximum wait for another process's write, in seconds.
-        keep_steps: number of steps whose episodes are kept; None keeps all. `commit` deletes the episodes of older steps. The ledger keeps
-            their entries and hashes, and the file reuses their space.
+        busy_timeout_s: maximum wait while another process writes, in seconds.
+        keep_steps: number of newest steps whose episodes are kept; None keeps all episodes. `commit` deletes the episodes of older steps.
+            The ledger keeps their entries and hashes, and the file reuses their space.
 
-    Every method raises `StoreError` if the file is damaged, it has a different schema version, the disk is full or the wait exceeds
+    Every method raises `StoreError` if the file is damaged or has a different schema version, if the disk is full, or if the wait exceeds
     `busy_timeout_s`.
     """
 
     def __init__(self, path: Path | str, *, busy_timeout_s: float = LOCK_WAIT_S, keep_steps: int | None = None) -> None:
         self.path = Path(path)
-        self._keep_steps, self._deleted = keep_steps, 0  # steps whose episodes this object has deleted
+        self._keep_steps, self._deleted = keep_steps, 0  # number of steps whose episodes this object has deleted
         self._busy_timeout_s = busy_timeout_s
         self._lock = threading.Lock()  # one connection, used by one thread at a time
         with translated_errors(self.path):
@@ -104,11 +104,11 @@ class SqliteStore:
             raise
 
     def put(self, group: Group) -> bool:
-        """Stores a group. Returns False, and stores nothing, if a group with this index exists."""
+        """Stores a group and returns True. If a group with this index exists, stores nothing and returns False."""
         return self.put_all((group,))[0]
 
     def put_all(self, groups: Sequence[Group]) -> tuple[bool, ...]:
-        """Stores groups in one commit, with their residuals. Returns for each whether no group with its index existed."""
+        """Stores groups and their residuals in one commit. Returns, for each group, whether it was stored because its index was new."""
         rows = [[(part, _row(part)) for part in split_group(group)] for group in groups]
         with self._transaction() as db:
             stored = []
@@ -126,8 +126,11 @@ class SqliteStore:
             return db.execute("SELECT 1 FROM groups WHERE idx = ?", (index,)).fetchone() is not None
 
     def entries(self, *, first: int | None = None, step: int | None = None) -> tuple[LedgerEntry, ...]:
-        """Returns, by ascending index, the entries of the groups from index `first` on and of unconsumed late groups, or the entries of one
-        step."""
+        """Returns ledger entries in ascending order of index.
+
+        These are the entries of one step or, if `step` is None, of the groups from index `first` on (None means all groups) and of earlier
+        groups with late parts that no step has consumed.
+        """
         late = "SELECT idx FROM late_parts LEFT JOIN taken USING (idx) WHERE idx < ?1 AND checkpoint IS NULL"
         chosen = f"SELECT idx FROM groups WHERE idx >= ?1 UNION {late}"  # not `OR`, which would read all groups
         where, value = (f"groups.idx IN ({chosen})", _LEAST if first is None else first) if step is None else ("taken.step = ?", step)
@@ -139,7 +142,7 @@ class SqliteStore:
             raise StoreError(f"a row of the ledger in {self.path} is damaged: {error}") from error
 
     def groups(self, indices: Iterable[int]) -> tuple[Group, ...]:
-        """Returns the groups in the given order. Raises `StoreError` if one is absent or damaged."""
+        """Returns the groups in the given order. Raises `StoreError` if a group is absent or damaged."""
         wanted = list(indices)
         with self._reading() as db:
             bodies = self._bodies(db, wanted)
@@ -154,7 +157,7 @@ class SqliteStore:
             return late_parts.add_score(db, score, now=now, read=lambda index: self._group(db, index))
 
     def expire_scores(self, *, now: float) -> tuple[int, ...]:
-        """Closes the expired parts. Returns the groups to which they belong."""
+        """Closes the expired parts. Returns the indices of the groups to which they belong."""
         with self._reading() as db:
             if not late_parts.has_expired(db, now=now):  # the common case, which needs no write lock
                 return ()
@@ -162,7 +165,7 @@ class SqliteStore:
             return late_parts.expire_scores(db, now=now, read=lambda index: self._group(db, index))
 
     def pending_scores(self, *, limit: int, after: str = "") -> tuple[PendingScore, ...]:
-        """Returns the parts that can be scored now, of at most `limit` episodes whose id follows `after`, in ascending order."""
+        """Returns the parts that can be scored now in at most `limit` episodes whose ids follow `after`, in ascending order of id."""
         with self._reading() as db:
             return late_parts.pending_scores(db, limit=limit, after=after)
 
@@ -182,7 +185,7 @@ class SqliteStore:
             return dict(db.execute("SELECT block, version FROM blocks ORDER BY block"))
 
     def assign(self, step: int, indices: Sequence[int]) -> None:
-        """Assigns groups to a step. Raises `StoreError` if a group is not stored or belongs to another step."""
+        """Assigns groups to a step. Raises `StoreError` if a group is not stored, waits for late scores, or belongs to a different step."""
         with self._transaction() as db:
             if {row[0] for row in db.execute("SELECT idx FROM taken WHERE step = ? AND checkpoint IS NULL", (step,))} == set(indices):
                 return
@@ -190,7 +193,7 @@ class SqliteStore:
             self._take(db, step, indices)
 
     def commit(self, step: int, uses: Mapping[int, GroupUse], checkpoint: str) -> None:
-        """Records how a step used its groups. Raises `StoreError` if a group is not stored or belongs to another step."""
+        """Records how a step used its groups. Raises `StoreError` if a group is not stored, is parked, or belongs to a different step."""
         with self._transaction() as db:
             db.execute("DELETE FROM taken WHERE step = ? AND checkpoint IS NULL", (step,))
             self._take(db, step, tuple(uses))
@@ -201,7 +204,7 @@ class SqliteStore:
             self._deleted += 1
 
     def reconcile(self, consumed: Mapping[int, Mapping[int, GroupUse]]) -> None:
-        """Sets assignments and uses to those of a checkpoint: step -> index -> use. Groups of later steps stay assigned to them."""
+        """Sets assignments and uses to those in a checkpoint: step -> index -> use. The groups of later steps stay assigned to them."""
         rows: dict[int, tuple[int, int, int, str]] = {}
         for step, uses in consumed.items():
             for index, use in uses.items():
@@ -231,7 +234,7 @@ class SqliteStore:
                 db.execute("INSERT INTO evaluated VALUES (?, ?)", (number, body))
 
     def delete_evaluated(self, phase: str) -> None:
-        """Deletes the episodes of a phase."""
+        """Deletes the evaluation episodes of a phase."""
         with self._transaction() as db:
             episode_rows.delete_phase(db, phase)
 
@@ -241,14 +244,14 @@ class SqliteStore:
             self._connection.close()
 
     def _group(self, db: sqlite3.Connection, index: int) -> Group:
-        """Returns a stored group with its closed parts, read in a transaction."""
+        """Returns a stored group with its closed parts. The caller opens the transaction."""
         return self._decode(index, self._bodies(db, [index])[index]).with_parts(late_parts.closed_parts(db, [index]).get(index, {}))
 
     def _bodies(self, db: sqlite3.Connection, indices: Sequence[int]) -> dict[int, bytes]:
         return dict(db.execute("SELECT idx, body FROM groups WHERE idx IN (SELECT value FROM json_each(?))", (json.dumps(indices),)))
 
     def _delete_episodes(self, step: int) -> None:
-        """Replaces the bodies of the groups that a step has consumed by their hashes, and deletes their rows in the table of episodes."""
+        """For each group that a step has consumed, replaces the body with its hash and deletes the rows in the table of episodes."""
         query = (
             "SELECT groups.* FROM taken JOIN groups USING (idx) WHERE step = ? AND checkpoint IS NOT NULL"
             " AND NOT (length(body) = 39 AND substr(body, 1, 7) = ?)"
@@ -312,7 +315,7 @@ class SqliteStore:
                 f"{self.path} has store schema {version}; this agentrl reads {_SCHEMA_VERSION}\n"
                 "  fix: continue with the agentrl version that started this run, or start a new run folder"
             )
-        require_schema(db, SCHEMA)  # if the primary keys were missing, a group could have millions of rows
+        require_schema(db, SCHEMA)  # without the primary keys, a group could have millions of rows
 
 
 def _row(group: Group) -> tuple[Any, ...]:
@@ -341,7 +344,7 @@ def _entry(row: Sequence[Any]) -> LedgerEntry:
 
 
 def _ascending(entries: Iterable[LedgerEntry]) -> Iterator[LedgerEntry]:
-    """Yields the entries. Raises `ValueError` if a group has two entries, because a file whose pages form a loop has endless rows."""
+    """Yields the entries. Raises `ValueError` if indices do not increase, because a file whose pages form a loop yields endless rows."""
     last: int | None = None
     for entry in entries:
         if last is not None and entry.index <= last:
@@ -356,14 +359,14 @@ def _absent(db: sqlite3.Connection, indices: Sequence[int]) -> list[int]:
 
 
 def open_store(run_dir: Path, recipe: Recipe) -> ExperienceStore:
-    """Opens the store that a recipe configures. Raises `PluginError` if the plug-in is invalid, or `StoreError` if the store fails."""
+    """Opens the store that a recipe configures. Raises `PluginError` if the plug-in is invalid, and `StoreError` if the store fails."""
     part = parts.Part(recipe.store.ref) if recipe.store.ref in parts.STORE.shipped else recipe.store
     store: ExperienceStore = parts.make_part(parts.STORE, part, run_dir, recipe)
     return store
 
 
 def open_sqlite(run_dir: Path, recipe: Recipe) -> SqliteStore:
-    """Opens the stores `sqlite` and `redis`: `experience.sqlite` in the run folder."""
+    """Opens `experience.sqlite` in the run folder, which the stores `sqlite` and `redis` use."""
     keep = recipe.store.options.get("keep_steps")
     return SqliteStore(run_dir / "experience.sqlite", keep_steps=keep if isinstance(keep, int) else None)
 
@@ -385,7 +388,7 @@ def deleted_error(index: int, path: Path) -> StoreError:
 
 @contextmanager
 def translated_errors(path: Path) -> Iterator[None]:
-    """Converts errors of SQLite or the file system to a `StoreError` with the file and the fix."""
+    """Converts errors from SQLite or the file system to a `StoreError` that names the file and, for known errors, the fix."""
     try:
         yield
     except sqlite3.Error as error:

@@ -1,12 +1,13 @@
-"""The values that a learner step computed for each trained token. `updates/000014.0.tokens` in the run folder has the values of step 14 on
+"""The values that a learner step computed for each trained token. `updates/000014.0.tokens` in the run folder contains those of step 14 on
 rank 0.
 
-The store has the sampled data. Ratios, clips and entropies depend on the learner's weights and exist only during its step. A record is for
-readers and is never part of the run's state. The oldest records are removed if all records exceed `MAX_TOTAL_BYTES`, and a step is trained
-even if its record cannot be written.
+The store contains the sampled data. Ratios, clipping and entropies depend on the learner's weights and exist only during the step. Records
+are for inspection and are never part of the run's state. If their total size exceeds `MAX_TOTAL_BYTES`, the oldest are removed. A step is
+trained even if its record cannot be written.
 
-A file is one zstd frame: the length of a JSON header (uint32, little-endian), the header, and columns of N tokens: logprobs, entropies and
-importance weights as float32, then one byte each that is 1 if the token was clipped. The tokens of a sample are adjacent and in order.
+A file is one zstd frame. It contains the length of a JSON header (uint32, little-endian), the header, and one column each for the logprobs,
+entropies and importance weights of the N tokens as float32, followed by one byte per token, which is 1 if the token was clipped. The tokens
+of a sample are adjacent and in order.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from agentrl.base.untrusted_files import read_bytes
 
 FOLDER = "updates"
 MAX_TOTAL_BYTES = 256 << 20
-"""Maximum bytes of all records of a run."""
+"""Maximum total bytes of the records of a run."""
 MAX_FILE = 32 << 20
 """Maximum bytes of one file."""
 _MAX_CONTENT = 64 << 20
@@ -40,18 +41,18 @@ class TokenRecord:
 
     group: int
     episode_id: str
-    part: int  # index of the sample among the samples of the episode in its step
-    logprobs: Sequence[float]  # [N] of the learner's weights before the optimizer step
+    part: int  # index of the sample among the episode's samples in the step
+    logprobs: Sequence[float]  # [N] under the learner's weights before the optimizer step
     entropies: Sequence[float]  # [N] nats
-    weights: Sequence[float]  # [N] importance weight of the off-policy correction
+    weights: Sequence[float]  # [N] importance weights from the off-policy correction
     clipped: Sequence[bool]  # [N] whether the surrogate's bound removed the gradient
 
 
 def write_records(run_dir: Path, step: int, rank: int, records: Sequence[TokenRecord]) -> None:
-    """Writes the records of a rank, and removes the oldest files beyond `MAX_TOTAL_BYTES`. Raises `OSError`.
+    """Writes the records of a rank, and removes the oldest files if the total exceeds `MAX_TOTAL_BYTES`. Raises `OSError`.
 
     Args:
-        step: number of the version that the step produces, from 1.
+        step: number of the version that the step produces, counted from 1.
     """
     header = json.dumps(
         [[record.group, record.episode_id, record.part, len(record.logprobs)] for record in records], separators=(",", ":")
@@ -64,14 +65,14 @@ def write_records(run_dir: Path, step: int, rank: int, records: Sequence[TokenRe
 
 
 def load_file(run_dir: Path, step: int, rank: int) -> bytes:
-    """Returns the content of a rank's file. Raises `OSError`, and `ValueError` if the file has more than `MAX_FILE` bytes."""
+    """Returns the content of a rank's file. Raises `OSError`, or `ValueError` if the file is larger than `MAX_FILE` bytes."""
     return read_bytes(_path(run_dir, step, rank), most=MAX_FILE, inside=run_dir)
 
 
 def save_file(run_dir: Path, step: int, rank: int, content: bytes) -> None:
-    """Writes the file of a rank, and removes the oldest files beyond `MAX_TOTAL_BYTES`.
+    """Writes the file of a rank, and removes the oldest files if the total exceeds `MAX_TOTAL_BYTES`.
 
-    Raises `OSError`, and `ValueError` if no run can have the step or rank.
+    Raises `OSError`, or `ValueError` if the step or the rank is out of range.
     """
     if not 0 < step < _LAST_STEP or not 0 <= rank < _MAX_RANKS:
         raise ValueError(f"rank {rank} or step {step} is out of range")
@@ -89,9 +90,9 @@ def save_file(run_dir: Path, step: int, rank: int, content: bytes) -> None:
 
 
 def read_records(run_dir: Path, step: int, group: int) -> list[TokenRecord]:
-    """Returns the records of one group in a step, which counts from 1; empty if there are none.
+    """Returns the records of one group in a step; empty if there are none. Steps are counted from 1.
 
-    Raises `OSError`, and `ValueError` if a file is damaged.
+    Raises `OSError`, or `ValueError` if a file is damaged.
     """
     records: list[TokenRecord] = []
     for rank in range(_MAX_RANKS):

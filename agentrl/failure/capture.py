@@ -27,24 +27,24 @@ from agentrl.records.trajectory import TRUNCATED
 log = logging.getLogger(__name__)
 
 Audit = Callable[[Task, ScoredEpisode], str]
-"""Returns the reason why a score was not earned; empty if there is none."""
+"""Returns the reason why a score was not earned; empty if the score was earned."""
 
 MAX_KINDS = 200
-"""Number of task kinds that are counted separately. All other kinds are counted together."""
+"""Maximum number of task kinds that are counted separately. All other kinds are counted together."""
 OTHERS = "others"
 KEPT = 500  # traces per phase
-_KEEP_BYTES = 256 << 20  # bytes of compressed traces per phase: 500 of 512 KiB; most have about 4 KiB, so `KEPT` is the limit
-_BUSY_S = 2.0  # longest wait for another process's write
-_SLOW_S, _PAUSE_FACTOR = 0.2, 50  # after a slow failure, such as a locked file, capture pauses for 50 times its duration
+_KEEP_BYTES = 256 << 20  # bytes of compressed traces per phase: about 500 of 512 KiB; most have 4 KiB, so `KEPT` is reached first
+_BUSY_S = 2.0  # maximum wait while another process writes
+_SLOW_S, _PAUSE_FACTOR = 0.2, 50  # after a failure that took long, such as a locked file, capture pauses for 50 times as long
 _TIMEOUTS, _LIMITS = ("wall_limit", "tool_timeout"), ("turn_limit", "token_limit")
 
 
 def capture_reason(scored: ScoredEpisode, *, threshold: float | None, audit: str = "", passed_before: bool = False) -> CaptureReason | None:
-    """Returns why an episode is a failure, or None if it passed.
+    """Returns why an episode is a failure, or None if it is not.
 
     Args:
-        threshold: a finite score below it is a failure; None means no threshold.
-        audit: the reason why the score was not earned, if there is one.
+        threshold: the lowest finite score that is not a failure; None means no threshold.
+        audit: the reason why the score was not earned; empty if it was earned.
         passed_before: whether an earlier version passed the same task.
     """
     value = scored.score.value
@@ -63,11 +63,11 @@ def capture_reason(scored: ScoredEpisode, *, threshold: float | None, audit: str
 
 
 class Capture:
-    """Stores the failures of a run in its folder, tagged by rules, and counts all episodes.
+    """Tags the failures of a run by rules, stores them in the run folder, and counts all episodes.
 
-    Its methods write to the disk, so call them in a thread. Several threads may call them at once. An error is logged and loses only the
-    trace. A damaged file is renamed, and a new file is started. After a slow error, such as a locked file, capture pauses, so that retries
-    take at most one fiftieth of the run's time.
+    The methods write to the disk, so call them in a thread. Several threads may call them at once. If a write fails, the error is logged
+    and only the episodes of that write are lost. A damaged file is renamed, and a new file is started. After an error that took long, such
+    as a locked file, capture pauses, so that failing writes take at most one fiftieth of the run's time.
 
     Args:
         origin: run, recipe and model, stored with each trace.
@@ -82,26 +82,27 @@ class Capture:
         self._collection: Collection | None = None
         self._kinds: set[str] = set()
         self._paused_until = 0.0  # monotonic
-        self._lock = threading.Lock()  # held while a thread uses an attribute above
+        self._lock = threading.Lock()  # guards the attributes above
 
     def capture_group(self, task: Task | None, group: Group, *, step: int) -> None:
-        """Captures the failures of a training group that was stored. A repeated call has no effect, even in a later process."""
+        """Captures the failures in a stored training group. A repeated call has no effect, even in a later process."""
         once = f"group {group.index}"
         if group.fault is None:
             self._capture(task, group.episodes, phase="train", step=step, once=once)
-        elif group.fault.kind != "quarantined":  # all episodes are empty and equal, so one is enough
+        elif group.fault.kind != "quarantined":  # all of its episodes are empty and equal, so one is enough
             self._capture(task, group.episodes[:1], phase="train", step=step, once=once)
 
     def capture_episode(self, task: Task, scored: ScoredEpisode, *, phase: str, step: int, place: str = "") -> None:
-        """Captures an episode of an evaluation if it failed.
+        """Counts an evaluation episode, and captures it if it failed.
 
         Args:
-            place: name of the evaluation if a phase has several. A task regressed if it passed in a different evaluation.
+            place: name of the evaluation if the phase has several. A failed task counts as regressed if it passed in a different
+                evaluation.
         """
         self._capture(task, (scored,), phase=phase, step=step, place=place or phase)
 
     def reset_phase(self, phase: str, *, step: int | None = None, place: str = "") -> None:
-        """Deletes the traces and counts of a phase, or of one step of it, before an evaluation (re)starts."""
+        """Deletes the traces and counts of a phase, or of one of its steps, before an evaluation (re)starts."""
         with self._lock:
             self._guarded(lambda collection: collection.clear_phase(phase, step=step, place=place), episodes=0)
 
@@ -160,7 +161,7 @@ class Capture:
         return replace(trace, tags=tag_by_rules(trace, self._rules))
 
     def _kind(self, task: Task | None) -> str:
-        """Returns the kind of a task, or `OTHERS` for a new kind once there are `MAX_KINDS`, because the number of kinds is unlimited."""
+        """Returns a task's kind, or `OTHERS` if it is new and `MAX_KINDS` kinds are known, because the number of kinds is unlimited."""
         kind = kind_of_task(task)
         if kind not in self._kinds and len(self._kinds) >= MAX_KINDS:
             return OTHERS

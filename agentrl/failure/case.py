@@ -1,6 +1,6 @@
-"""Regression cases and suites. A case is a frozen task that a policy once failed, with its origin; a suite is a folder of cases.
+"""Regression cases and suites. A case is a frozen task that a policy once failed, with its origin. A suite is a folder of cases.
 
-    evals/pricing/suite.toml           name, note, default policy, and attempts at each case
+    evals/pricing/suite.toml           name, note, default policy, and number of attempts at each case
     evals/pricing/cases/0f3a9c.json    a case
 
 A case's task includes its verifiers, image and limits, so it is scored as in training.
@@ -29,13 +29,13 @@ FORMAT = 1
 MAX_REPEATS = 1000
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,80}")
 _SETTINGS = "suite.toml"
-_MAX_BYTES = 16 << 20  # bytes of one case
+_MAX_BYTES = 16 << 20  # maximum bytes of one case
 _PROMOTE = "promote failures: agentrl failures promote RUN --into SUITE"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline(Record):
-    """A policy's scores on a case. The policy is the one that failed the case, or one that was pinned later."""
+    """A policy's scores on a case. It is the policy that failed the case, or a policy whose scores were pinned later."""
 
     model: str
     version: int | None = None  # policy version in its run; None means unknown
@@ -44,7 +44,7 @@ class Baseline(Record):
 
     @property
     def mean(self) -> float | None:
-        """The mean of the scored attempts."""
+        """The mean score of the scored attempts; None if there are none."""
         scored = [score for score in self.scores if score is not None]
         return sum(scored) / len(scored) if scored else None
 
@@ -55,7 +55,7 @@ class Case(Record):
 
     id: str
     task: Task
-    trace: str = ""  # id of the trace that from which it was promoted
+    trace: str = ""  # id of the trace from which it was promoted
     tags: tuple[Tag, ...] = ()
     origin: Mapping[str, str] = field(default_factory=dict)
     note: Text = ""  # why it was promoted
@@ -90,7 +90,7 @@ class Case(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suite:
-    """The cases of a folder, ordered by id."""
+    """The cases in a folder, ordered by id."""
 
     folder: Path
     name: str
@@ -101,7 +101,7 @@ class Suite:
 
 
 def load_suite(folder: Path) -> Suite:
-    """Reads a suite. Raises a `UserError` that contains the file and the problem."""
+    """Reads a suite. If the suite is invalid, raises a `UserError` that names the file and describes the problem."""
     _check_folder(folder)
     settings = _settings(folder / _SETTINGS)
     cases = tuple(_case(path) for path in sorted((folder / "cases").glob("*.json")))
@@ -122,7 +122,7 @@ def load_suites(folder: Path) -> tuple[Suite, ...]:
 
 
 def load_case(folder: Path, name: str) -> tuple[Suite, Case]:
-    """Reads the suite in a folder and returns it with its case `name`. Raises `UserError` if there is no such case."""
+    """Reads the suite in a folder. Returns the suite and the case whose id is `name`. Raises `UserError` if there is no such case."""
     suite = load_suite(folder)
     for case in suite.cases:
         if case.id == name:
@@ -131,12 +131,12 @@ def load_case(folder: Path, name: str) -> tuple[Suite, Case]:
 
 
 def own_threshold(task: Task) -> float | None:
-    """Returns the threshold of a task that declares one; None means the evaluation's threshold."""
+    """Returns the pass threshold that a task declares; None if it has the default, so that the evaluation's threshold applies."""
     return None if task.pass_threshold == PASS_THRESHOLD else task.pass_threshold
 
 
 def check_attempt_options(*, repeats: int | None, threshold: float | None) -> None:
-    """Raises `UserError` if no evaluation can use the number of attempts or the threshold."""
+    """Raises `UserError` if the number of attempts is out of range or the threshold is not finite."""
     if repeats is not None and not 1 <= repeats <= MAX_REPEATS:
         raise UserError(f"--repeats {repeats} is out of range", fix=f"give a number from 1 to {MAX_REPEATS}")
     if threshold is not None and not math.isfinite(threshold):

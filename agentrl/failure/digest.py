@@ -14,13 +14,13 @@ from agentrl.failure.timeline import Timeline, timeline_of, truncate_middle
 from agentrl.failure.trace import Trace, deciding_tag, deciding_tag_name
 
 DIGEST = "failures/failures.json"
-_TAGS = 12  # tags that are counted separately; all other tags are counted together
+_TAGS = 12  # maximum number of tags that are counted separately; all other tags are counted together
 _EXAMPLES = 5
 _OTHERS = "others"
 
 
 def write_digest(run_dir: Path) -> dict[str, Any] | None:
-    """Writes the digest of a run folder and returns it. Does nothing and returns None if no failures were captured."""
+    """Writes the digest of a run to its folder and returns it. If no failures were captured, writes nothing and returns None."""
     if not (run_dir / FILE).is_file():
         return None
     with Collection(run_dir) as collection:
@@ -30,7 +30,7 @@ def write_digest(run_dir: Path) -> dict[str, Any] | None:
 
 
 def failures_by_tag(run_dir: Path) -> dict[str, int]:
-    """Returns tag -> number of failures, from the digest; empty if there is no digest."""
+    """Returns a mapping tag -> number of failures, read from the digest; empty if the digest is missing or invalid."""
     try:
         tags = json.loads((run_dir / DIGEST).read_bytes())["tags"]
         return {str(tag): int(times) for tag, times in tags.items()}
@@ -39,7 +39,7 @@ def failures_by_tag(run_dir: Path) -> dict[str, int]:
 
 
 def build_digest(collection: Collection) -> dict[str, Any]:
-    """Counts failures by tag: in total, by phase, and by training step and version. Adds examples."""
+    """Returns the failures by tag (in total, by phase, by training step, and by version), and examples."""
     tags = Counter({str(tag): times for (tag,), times in collection.counts("tag").items()})
     passed = tags.pop("", 0)
     names = [tag for tag, _ in tags.most_common(_TAGS)]
@@ -58,7 +58,7 @@ def build_digest(collection: Collection) -> dict[str, Any]:
 
 
 def _grouped(collection: Collection, by: str, names: list[str], *, phase: str = "") -> list[dict[str, Any]]:
-    """Returns one entry for each value of a field, in order, with the number of episodes and the number of each tag."""
+    """Returns one entry for each value of a field, in order, with the number of episodes and the number of failures by tag."""
     groups: dict[Any, Counter[str]] = {}
     for (value, of_phase, tag), times in collection.counts(by, "phase", "tag").items():
         if phase in ("", of_phase):
@@ -72,7 +72,7 @@ def _grouped(collection: Collection, by: str, names: list[str], *, phase: str = 
 
 
 def _order(value: Any) -> tuple[int, int, str]:
-    """Returns a sort key: numbers by size; phases in the order of a run: before, train, step4, step8, after."""
+    """Returns a sort key, which orders numbers by value and phases as a run does: before, train, step4, step8, after."""
     if isinstance(value, int):
         return (0, value, "")
     name = str(value)
@@ -81,7 +81,7 @@ def _order(value: Any) -> tuple[int, int, str]:
 
 
 def _examples(collection: Collection, names: list[str]) -> list[dict[str, Any]]:
-    """Returns the newest failure of each of the most frequent tags."""
+    """Returns the newest failure with each of the most frequent tags."""
     examples = []
     for name in names[:_EXAMPLES]:
         for row in collection.rows(TraceFilter(tag=name), most=1, newest=True):
@@ -95,7 +95,7 @@ def _examples(collection: Collection, names: list[str]) -> list[dict[str, Any]]:
 
 
 def example_of(trace: Trace) -> dict[str, Any]:
-    """Returns a trace as the report shows an episode, with its tag."""
+    """Returns a trace in the form in which the report shows episodes, with its tag."""
     timeline, tag, task = timeline_of(trace), deciding_tag(trace.tags), trace.task
     return {
         "trace": trace.id,

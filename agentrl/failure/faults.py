@@ -1,4 +1,4 @@
-"""Measures the rate of faults that the policy did not cause, pauses a run if it is too high, and quarantines broken tasks."""
+"""Measures the rate of faults that the policy did not cause, pauses a run if the rate is too high, and quarantines broken tasks."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ log = logging.getLogger(__name__)
 
 QUARANTINE_FILE = "quarantine.jsonl"
 MAX_QUARANTINED = 8
-"""Tasks that may be quarantined within `QUARANTINE_GROUPS` groups. If there are more, the family or its verifier is probably broken."""
+"""Maximum number of tasks quarantined within `QUARANTINE_GROUPS` groups. If more are, the family or its verifier is probably broken."""
 QUARANTINE_GROUPS = 1024
 MIN_WINDOW = 64
 MAX_FAULT_SHARE = 0.5
-"""Share of faults among the newest attempts above which the run pauses, because a component is broken and most work is lost."""
+"""Maximum share of faults among the newest attempts. Above it the run pauses, because a component is broken and most work is lost."""
 MAX_SUSPECT_SHARE = 0.1
-"""Largest share of the newest attempts that may be excluded after the policy's first turn without an alert."""
+"""Maximum share of the newest attempts that faults after the policy's first turn may exclude without raising an alert."""
 OTHERS = "others"
 _KINDS = 32  # kinds of faults that are counted separately; all other kinds are counted together
 _SHOWN_KINDS = 8
@@ -36,31 +36,32 @@ class FaultRate:
     """Counts the newest attempts and their faults, retried or not. Use it from one event loop.
 
     If a server or daemon dies, all attempts in flight fail and are retried. The run should not pause for that. So the rate covers the
-    newest `4 * concurrency` attempts (at least 64) and applies once half of them are known: with a limit of 0.5, one such failure among
-    successful attempts never exceeds it.
+    newest `4 * concurrency` attempts (at least 64), and is checked only after half that many have finished. If the limit is 0.5, one such
+    failure among successful attempts never exceeds it.
 
     Args:
-        limit: largest accepted share of faults, from 0 to 1. If it is 1, a run never pauses.
-        concurrency: largest number of attempts in flight.
+        limit: maximum share of faults, from 0 to 1. If it is 1, a run never pauses.
+        concurrency: maximum number of attempts in flight.
     """
 
     def __init__(self, limit: float = MAX_FAULT_SHARE, *, concurrency: int) -> None:
         self.limit = limit
         window = max(MIN_WINDOW, 4 * concurrency)
         self._min_known = window // 2
-        self._newest: deque[str | None] = deque(maxlen=window)  # kind of fault, None for a successful attempt
-        self._failed = 0  # in `_newest`
-        self._messages: dict[str, str] = {}  # newest message of each kind
-        self._suspects: deque[str | None] = deque(maxlen=window)  # kind of a fault after the policy's first turn
+        self._newest: deque[str | None] = deque(maxlen=window)  # kind of the fault, or None for a successful attempt
+        self._failed = 0  # number of faults in `_newest`
+        self._messages: dict[str, str] = {}  # kind -> newest message
+        self._suspects: deque[str | None] = deque(maxlen=window)  # kind of a fault after the policy's first turn, or None
         self._suspected = False
         self._suspects_since = 0
-        self._since = Counter[bool]()  # successful (False) and failed (True) attempts since the last `attempt_metrics`
+        self._since = Counter[bool]()  # successful (False) and failed (True) attempts since the last call of `attempt_metrics`
         self._exceeded = asyncio.Event()
 
     def record_attempt(self, failure: Failure | None) -> None:
-        """Counts an attempt that ended; `failure` is its fault, or None if it was scored.
+        """Counts a finished attempt. `failure` is its fault, or None if the attempt was scored.
 
-        An attempt that ended because of a fault in a different attempt counts only in the metrics, because one fault may end many attempts.
+        An attempt that failed because of a fault in a different attempt counts only in the metrics, because one fault can make many
+        attempts fail.
         """
         if failure is not None and failure.kind == NEIGHBOR_CRASH:
             self._since[True] += 1
@@ -84,19 +85,19 @@ class FaultRate:
 
     @property
     def share(self) -> float:
-        """Share of faults among the newest attempts; 0 before the first."""
+        """Share of faults among the newest attempts; 0 before the first attempt."""
         return self._failed / len(self._newest) if self._newest else 0.0
 
     @property
     def kinds(self) -> Counter[str]:
-        """Faults among the newest attempts, by stage and kind."""
+        """Number of faults among the newest attempts, by stage and kind."""
         return Counter(kind for kind in self._newest if kind is not None)
 
     def attempt_metrics(self) -> dict[str, float]:
-        """Returns step metrics: the number of attempts that ended since the last call, how many of them failed, and a share of faults.
+        """Returns step metrics for the attempts that finished since the last call: their number, how many failed, and a share of faults.
 
-        The share counts attempts, retried or not, that ended in a fault that the policy may have caused (`Failure.policy_reachable`). It is
-        absent if no attempt ended.
+        The share is the proportion of attempts, retried or not, with a fault that the policy may have caused (`Failure.policy_reachable`).
+        It is absent if no attempt finished.
         """
         ended, failed = self._since.total(), self._since[True]
         reachable, self._suspects_since = self._suspects_since, 0
@@ -105,7 +106,10 @@ class FaultRate:
         return {"attempts_ended": ended, "attempts_failed": failed, **share}
 
     def suspect_alert(self) -> str:
-        """Returns an alert once when the share of faults after the policy's first turn rises above `MAX_SUSPECT_SHARE`; otherwise ""."""
+        """Returns an alert when the share of faults after the policy's first turn rises above `MAX_SUSPECT_SHARE`; otherwise "".
+
+        The alert is repeated only after the share fell below the limit.
+        """
         kinds = Counter(kind for kind in self._suspects if kind is not None)
         known = len(self._suspects)
         before, self._suspected = self._suspected, known >= MIN_WINDOW // 2 and kinds.total() > MAX_SUSPECT_SHARE * known
@@ -134,7 +138,9 @@ class FaultRate:
 
 
 class Quarantine:
-    """The broken tasks of one run, which are not attempted again. Each is one line in `quarantine.jsonl` with task, group and message.
+    """The broken tasks of one run, which are not attempted again.
+
+    Each is recorded as a line of `quarantine.jsonl` that contains the task, the group and the message.
 
     Args:
         run_dir: the run folder.
@@ -143,7 +149,7 @@ class Quarantine:
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / QUARANTINE_FILE
         self._faults = {line["task_key"]: line["message"] for line in read_json_lines(self._path)}
-        self._added = list[tuple[int, str]]()  # group, counted since the start, and message
+        self._added = list[tuple[int, str]]()  # (number of the group since the start, message)
         self._groups = 0  # number of groups since the start
         self._lock = threading.Lock()  # held by `add`
 
@@ -159,7 +165,7 @@ class Quarantine:
         return None if message is None else Failure(stage="task", blame=Blame.TASK, kind="quarantined", message=message)
 
     def add(self, group: Group) -> None:
-        """Quarantines the task of a group with a fault, once. Does nothing for other groups. It writes to the disk, so call it in a thread.
+        """Quarantines the task of a group that has a fault; other groups are only counted. Writes to the disk, so call it in a thread.
 
         Raises:
             TaskError: more than `MAX_QUARANTINED` tasks were added within `QUARANTINE_GROUPS` groups. The message lists the tasks.
@@ -188,5 +194,5 @@ class Quarantine:
 
 
 def count_quarantined(run_dir: Path) -> int:
-    """Returns the number of quarantined tasks of a run."""
+    """Returns the number of tasks that a run has quarantined."""
     return len({line["task_key"] for line in read_json_lines(run_dir / QUARANTINE_FILE)})

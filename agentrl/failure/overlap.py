@@ -1,15 +1,17 @@
-"""Finds tasks that overlap with cases of suites, so that no run trains on the tasks that evaluate it.
+"""Finds tasks that overlap with the cases in suites, so that no run trains on tasks on which it is evaluated.
 
-Text is compared in two normal forms. The first ignores case and extra white space. The second also replaces ids by `#`. An id is a word
-of letters and digits, optionally with hyphens and underscores: `order-10432`, `T0017`, a UUID, a hash. Numbers and dates are not ids.
+Text is compared in two normal forms. The first ignores case and extra white space. The second also replaces ids with `#`. An id is a word
+with both letters and digits, optionally with hyphens and underscores: `order-10432`, `T0017`, a UUID, a hash. Numbers and dates are not
+ids.
 
     SAME    equal keys; or equal prompts (roles and normalized texts), tools and files (names and normalized texts). Id, split, limits,
             verifiers and truth may differ. If the images differ and there are no files, the answers must also be equal.
-    TWIN    similar files, and prompts that are equal up to ids with equal truths (ids by order of occurrence), or prompts that are equal
-            with their ids, even if the truths differ.
+    TWIN    similar files, and either prompts that are equal up to ids with equal truths (ids numbered by first occurrence), or prompts
+            that are equal including their ids, even if the truths differ.
 
 Files are similar if neither task has any, or if the tasks share at least `MIN_SHARED_LINES` of their lines (Jaccard index of multisets,
-ids replaced; a binary file counts as one line). The same question about different files does not overlap and may be trained on.
+ids replaced; a binary file counts as one line). A task with the same question about different files does not overlap, so a run may train
+on it.
 """
 
 from __future__ import annotations
@@ -43,17 +45,17 @@ class Overlap(StrEnum):
 
 
 def normalize_text(text: str) -> str:
-    """Returns the text without case and extra white space."""
+    """Returns the case-folded text with each run of white space replaced by one space."""
     return " ".join(text.split()).casefold()
 
 
 def normalize_ids(text: str) -> str:
-    """Returns the text without case and extra white space, with ids replaced by `#`."""
+    """Returns the result of `normalize_text` with ids replaced by `#`."""
     return _ID.sub("#", normalize_text(text))
 
 
 def overlap_of(case: Task, task: Task) -> Overlap | None:
-    """Compares a task with the task of a case. None means that the task may be trained on."""
+    """Returns how a task overlaps with the task of a case, or None if a run may train on it."""
     if case.key == task.key:
         return Overlap.SAME
     if not _comparable(case, task):
@@ -70,7 +72,10 @@ def overlap_of(case: Task, task: Task) -> Overlap | None:
 
 
 class WithheldTasks:
-    """The tasks of suites. `match` takes time proportional to the prompt, unless a case has a similar prompt."""
+    """The tasks in suites, which are withheld from training.
+
+    The time that `match` takes is proportional to the length of the prompt, unless a case has a similar prompt.
+    """
 
     def __init__(self, cases: Iterable[Case]) -> None:
         self.cases = tuple(cases)
@@ -84,7 +89,7 @@ class WithheldTasks:
         return len(self.cases)
 
     def match(self, task: Task) -> tuple[Case, Overlap] | None:
-        """Returns the case that is the same as a task or, if there is none, a twin; None if the task may be trained on."""
+        """Returns the case that is the same as a task or, if there is none, a twin, with the kind of overlap; None if neither exists."""
         twin = None
         for known, case in self._by_prompt.get(_prompt_digest(task), ()) if self._by_prompt else ():
             overlap = overlap_of(known, task)
@@ -99,12 +104,12 @@ class WithheldTasks:
 
 
 def load_withheld(suites: Sequence[str | Path], *, root: Path) -> WithheldTasks:
-    """Loads the tasks of suites, folders relative to `root`. Raises `UserError` if a folder is not a suite."""
+    """Loads the tasks in suites, whose folders are relative to `root`. Raises `UserError` if a folder is not a suite."""
     return WithheldTasks(case for suite in suites for case in load_suite(root / suite).cases)
 
 
 class WithholdingLog:
-    """Wraps `WithheldTasks` and records each matching task once in `withheld.jsonl` of a run folder."""
+    """Wraps `WithheldTasks` and records each matching task once in `withheld.jsonl` in a run folder."""
 
     def __init__(self, run_dir: Path, withheld: WithheldTasks) -> None:
         self._path, self._withheld = run_dir / FILE, withheld
@@ -134,12 +139,12 @@ def _prompt(task: Task, normalize: Callable[[str], str]) -> tuple[tuple[str, str
 
 
 def _prompt_digest(task: Task) -> str:
-    """Returns a hash that is equal for tasks whose prompts are equal up to ids. Both kinds of overlap require that."""
+    """Returns a hash that is equal for tasks whose prompts are equal up to ids. Both kinds of overlap require such prompts."""
     return hashlib.sha256(repr(_prompt(task, normalize_ids)).encode("utf-8", "replace")).hexdigest()
 
 
 def _comparable(one: Task, other: Task) -> bool:
-    """Whether comparing prompts and files is enough for two tasks. If neither task has files, their images or answers must be equal."""
+    """Whether two tasks can be compared by prompts and files alone. If neither has files, their images or answers must be equal."""
     images = {"" if task.sandbox is None else task.sandbox.image for task in (one, other)}
     if len(images) == 1 or one.files or one.binary_files or other.files or other.binary_files:
         return True
@@ -156,10 +161,10 @@ def _file_lines(task: Task) -> Counter[str]:
 
 
 def _truth(task: Task) -> str:
-    """Returns the answer or, if there is none, all of the task's data, in a form that is equal for twins.
+    """Returns the answer or, if there is none, all of the task's data, in a normal form that is equal for twins.
 
-    An id becomes the number of its first occurrence in prompt and files. An id that does not occur there, such as 0x2f, stays if it is
-    part of an answer, because it was computed.
+    Each id is replaced by its number in the order of first occurrence in the prompt and the files. An id that does not occur there, such
+    as 0x2f, is kept if it is part of an answer, because it was computed.
     """
     truth: Any = task.data.get("answer", dict(task.data))
     text = normalize_text(json.dumps(truth, sort_keys=True, ensure_ascii=False))

@@ -1,6 +1,6 @@
-"""Text patterns of the triage rules, and lenient comparison of answers. No score is computed from them.
+"""Text patterns for the triage rules, and lenient comparison of answers. No score is computed from them.
 
-The patterns take linear time. They match strings of bounded length (`agentrl.failure.timeline.MAX_CHARS`).
+Matching takes linear time, and the strings have a bounded length (`agentrl.failure.timeline.MAX_CHARS`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BAD_ARGUMENTS = re.compile(
 )
 TIMED_OUT = re.compile(r"timed out after \d|gave no result within \d|\bTimeoutError\b|deadline exceeded|time limit exceeded", re.IGNORECASE)
 OUTPUT_USED_UP = "this episode's output is used up"
-RUNS_PROGRAMS = re.compile(  # tools that run code of the agent: an error in their output belongs to that code
+RUNS_PROGRAMS = re.compile(  # tools that run the agent's code; errors in their output come from it
     r"(?:^|[_.-])(?:i?python|bash|sh|shell|terminal|console|exec(?:ute)?|run|repl|jupyter|notebook|code|interpreter|command|cmd|sandbox)(?:$|[_.-])",
     re.IGNORECASE,
 )
@@ -55,7 +55,7 @@ REWARD_HACKS = re.compile(
     r"|\bpytest_runtest_makereport\b"
     r"|\breward\.(?:txt|json)\b|/proc/(?:1|self)/mem\b|\bhidden_tests?\b|\btests?_hidden\b"
 )
-TEST_HOOK_FILES = re.compile(r"\b(?:sitecustomize|conftest)\.py\b")  # loaded by test runs; reading them is harmless
+TEST_HOOK_FILES = re.compile(r"\b(?:sitecustomize|conftest)\.py\b")  # files that test runs load; reading them is harmless
 WRITES_FILE = re.compile(r">|\bwrite|\btee\b|\b(?:cp|mv)\b|['\"][wax]b?\\?['\"]|\"(?:content|text|new_str|file_text)\"")
 ADDRESSES_JUDGE = re.compile(
     r"\b(?:ignore|disregard|forget) (?:all |any )?(?:of )?(?:the |your )?(?:previous|prior|above|earlier) (?:instructions|rules|text)"
@@ -65,7 +65,7 @@ ADDRESSES_JUDGE = re.compile(
     re.IGNORECASE,
 )
 ABOUT_SCORES = re.compile(r"\b(?:score|grade|rating|verdict|instructions)", re.IGNORECASE)
-FORBIDDEN_ACTIONS = (  # (what a task forbids, calls that do it, note)
+FORBIDDEN_ACTIONS = (  # (pattern of a prohibition, pattern of calls that violate it, note)
     (
         re.compile(r"\b(?:do not|don't|never|must not|without) (?:delet|remov|eras)\w{0,4}\b", re.IGNORECASE),
         re.compile(r"\brm +-?\w|\bos\.(?:remove|unlink|rmdir)\(|\brmtree\(|\.unlink\(|\bfind\b.{0,200} -delete\b"),
@@ -98,7 +98,7 @@ _QUOTES = "`'\"*.!$€ \t\r\n"
 
 
 def parse_number(text: str) -> Fraction | None:
-    """Parses a number in plain notation with optional thousands commas. Returns None if the string is not a number."""
+    """Parses a number in plain notation, optionally with commas as thousands separators. Returns None if the string is not a number."""
     return numbers.parse_number(text.strip(_QUOTES + "%").replace(",", "")) if len(text) <= 64 else None
 
 
@@ -126,7 +126,7 @@ def contains_answer(truth: str, text: str, tolerance: float) -> bool:
 
 
 def contains_only_answer(truth: str, text: str, tolerance: float) -> bool:
-    """Whether `contains_answer` is true and, if the answer is a number, the string contains no other number."""
+    """Whether `contains_answer` is true and, if the correct answer is a number, the string contains no other number."""
     if parse_number(truth) is None:
         return len(truth.strip(_QUOTES)) >= 2 and contains_answer(truth, text, tolerance)
     numbers = [match[0] for match in _NUMBER.finditer(text)]
@@ -134,5 +134,5 @@ def contains_only_answer(truth: str, text: str, tolerance: float) -> bool:
 
 
 def nonblank_lines(text: str) -> list[str]:
-    """Returns the lines of a string that are not blank, stripped."""
+    """Returns the nonblank lines of a string, each stripped of surrounding white space."""
     return [line.strip() for line in text.split("\n") if line.strip()]

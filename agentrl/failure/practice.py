@@ -1,9 +1,9 @@
-"""Practice: training tasks derived from the cases of a suite, stored in `practice.jsonl` of its folder and mixed into a run's schedule.
+"""Practice: training tasks derived from the cases of a suite, stored in `practice.jsonl` in its folder, and mixed into a run's schedule.
 
 {"format": 1, "suite": "pricing", "family": "tables", "seed": 0, ...}              settings
 {"case": "join-0f3a9c", "how": "harder", "key": "9c1e...", "task": {...}}          a task
 
-`agentrl.check.practice` generates and proves the tasks. No task is a case or a near duplicate of a case.
+`agentrl.check.practice` generates and proves the tasks. None of them is a case or a near duplicate of a case.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from agentrl.task import gold_of
 FILE = "practice.jsonl"
 FORMAT = 1
 MUTATED = "mutated"
-_MAX_BYTES = 512 << 20  # bytes of a file
+_MAX_BYTES = 512 << 20  # maximum bytes of a file
 _FIX = "generate it again: agentrl practice SUITE RECIPE"
 _NUMBER = re.compile(r"(?<![\w.:/-])\d+(?:\.\d+)?(?![\w:/-]|\.\w)")  # a separate number: not part of an id, date or time
 _UNKNOWN = "\x00the answer is not known\x00"
-_DRAWS = 20  # attempts to draw a number that differs from all others of the task
+_DRAWS = 20  # attempts to draw a number that differs from all others in the task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ def practice_task(case: Case, how: str, task: Task) -> PracticeTask:
 
 
 def save_practice(suite: Path, tasks: Sequence[PracticeTask], about: Mapping[str, Any]) -> Path:
-    """Writes the practice of the suite in a folder, replacing an existing file. Returns the file."""
+    """Writes the practice tasks of the suite in a folder, replacing an existing file. Returns the file's path."""
     path = suite / FILE
     lines = [json.dumps({"format": FORMAT, **about}).encode(), *map(codec.to_json, tasks)]
     write_atomically(path, b"".join(line + b"\n" for line in lines), durable=True)
@@ -64,13 +64,13 @@ def save_practice(suite: Path, tasks: Sequence[PracticeTask], about: Mapping[str
 
 
 def load_practice(suite: Path, *, withheld: WithheldTasks | None = None, file: Path | None = None) -> tuple[PracticeTask, ...]:
-    """Reads the practice of a suite, in order.
+    """Returns the practice tasks of a suite, in the order of the file.
 
     Args:
         withheld: the tasks that must not be trained on.
         file: the file to read; None means the suite's file.
 
-    Raises a `UserError` that contains the file and line if the file is damaged, or if a task was changed after its proof, is not for
+    Raises a `UserError` that names the file and the line if the file is damaged, or if a task was changed after it was proven, is not for
     training, or overlaps with a case.
     """
     path = file or suite / FILE
@@ -94,10 +94,10 @@ def load_practice(suite: Path, *, withheld: WithheldTasks | None = None, file: P
 
 @dataclass(frozen=True, slots=True)
 class PracticeSchedule:
-    """Schedules the practice of suites, each with a weight, in a share of all groups. It depends only on seed and group index.
+    """Assigns the practice tasks of weighted suites to a share of all groups. The result depends only on the seed and the group index.
 
-    Of the first `n` groups, `floor(n * share)` are practice groups, evenly spread. Suites take turns by weight. The tasks of a suite come
-    in a seeded order, which is new in each epoch.
+    Of the first `n` groups, `floor(n * share)` are practice groups, evenly spread. Suites take turns in proportion to their weights. The
+    tasks of a suite are shuffled in each epoch with a generator derived from the seed.
     """
 
     tasks: Sequence[Sequence[Task]]  # [suite][task]
@@ -114,7 +114,7 @@ class PracticeSchedule:
             seen[suite] += 1
 
     def practice_groups_before(self, group_index: int) -> int:
-        """Returns the number of practice groups before a group."""
+        """Returns the number of practice groups that precede a group."""
         return group_index * self.share.numerator // self.share.denominator
 
     def task_of_group(self, group_index: int) -> Task | None:
@@ -134,7 +134,7 @@ class PracticeSchedule:
 def open_practice(
     config: TasksConfig, *, seed: int, root: Path, withheld: WithheldTasks, files: Mapping[str, Path] = MappingProxyType({})
 ) -> PracticeSchedule:
-    """Loads the practice of a recipe. Raises `UserError` as `load_practice` does.
+    """Loads the practice tasks that a recipe uses, and returns their schedule. Raises `UserError` as `load_practice` does.
 
     Args:
         files: suite -> file to read instead of the suite's file.
@@ -161,10 +161,10 @@ def gold_without_answer(family: TaskFamily, task: Task) -> str:
 
 
 def mutate_task(task: Task, *, seed: int) -> Iterator[Task]:
-    """Yields copies of a task with different numbers in its files, for families without variants. The answer must be recomputed.
+    """Yields copies of a task with different numbers in its files, for families without variants. Their answers must be recomputed.
 
-    Numbers in the prompt or the task's data stay, and equal numbers stay equal in all files. The copies depend only on the task's content
-    and the seed. The iterator is endless, or empty if there is no number to change.
+    Numbers that occur in the prompt or the task's data are not changed, and equal numbers stay equal in all files. The copies depend only
+    on the task's content and the seed. The iterator is endless, or empty if there is no number to change.
     """
     about = [*(message.content for message in task.prompt), *(repr(value) for key, value in task.data.items() if key != "answer")]
     fixed = set(_NUMBER.findall(" ".join(about).replace("'", " ").replace(",", " ")))
@@ -192,9 +192,9 @@ def _parse(where: str, line: bytes, withheld: WithheldTasks | None) -> PracticeT
 
 
 def _other_numbers(rng: Random, fixed: set[str]) -> Callable[[re.Match[str]], str]:
-    """Returns a function that replaces a number by a random number of the same length.
+    """Returns a function that replaces a number with a random number of the same length.
 
-    Equal numbers get the same replacement, and different numbers get different ones.
+    Equal numbers receive the same replacement, and different numbers receive different replacements.
     """
     replacements: dict[str, str] = {number: number for number in fixed}
     taken = set(fixed)

@@ -1,4 +1,4 @@
-"""Promotes traces to regression cases. A case is the trace's frozen task with its origin.
+"""Promotes traces to regression cases. A case consists of the trace's frozen task and its origin.
 
 The task of an imported trace is built from its messages, its tools with their recorded results, and a user-supplied correct answer.
 """
@@ -25,7 +25,7 @@ from agentrl.records import EpisodeState, Message, SandboxSpec, Split, Task
 from agentrl.records.fields import JsonObject
 from agentrl.task.recorded_tools import RECORDED_TOOLS, RecordedCall, Recording
 
-_MAX_TRUTHS = 64 << 20  # bytes of a file of truths
+_MAX_TRUTHS = 64 << 20  # maximum bytes of a file of truths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +34,8 @@ class UserParts:
 
     verifiers: tuple[str, ...] = ()
     truths: Mapping[str, JsonObject | str | float | bool] = field(default_factory=dict)  # trace id -> correct answer
-    truth_from: str = ""  # key of the traces' origin that holds the correct answer
-    tools: tuple[str, ...] = ()  # references of stubs; empty means the recorded results
+    truth_from: str = ""  # key in the traces' origin under which the correct answer is stored
+    tools: tuple[str, ...] = ()  # plug-in references of stubs; empty means that the recorded results are used
     image: str = ""  # sandbox image, for stubs and verifiers that use a sandbox
 
     def truth_of(self, trace: Trace) -> Any:
@@ -74,18 +74,18 @@ def promote(
 ) -> list[Promotion]:
     """Adds a case for each trace to a suite, which is created if necessary. A task that is already in the suite is not added again.
 
-    Two cases with a start are compared only if they start with the same tokens.
+    A case is compared only with cases that start with the same tokens.
 
     Args:
         note: reason for promoting the cases.
         by: who promotes them.
-        threshold: mean score that the attempts at each case must reach; None means the threshold of the environment or, if it has none, of
-            the evaluation.
+        threshold: mean score that the attempts at each case must reach; None means the threshold that the environment
+            declares or, if it has the default, the evaluation's threshold.
         repeats: attempts at each case in an evaluation; None means the suite's number.
-        starts: trace id -> the state at which its case starts; other cases start with their task.
+        starts: trace id -> the state at which the trace's case starts; other cases start with their task.
         supplied: user-supplied parts for imported traces.
 
-    Raises `UserError`, before it writes any case, if a trace cannot become a case.
+    If a trace cannot become a case, raises `UserError` before any case is written.
     """
     check_attempt_options(repeats=repeats, threshold=threshold)
     about: dict[str, Any] = {"note": note, "by": by, "threshold": threshold, "repeats": repeats}
@@ -105,7 +105,7 @@ def promote(
 
 
 def task_from_trace(trace: Trace, supplied: UserParts) -> Task:
-    """Returns the task of a trace's agent. Raises a `UserError` that lists all missing parts."""
+    """Builds the task of an imported trace. If parts are missing, raises a `UserError` that lists all of them."""
     messages = [utterance.message for utterance in trace.spoken]
     first = next((number for number, message in enumerate(messages) if message.role == "assistant"), len(messages))
     roles = ("system", "developer", "user")
@@ -145,16 +145,16 @@ def task_from_trace(trace: Trace, supplied: UserParts) -> Task:
 
 
 def describe_excluded_messages(trace: Trace) -> str:
-    """Returns a note on the user's messages that the task does not include; empty if it includes all of them."""
+    """Returns a note about the user messages that the task does not include; empty if it includes all of them."""
     roles = [utterance.message.role for utterance in trace.spoken]
     later = sum(role == "user" for role in roles[roles.index("assistant") :]) if "assistant" in roles else 0
     return f"later messages of the user are excluded ({later}): a case contains only the user's first messages" if later else ""
 
 
 def read_truths(path: Path) -> dict[str, Any]:
-    """Reads trace id -> correct answer from lines such as {"trace": "...", "truth": "412"}.
+    """Returns a mapping trace id -> correct answer, read from lines such as {"trace": "...", "truth": "412"}.
 
-    Errors are a `UserError` that names the line.
+    If the file cannot be read, raises `UserError`. If a line is invalid, the error names the line.
     """
     truths: dict[str, Any] = {}
     try:
@@ -176,10 +176,10 @@ def read_truths(path: Path) -> dict[str, Any]:
 
 
 def _case_from(trace: Trace, start: EpisodeState | None, supplied: UserParts, about: Mapping[str, Any]) -> Case:
-    """Returns the case of a trace.
+    """Returns the case that a trace becomes.
 
-    Its id comes from the task's kind and key (and the turn of `start`), so a task has one case. The baseline is the score of the policy
-    that failed. Raises `UserError` if the trace has no task, or records a fault, which does not describe the policy.
+    Its id is derived from the kind and key of the task (and the turn of `start`), so a task has one case. The baseline is the score of the
+    policy that failed. Raises `UserError` if the trace has no task, or if it records a fault, which says nothing about the policy.
     """
     task = trace.task if trace.task is not None else task_from_trace(trace, supplied)
     if trace.why is CaptureReason.FAULT:
@@ -209,7 +209,7 @@ def _case_from(trace: Trace, start: EpisodeState | None, supplied: UserParts, ab
 
 
 def _baseline(trace: Trace) -> Baseline | None:
-    """Returns the score of the trace's single attempt; None if it is unscored or several versions sampled it."""
+    """Returns the score of the trace's attempt as a baseline; None if the attempt is unscored or several versions sampled it."""
     value = None if trace.score is None else trace.score.value
     if value is None or not math.isfinite(value) or len(trace.versions) > 1:
         return None
@@ -243,7 +243,7 @@ def _recording(trace: Trace) -> Recording:
 
 
 def _schemas(trace: Trace, calls: Sequence[RecordedCall]) -> list[JsonObject]:
-    """Returns the recorded schemas of the tools. If a tool has no schema, it is derived from its calls."""
+    """Returns the recorded schemas of the tools. If a tool has no schema, one is derived from its calls."""
     schemas: list[JsonObject] = [
         dict(tool) for tool in trace.tools if isinstance(tool.get("function"), dict) and tool["function"].get("name")
     ]

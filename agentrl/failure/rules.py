@@ -1,7 +1,7 @@
-"""The shipped triage rules. Each rule tags one kind of failure and the first turn at which it shows.
+"""The shipped triage rules. Each rule tags one kind of failure and the first turn in which the failure is visible.
 
-An error from which the agent recovered is not a failure. A failed call counts only if no later call of the same agent to the same tool
-succeeded. If the tool does not exist, a later call to any tool counts as recovery.
+An error from which the agent recovered is not a failure. A failed call counts only if no later call by the same agent to the same tool
+succeeded. If the tool does not exist, a later successful call to any tool counts as recovery.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from agentrl.failure.trace import CaptureReason, Tag, Trace
 from agentrl.failure.triage import TriageRule
 from agentrl.records import Blame
 
-_REPEATS = 3  # equal calls or messages that count as a loop
-_SHORT_ANSWER = 300  # characters of an answer; a longer answer is not an apology
+_REPEATS = 3  # number of equal calls or messages that counts as a loop
+_SHORT_ANSWER = 300  # maximum characters of an answer that may be an apology
 _MAX_NOTE = 400
 
 
 def infrastructure(trace: Trace) -> Tag | None:
-    """Tags a fault blamed on the infrastructure, a tool outage without a later success, or an outage in the last model call."""
+    """Tags a fault blamed on the infrastructure, a tool outage without recovery, or a model outage if the agent did not finish."""
     for failure in trace.episode.failures if trace.episode is not None else ():
         if failure.blame is Blame.INFRASTRUCTURE:
             return _tag("infrastructure", 1.0, f"{failure.stage} {failure.kind}: {failure.message}")
@@ -75,7 +75,7 @@ def reward_hack(trace: Trace) -> Tag | None:
 
 
 def format_of_calls(trace: Trace) -> Tag | None:
-    """Tags a call that could not be parsed, if none of the agent's later calls succeeded, or a call that was written as text."""
+    """Tags a call that was written as text, or a call that could not be parsed if none of the agent's later calls succeeded."""
     timeline = timeline_of(trace)
     for step in timeline.steps:
         if step.malformed and not _recovered(timeline, step):
@@ -113,7 +113,7 @@ def format_of_answer(trace: Trace) -> Tag | None:
 
 
 def wrong_tool(trace: Trace) -> Tag | None:
-    """Tags a call of a tool that does not exist if none of the agent's later calls succeeded."""
+    """Tags a call to a nonexistent tool if none of the agent's later calls succeeded."""
     timeline = timeline_of(trace)
     for step, call in _calls(timeline):
         unknown = timeline.offered_tools is not None and call.tool not in timeline.offered_tools
@@ -139,7 +139,10 @@ def bad_arguments(trace: Trace) -> Tag | None:
 
 
 def misread_output(trace: Trace) -> Tag | None:
-    """Tags a wrong answer if a tool had returned the correct answer on a separate line or in a short output."""
+    """Tags a wrong answer if a tool had returned the correct answer on a separate line or in a short output.
+
+    If the correct answer is unknown, tags a submitted number that differs from the number in the last output.
+    """
     timeline = timeline_of(trace)
     answer, truth, last = timeline.answer, timeline.truth, timeline.last_step
     if answer is None or last is None or (truth is not None and is_right_answer(answer, truth, timeline.tolerance)):
@@ -165,7 +168,7 @@ def misread_output(trace: Trace) -> Tag | None:
 
 
 def looped(trace: Trace) -> Tag | None:
-    """Tags three equal calls with the same outcome and no new call or output between the last two, or text that repeats itself.
+    """Tags three equal calls with the same outcome if no new call or output came between the last two, or repeated text.
 
     Tests that are re-run after each change are not a loop.
     """
@@ -213,7 +216,7 @@ def gave_up(trace: Trace) -> Tag | None:
 
 
 def forbidden_tool(trace: Trace) -> Tag | None:
-    """Tags a call of a tool that the task forbids, or a call that performs an action that the task forbids."""
+    """Tags a call to a tool that the task forbids, or a call that performs a forbidden action."""
     timeline = timeline_of(trace)
     prompt = f"{timeline.instructions}\n{timeline.question}"
     for forbids, does, note in patterns.FORBIDDEN_ACTIONS:
@@ -246,7 +249,7 @@ def ignored_instruction(trace: Trace) -> Tag | None:
 
 
 def budget(trace: Trace) -> Tag | None:
-    """Tags an episode that a limit ended: turns, tokens, wall time, a tool's time, or the output that an episode may read."""
+    """Tags an episode that reached a limit on turns, tokens, wall time, a tool's time, or the output that an episode may read."""
     timeline = timeline_of(trace)
     last = timeline.last_step
     for step, call in _calls(timeline):
@@ -278,7 +281,7 @@ RULES: tuple[TriageRule, ...] = (
     ignored_instruction,
     budget,
 )
-"""The shipped rules. If two rules tag the same turn, the earlier rule wins."""
+"""The shipped rules. If two rules tag the same turn, the rule that is listed first wins."""
 
 
 def _tag(name: str, confidence: float, note: str, step: TraceStep | None = None) -> Tag:
@@ -315,9 +318,9 @@ def _is_outage(trace: Trace, call: TraceCall) -> bool:
 
 
 def _recovered(timeline: Timeline, failed: TraceStep, tool: str | None = None) -> bool:
-    """Whether a call of the same agent succeeded after the step `failed`.
+    """Whether the same agent made a successful call after the step `failed`.
 
-    It must be a call to `tool` or, if that is None, to any tool that does not submit.
+    The call must be to `tool` or, if `tool` is None, to any tool that does not submit the answer.
     """
     return any(
         call.ok and (call.tool not in patterns.SUBMIT_TOOLS if tool is None else call.tool == tool)
@@ -337,7 +340,7 @@ def _timed_out(call: TraceCall) -> bool:
 
 
 def _missing_arguments(timeline: Timeline, call: TraceCall) -> str:
-    """Returns the required arguments that the call lacks, from the tool's schema; empty if there are none or the call succeeded."""
+    """Returns a message that lists the arguments that the tool's schema requires and the call lacks; empty if the call succeeded."""
     schema: Any = (timeline.offered_tools or {}).get(call.tool)
     required = schema.get("required") if schema and call.ok is not True else None
     if not isinstance(required, list):
@@ -347,13 +350,13 @@ def _missing_arguments(timeline: Timeline, call: TraceCall) -> str:
 
 
 def _repeats_itself(text: str) -> bool:
-    """Whether a string ends with a piece of up to 60 characters that is repeated ten times or more."""
+    """Whether a string ends with ten or more repetitions of a substring of up to 60 characters."""
     tail = text[-1200:]
     sizes = range(1, min(60, len(tail) // 10) + 1)
     return any(tail[-size:].strip() and tail.endswith(tail[-size:] * 10) for size in sizes)
 
 
 def _line(text: str, *, last: bool = False) -> str:
-    """Returns the first nonblank line of a string, or with `last` the last, which contains the message of a traceback."""
+    """Returns the first nonblank line of a string or, if `last` is true, the last one, which contains the message of a traceback."""
     lines = nonblank_lines(text)
     return lines[-1 if last else 0][:200] if lines else ""

@@ -1,7 +1,7 @@
-"""Builds the timeline of a trace: its turns in the order they happened, with their tool calls and outputs. Renders a trace as text.
+"""Builds the timeline of a trace: its turns in chronological order, with their tool calls and outputs. Renders a trace as text.
 
 Rules, features and pages use timelines, which have the same form for agentrl's episodes and for imported conversations. The size of a
-timeline is bounded: of a long string only head and tail are kept, and turns beyond `MAX_TURNS` are only counted.
+timeline is bounded: only the head and tail of a long string are kept, and turns beyond `MAX_TURNS` are only counted.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from agentrl.records.chat import user_message
 
 MAX_TURNS = 400
 MAX_CALLS = 64
-"""Calls of one turn."""
+"""Maximum number of calls per turn."""
 MAX_CHARS = 16_000
-"""Characters of one string."""
+"""Maximum characters of one string."""
 MAX_RENDERED_CHARS = 60_000
-"""Characters of a rendered trace."""
-_TEXT_CHARS = 4000  # characters of one string in a rendered trace; always allowed in the failing turn
-_LEAST_TEXT_CHARS = 160  # characters of one string in a rendered trace that has many
+"""Maximum characters of a rendered trace."""
+_TEXT_CHARS = 4000  # maximum characters of one string in a rendered trace; always allowed in the failing turn
+_LEAST_TEXT_CHARS = 160  # smallest limit on one string, in a rendered trace that contains many strings
 _LINE_CHARS = 300
 
 _NOT_LIMITS = ("submitted", "answered", "failed", "terminated", "truncated", "forfeited", "")  # stop reasons other than limits
@@ -36,7 +36,7 @@ _ERROR = re.compile(
     re.IGNORECASE,
 )
 _RAISED = re.compile(r"(?:\w+\.){0,8}\w{0,60}(?:Error|Exception|Timeout)(?::|$)")
-_SHORT_OUTPUT, _OUTAGE_WITHIN = 200, 40  # a short output that names an outage this early reports the outage
+_SHORT_OUTPUT, _OUTAGE_WITHIN = 200, 40  # an output of at most 200 characters is an outage if it names one within the first 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ class TraceStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """A trace in order of time."""
+    """A trace in chronological order."""
 
     steps: tuple[TraceStep, ...]  # a sub-agent's turns follow the turn that called it
     question: str  # last message of the prompt
@@ -89,12 +89,12 @@ class Timeline:
 
     @property
     def last_step(self) -> TraceStep | None:
-        """The last turn of the main agent."""
+        """The last turn of the main agent; None if there are no turns."""
         return next((step for step in reversed(self.steps) if step.agent == self.steps[0].agent), None)
 
     @property
     def hit_limit(self) -> bool:
-        """Whether a limit ended the episode."""
+        """Whether the episode stopped because it reached a limit."""
         return self.stop_reason not in _NOT_LIMITS
 
     def step_index(self, trajectory: int, turn: int | None) -> int:
@@ -106,7 +106,7 @@ _newest: tuple[Trace, Timeline] | None = None
 
 
 def timeline_of(trace: Trace) -> Timeline:
-    """Returns the timeline of a trace. The timeline of the newest trace is cached, because every rule reads it."""
+    """Returns the timeline of a trace. The most recent timeline is cached, because every rule reads it."""
     global _newest
     cached = _newest
     if cached is not None and cached[0] is trace:
@@ -122,9 +122,9 @@ def truncate_middle(text: str, most: int = MAX_CHARS) -> str:
 
 
 def render_trace(trace: Trace) -> str:
-    """Returns the text of a trace: question, turns, outcome.
+    """Returns a trace as text: question, turns, outcome.
 
-    `>>` marks the failing turn. Turns are counted from 1 (records count from 0).
+    `>>` marks the failing turn. Turns are counted from 1, unlike in records, which count from 0.
     """
     timeline = timeline_of(trace)
     tag = deciding_tag(trace.tags)
@@ -177,7 +177,7 @@ def _from_episode(trace: Trace, episode: Episode) -> Timeline:
 
 
 def _in_order(trajectories: Sequence[Trajectory]) -> Iterator[tuple[int, int]]:
-    """Yields (trajectory, turn) in order of time. A sub-agent's turns come between the turn that called it and the next turn."""
+    """Yields (trajectory, turn) in chronological order. A sub-agent's turns follow the turn that called the sub-agent."""
     children: dict[tuple[int, int], list[int]] = {}
     for index, trajectory in enumerate(trajectories):
         if trajectory.parent is not None:
@@ -231,13 +231,13 @@ def _call(call: ToolCall, output: str, ok: bool | None, error: str = "") -> Trac
 def _from_messages(trace: Trace) -> Timeline:
     """Returns the timeline of an imported conversation.
 
-    Each assistant message is a turn. A tool message answers the call that it names or, if it names none, the oldest unanswered call of the
-    newest turn.
+    Each assistant message is a turn. A tool message is assigned to the call that it names or, if it names none, to the oldest unanswered
+    call of the newest turn.
     """
     prompt: list[Message] = []
     steps: list[TraceStep] = []
-    replies: list[ImportedMessage] = []  # the assistant's message of each step
-    answers: list[dict[int, ImportedMessage]] = []  # of each step: call -> the tool's answer
+    replies: list[ImportedMessage] = []  # for each step, the assistant's message
+    answers: list[dict[int, ImportedMessage]] = []  # for each step: call -> the tool's result
     turn_counts: dict[str, int] = {}
     trajectories: dict[str, int] = {}
     calls_by_id: dict[str, tuple[int, int]] = {}
@@ -290,7 +290,7 @@ def _answered(call: ToolCall, answer: ImportedMessage | None) -> TraceCall:
 
 
 def _succeeded(answer: ImportedMessage, call: ToolCall) -> bool:
-    """Whether a tool's answer reports no error. Most formats do not mark errors, so the text decides."""
+    """Whether a tool's result reports no error. Most formats do not mark errors, so the text decides."""
     text = answer.message.content.strip()
     if answer.failed or answer.error or _ERROR.match(text[:200]) or _RAISED.match(text[-400:].rpartition("\n")[2]):
         return False
@@ -298,7 +298,7 @@ def _succeeded(answer: ImportedMessage, call: ToolCall) -> bool:
 
 
 def _schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]] | None:
-    """Returns tool -> schema of its arguments, from function schemas in OpenAI's form or without its wrapper."""
+    """Returns tool -> schema of its arguments, from function schemas in OpenAI's form or without its wrapper; None if there are none."""
     schemas: dict[str, Mapping[str, Any]] = {}
     for tool in tools[:1000]:
         inner = tool.get("function")

@@ -15,7 +15,7 @@ from agentrl.records.fields import JsonObject, Record, Text
 
 FORMAT = 1
 BY_JUDGE, BY_PERSON = "judge:", "person:"
-"""Prefixes of `Tag.by`."""
+"""Prefixes in `Tag.by`."""
 
 
 class CaptureReason(StrEnum):
@@ -23,23 +23,23 @@ class CaptureReason(StrEnum):
 
     FAILED = "failed"  # score below the threshold
     HACKED = "hacked"  # a score that a rule or an audit verifier rejects
-    TIMEOUT = "timeout"  # out of wall time, or of a tool's time
-    LIMIT = "limit"  # out of turns or tokens
+    TIMEOUT = "timeout"  # wall time, or a tool's time, ran out
+    LIMIT = "limit"  # turns or tokens ran out
     REGRESSED = "regressed"  # an earlier version passed the task
-    FAULT = "fault"  # caused by infrastructure or task, not by the policy
+    FAULT = "fault"  # caused by the infrastructure or the task, not by the policy
     IMPORTED = "imported"  # from an agent outside agentrl
     EXPORTED = "exported"  # from the store of a run, with any score
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tag(Record):
-    """The name of a failure: `Tag(name="wrong_tool", by="rules", confidence=0.9, turn=1)`."""
+    """The kind of a failure and its origin: `Tag(name="wrong_tool", by="rules", confidence=0.9, turn=1)`."""
 
     name: str
     by: str  # "rules", "judge:NAME" or "person:NAME"
     confidence: float = 1.0  # from 0 to 1
     trajectory: int = 0
-    turn: int | None = None  # first turn of the trajectory where the failure shows, counted from 0; None means no single turn
+    turn: int | None = None  # first turn of the trajectory in which the failure is visible, counted from 0; None means no single turn
     note: Text = ""
 
     def __post_init__(self) -> None:
@@ -53,12 +53,12 @@ class ImportedMessage(Record):
     """One message of an imported conversation."""
 
     message: Message
-    agent: str = ""  # name of the agent that wrote it, if there are several
-    call_ids: tuple[str, ...] = ()  # ids of `message.tool_calls`, if the format has them
-    answers: str = ""  # for role "tool": id of the call
-    failed: bool = False  # for role "tool": the format marks the result as an error
-    error: Text = ""  # type of that error, if the format has it
-    reasoning: Text = ""  # the model's reasoning, if the format separates it from the message
+    agent: str = ""  # name of the agent that wrote it, if there are several agents
+    call_ids: tuple[str, ...] = ()  # ids of `message.tool_calls`, if the source contains them
+    answers: str = ""  # for role "tool": id of the call that it answers
+    failed: bool = False  # for role "tool": whether the source marks the result as an error
+    error: Text = ""  # type of that error, if the source contains it
+    reasoning: Text = ""  # the model's reasoning, if the source separates it from the message
     at_s: float | None = None  # seconds since the first message
 
 
@@ -90,19 +90,22 @@ class Trace(Record):
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """Policy versions that sampled its tokens, in ascending order."""
+        """Policy versions that sampled the episode's tokens, in ascending order."""
         turns = (turn for trajectory in (self.episode.trajectories if self.episode else ()) for turn in trajectory.turns)
         return tuple(sorted({span.version for turn in turns for span in turn.versions}))
 
 
 def deciding_tag_name(tags: Sequence[Tag]) -> str:
-    """Returns the tag name under which a trace is counted: the newest tag of a person, otherwise the first tag; empty if untagged."""
+    """Returns the tag name under which a trace is counted; empty if it has no tags.
+
+    This is the name of the newest tag set by a person or, if there is none, of the first tag.
+    """
     person = next((tag for tag in reversed(tags) if tag.by.startswith(BY_PERSON)), None)
     return person.name if person is not None else tags[0].name if tags else ""
 
 
 def deciding_tag(tags: Sequence[Tag]) -> Tag | None:
-    """Returns the first tag with the name under which a trace is counted."""
+    """Returns the first tag with the name under which a trace is counted; None if there are no tags."""
     return next((tag for tag in tags if tag.name == deciding_tag_name(tags)), None)
 
 
@@ -113,5 +116,5 @@ def newest_version(episode: Episode | None) -> int:
 
 
 def kind_of_task(task: Task | None) -> str:
-    """Returns the kind of a task, at most 80 characters; empty if `task` is None."""
+    """Returns the kind of a task, truncated to 80 characters; empty if `task` is None."""
     return "" if task is None else task.kind[:80]

@@ -1,7 +1,7 @@
 """Triage: tags the first error in a trace, with its turn and a confidence. Rules are applied first, then a judge.
 
-A rule takes a trace and returns a `Tag` or None. Among confident tags, the tag at the earliest turn wins, because later errors are mostly
-consequences of the first. A tag for the whole episode (`turn` None) comes before all others. If no rule is confident, a judge may be
+A rule receives a trace and returns a `Tag` or None. Among confident tags, the tag at the earliest turn wins, because later errors are
+mostly consequences of the first. A tag for the whole episode (`turn` None) precedes all others. If no rule is confident, a judge may be
 called. If the judge abstains, the tag is `wrong_answer` with low confidence.
 """
 
@@ -35,13 +35,13 @@ TAXONOMY = {
     "budget": "turns, tokens or time ran out",
     "wrong_answer": "a wrong answer for which no rule or judge gives a reason",
 }
-"""Tags of the shipped rules. User-supplied rules may return other tags."""
+"""Tag -> description, for the tags of the shipped rules. User-supplied rules may return other tags."""
 
 UNCLASSIFIED = "wrong_answer"
 MIN_CONFIDENCE = 0.5
-"""Smallest confidence at which a rule's tag is accepted. If all tags are below it, a judge may be called."""
+"""Minimum confidence at which a rule's tag is accepted. If all tags are below it, a judge may be called."""
 MAX_TAGS = 8
-"""Tags of one trace."""
+"""Maximum number of tags per trace."""
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
 _MAX_NOTE = 500
 
@@ -51,18 +51,18 @@ class TriageJudge(Protocol):
 
     @property
     def name(self) -> str:
-        """The judge's name, for tags: `judge:NAME`."""
+        """The judge's name, which its tags contain as `judge:NAME`."""
         ...
 
     async def __call__(self, text: str) -> Tag | None:
-        """Returns the tag of a trace that `render_trace` rendered as text, or None to abstain. The text is untrusted."""
+        """Returns a tag for a trace, or None to abstain. `text` is the trace as rendered by `render_trace`, and is untrusted."""
         ...
 
 
 def load_rules(references: Sequence[str] = ()) -> tuple[TriageRule, ...]:
     """Returns user-supplied rules, followed by the shipped ones. A reference names a rule or a list of rules.
 
-    Raises `PluginError` if a reference does not resolve or is not a plain function.
+    Raises `PluginError` if a reference does not resolve or a rule is not a plain function.
     """
     from agentrl.failure.rules import RULES
 
@@ -77,7 +77,10 @@ def load_rules(references: Sequence[str] = ()) -> tuple[TriageRule, ...]:
 
 
 def tag_by_rules(trace: Trace, rules: Sequence[TriageRule]) -> tuple[Tag, ...]:
-    """Returns the tags that rules give a trace, the first failure first; never empty. A rule that raises is logged and adds no tag."""
+    """Returns the tags that rules assign to a trace, the first failure first. The result is never empty.
+
+    If a rule raises, the error is logged and the rule adds no tag.
+    """
     timeline = timeline_of(trace)
     tags: list[tuple[tuple[bool, int, int], Tag]] = []
     for number, rule in enumerate(rules):
@@ -94,10 +97,10 @@ def tag_by_rules(trace: Trace, rules: Sequence[TriageRule]) -> tuple[Tag, ...]:
 
 
 async def tag_by_judge(trace: Trace, rules: Sequence[TriageRule], judge: TriageJudge, *, timeout_s: float = 120.0) -> tuple[Tag, ...]:
-    """Returns the tags that rules give, preceded by the judge's tag if no rule is confident.
+    """Returns the tags that rules assign to a trace, preceded by the judge's tag if no rule is confident.
 
-    A judge that fails, times out or returns no tag abstains, which is logged. If the trace does not have the turn of the judge's tag, the
-    turn is removed.
+    If the judge fails, times out or returns anything other than a tag or None, this is logged and the judge counts as abstaining. If the
+    trace does not contain the turn that the judge's tag names, the turn is removed from the tag.
     """
     tags = tag_by_rules(trace, rules)
     if tags[0].name != UNCLASSIFIED:
@@ -115,9 +118,9 @@ async def tag_by_judge(trace: Trace, rules: Sequence[TriageRule], judge: TriageJ
 
 
 def merge_tags(new: Sequence[Tag], before: Sequence[Tag]) -> tuple[Tag, ...]:
-    """Merges new tags into the tags of a trace.
+    """Returns the new tags of a trace merged with the earlier ones.
 
-    Tags of people stay. Tags of a judge stay if no rule is confident and the judge returned no new tag.
+    Tags set by a person are kept. Tags set by a judge are kept if no rule is confident and the same judge returned no new tag.
     """
     people = [tag for tag in before if tag.by.startswith(BY_PERSON)]
     sources = {tag.by for tag in new}
@@ -135,11 +138,11 @@ def check_tag_name(name: str) -> str:
 
 
 def manual_tag(name: str, *, by: str, turn: int | None = None, trajectory: int = 0, note: str = "") -> Tag:
-    """Returns a tag that a person sets. Raises `UserError` if the name is invalid.
+    """Returns a tag set by a person. Raises `UserError` if the name is invalid.
 
     Args:
         by: the name of the person.
-        turn: where the failure starts, counted from 1; None means no single turn.
+        turn: the turn at which the failure starts, counted from 1; None means no single turn.
     """
     index = None if turn is None else turn - 1
     try:

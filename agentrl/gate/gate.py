@@ -1,9 +1,10 @@
-"""The gate of a run. At the recipe's intervals, it evaluates the served version on a suite and compares it with the last promoted version.
+"""The gate of a run. At intervals that the recipe sets, it evaluates the served version on a suite and compares it with the last promoted
+version.
 
     the version serves -> attempts at every case -> more attempts at suspicious cases -> durable verdict -> its consequences
 
-The consequences (promotion, or a rollback request to the learner) are idempotent. They are repeated if the driver died before it applied
-them. A version is evaluated again if there is no verdict on exactly its weights.
+The consequences (promotion, or a rollback request to the learner) are idempotent. They are applied again if the driver died before it
+finished them. A version is evaluated again if there is no verdict on exactly its weights.
 """
 
 from __future__ import annotations
@@ -60,12 +61,13 @@ if TYPE_CHECKING:
     from agentrl.session.opening import Progress, Run
 
 MAX_ROLLBACKS = 2
-"""Rollbacks by the gate within `rollback.BUDGET_STEPS` versions. If the policy gets worse a third time, the settings need a change."""
+"""Maximum number of rollbacks by the gate within `rollback.BUDGET_STEPS` versions. If the policy gets worse a third time, the settings must
+be changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
-    """Decides which versions of one run are promoted. Its synchronous methods read the registry and files, so call them in threads."""
+    """Decides which versions of a run are promoted. Its synchronous methods read the registry and files, so call them in threads."""
 
     config: GateConfig
     suite: Suite
@@ -83,7 +85,7 @@ class Gate:
 
     @classmethod
     def of(cls, run: Run) -> Gate | None:
-        """Returns the gate of an open run; None if its recipe has none."""
+        """Returns the gate of an open run; None if the recipe has no gate."""
         if run.recipe.gate is None:
             return None
         assert run.suite is not None, "the preflight checks opened the suite"
@@ -104,7 +106,7 @@ class Gate:
         )
 
     async def decide(self, version: PolicyVersion) -> None:
-        """Evaluates a due version, unless it has a verdict, and applies the consequences. It repeats them if an earlier driver died."""
+        """Evaluates a due version, unless it has a verdict, and applies the consequences. Applies them again if an earlier driver died."""
         verdict = await asyncio.to_thread(self.verdict_for, version)
         if verdict is None:
             if await asyncio.to_thread(self.is_rejected, version):
@@ -116,7 +118,7 @@ class Gate:
                 self.tracker.alert(f"version {version.number} passed the gate but is not promoted, because the learner retracted it")
 
     def is_rejected(self, version: PolicyVersion) -> bool:
-        """Whether a version was or will be rolled back, so it need not be evaluated. The last version of a run is always evaluated."""
+        """Whether a version need not be evaluated because it was or will be rolled back. The last version of a run is always evaluated."""
         if version.state is VersionState.ROLLED_BACK:
             return True
         return version.number != self._end and rollback.pending_request(self.folder / "versions", self.registry) is not None
@@ -134,10 +136,10 @@ class Gate:
         return version if number % self.config.every == 0 or number == self._end else None
 
     def due_versions(self) -> list[PolicyVersion]:
-        """Returns the versions that the gate must evaluate, up to the served version, oldest first.
+        """Returns the versions that the gate must evaluate, up to the served version, the oldest first.
 
-        The first is the newest version that has a verdict. After a crash there may be several, because the evaluations of versions that
-        were served did not finish.
+        If any version has a verdict, the first in the list is the newest such version. After a crash there may be several, because
+        evaluations of versions that were served did not finish.
         """
         versions: list[PolicyVersion] = []
         for number in reversed(range(self.served.version + 1)):
@@ -219,7 +221,7 @@ class Gate:
         )
 
     def _attempt_runner(self) -> GroupRunner:
-        """Returns the runner of evaluations.
+        """Returns the runner for evaluations.
 
         If the gate has its own server, the runner uses it and has its own limit of concurrent episodes.
         """
@@ -230,7 +232,7 @@ class Gate:
         return replace(self.runner, runner=replace(self.runner.runner, policy=policy, router=policy, pace=Pace()), slots=slots)
 
     def _baseline(self, candidate: PolicyVersion) -> SuiteResults | None:
-        """Returns the evaluation of the newest promoted version that has attempts at unchanged cases. Only these attempts are included."""
+        """Returns the evaluation of the newest promoted version that has attempts at unchanged cases; it includes only these attempts."""
         keys = {case.id: case.key for case in self.suite.cases}
         for number in reversed(range(candidate.number)):
             version = self.registry.get(number)
@@ -274,7 +276,7 @@ class Gate:
         if not result.blocked:
             effect = f"{100 * result.effect:+.1f} points on {result.cases} cases"
             return GateOutcome.PROMOTED, f"no worse: {effect} (p = {result.p_value:.2g})"
-        if not self.config.rolls_back or self._last_version() is not None:  # the learner ended and cannot roll back
+        if not self.config.rolls_back or self._last_version() is not None:  # the learner has exited and cannot roll back
             return GateOutcome.BLOCKED, result.reason
         verdicts = (read_verdict(self.folder, earlier) for earlier in range(max(0, number - rollback.BUDGET_STEPS + 1), number))
         rollbacks = sum(verdict is not None and verdict.outcome is GateOutcome.ROLLED_BACK for verdict in verdicts)
@@ -284,7 +286,7 @@ class Gate:
         return GateOutcome.ROLLED_BACK, result.reason
 
     def _apply(self, version: PolicyVersion, verdict: GateVerdict) -> bool:
-        """Applies the consequences of a verdict. Returns whether the version is promoted. The call is idempotent."""
+        """Applies the consequences of a verdict. Returns whether the version is promoted. Idempotent."""
         if verdict.promoted and not self._promote(version):
             return False
         if verdict.outcome is GateOutcome.ROLLED_BACK and verdict.reference is not None and version.state is not VersionState.ROLLED_BACK:
@@ -330,7 +332,7 @@ class Gate:
 
 
 def gate_rule(gate: GateConfig, suite: Suite) -> GateRule:
-    """Returns the rule that a recipe configures, with the thresholds of the suite's cases."""
+    """Returns the rule that a recipe configures, with the thresholds that the suite's cases set."""
     return GateRule(
         repeats=gate.repeats,
         margin=gate.margin,
@@ -339,10 +341,10 @@ def gate_rule(gate: GateConfig, suite: Suite) -> GateRule:
 
 
 def first_version_to_serve(registry: VersionRegistry, gate: Gate | None) -> PolicyVersion:
-    """Returns the version with which a run starts: the serving version or, if there is none, the newest that was not rolled back.
+    """Returns the version with which a run starts: the serving version or, if there is none, the newest version that was not rolled back.
 
-    If the run has a gate, the last promoted version may be older: the newest was blocked and training continued from it, or it was rolled
-    back and its successor has not served yet.
+    If the run has a gate, the last promoted version may be older, because the newest version was blocked and training continued from it, or
+    because it was rolled back and its successor has not served yet.
     """
     newest = version_to_serve(registry)
     if gate is not None and not gate.is_concluded():
@@ -353,10 +355,10 @@ def first_version_to_serve(registry: VersionRegistry, gate: Gate | None) -> Poli
 
 
 def promoted_result(registry: VersionRegistry, folder: Path) -> PolicyVersion | None:
-    """Returns the result of a run with a gate: the last promoted version; None if its weights equal version 0.
+    """Returns the result of a run with a gate, which is the last promoted version; None if its weights equal those of version 0.
 
-    A version that is a rollback to version 0 has the hash of version 0. With adapters it has a different hash and does not change the base
-    policy.
+    A version that is a rollback to version 0 has the hash of version 0. With adapters, it has a different hash, but its adapter does not
+    change the base policy.
     """
     promoted, base = registry.latest(VersionState.PROMOTED), registry.get(0)
     if promoted is None or base is None or promoted.sha256 == base.sha256 or measure.is_zero_version(folder, promoted.number):
@@ -365,7 +367,7 @@ def promoted_result(registry: VersionRegistry, folder: Path) -> PolicyVersion | 
 
 
 async def serve_result(registry: VersionRegistry, served: PolicyServer, alert: Callable[[str], None]) -> None:
-    """Serves the result of a run with a gate: the last promoted version, if the newest version was not promoted."""
+    """Serves the result of a run with a gate, that is, the last promoted version, if the newest version was not promoted."""
     promoted = await asyncio.to_thread(registry.latest, VersionState.PROMOTED)
     if promoted is not None and promoted.number != served.version:
         alert(f"version {served.version} is not promoted; the result of the run is version {promoted.number}")

@@ -1,17 +1,17 @@
-"""The gate's rule. It decides whether a candidate is worse than the baseline, on the suite or on a case.
+"""The gate's rule, which decides whether a candidate is worse than the baseline on the suite or on a case.
 
-The suite and the cases each get half of the chance of a false alarm. Together they spend seven tenths of `alpha`. The rest is a
+The suite and the cases are each allotted half of the chance of a false alarm. Together they spend seven tenths of `alpha`. The rest is a
 reserve: a baseline with a lucky score stays in place as long as it blocks candidates, so false alarms are more frequent over a run than in
-one evaluation. A chance of 0.035 in each evaluation becomes 0.05 in the long run.
+a single evaluation. A chance of 0.035 in each evaluation becomes 0.05 in the long run.
 
-Suite: a one-sided sign-flip test of the case differences. A significant drop of more than `margin` blocks.
+Suite: a one-sided sign-flip test of the case differences. A significant drop of more than `margin` blocks the candidate.
 
 Case: among many cases, some always look worse by chance. So cases that look worse are retried, and Fisher's one-sided test covers all
 attempts of the candidate. Looking worse is an additional condition, so it can only reduce the number of false alarms. Holm's correction
-counts all cases of the suite, retried or not. If no case has enough attempts to be significant, the suite gets both halves.
+counts all cases in the suite, whether retried or not. If no case has enough attempts to be significant, both halves go to the suite.
 
-A case may have its own threshold. It does not block while the candidate's mean score reaches the threshold. This too is an additional
-condition. A case may also have its own number of attempts. Whether it can block depends only on these numbers, never on scores.
+A case may have its own threshold. It does not block as long as the candidate's mean score is at least the threshold. This too is an
+additional condition. A case may also have its own number of attempts. Whether it can block depends only on these numbers, never on scores.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from agentrl.records.fields import Record
 _SPENT = 0.7
 """Share of `alpha` that one evaluation may spend."""
 _LOOKS_WORSE = 0.1
-"""Largest one-sided p-value of the first attempts at which a case is retried."""
+"""Maximum one-sided p-value of the first attempts at which a case is retried."""
 CASES_NAMED = 3
-"""Cases named in a reason, the clearest first; `RuleResult.regressed` contains all."""
+"""Number of cases that a reason names, the clearest first; `RuleResult.regressed` contains all."""
 MAX_RETRIED_CASES = 32
-"""Largest number of cases retried in one evaluation; the cases that look worst are chosen."""
+"""Maximum number of cases retried in one evaluation. The cases that look worst are chosen."""
 _LEAST_PAIRED = 0.8
-"""Smallest share of the suite's cases that must be scored on both sides for a decision."""
+"""Minimum share of the suite's cases that must be scored on both sides for a decision."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,15 +50,15 @@ class GateRule(Record):
     thresholds: Mapping[str, float] = field(default_factory=dict)  # case -> threshold, for cases that have their own
 
     def can_block(self, cases: int, before: int, now: int) -> bool:
-        """Whether a case with these numbers of attempts can block in a suite of `cases`.
+        """Whether a case with these numbers of attempts can block a candidate in a suite of `cases` cases.
 
-        It can if a change from always passing to never passing would be significant.
+        It can block if a change from always passing to never passing would be significant.
         """
         best = fisher_p_value(0, now + self.confirm, before, before)
         return can_trigger_retry(before, now) and best <= self.case_alpha / cases
 
     def pass_threshold(self, case: str) -> float:
-        """Returns the lowest score with which an attempt at a case passes."""
+        """Returns the minimum score with which an attempt at a case passes."""
         return self.thresholds.get(case, self.threshold)
 
     @property
@@ -67,7 +67,7 @@ class GateRule(Record):
         return _SPENT * self.alpha / 2
 
     def suite_alpha(self, before: Scores, now: Scores) -> float:
-        """Returns the part of `alpha` that the suite may spend. It includes the part of the cases if no case can block."""
+        """Returns the part of `alpha` that the suite may spend. It includes the cases' part if no case can block."""
         return self.case_alpha if _blocking_cases(self, before, now) else 2 * self.case_alpha
 
 
@@ -100,7 +100,7 @@ class RuleResult(Record):
 
     @property
     def regressed(self) -> tuple[CaseDrop, ...]:
-        """The cases that block."""
+        """The cases that block the candidate."""
         return tuple(drop for drop in self.again if drop.blocks)
 
     @property
@@ -120,12 +120,12 @@ class RuleResult(Record):
 
 
 def can_trigger_retry(before: int, now: int) -> bool:
-    """Whether a change from always passing to never passing in these numbers of attempts leads to a retry. For 3 and 3 it does."""
+    """Whether a change from always passing to never passing in these numbers of attempts leads to a retry. It does for 3 and 3."""
     return fisher_p_value(0, now, before, before) <= _LOOKS_WORSE
 
 
 def cases_to_retry(rule: GateRule, before: Scores, now: Scores) -> tuple[str, ...]:
-    """Returns the cases to retry because they look worse, the worst first; empty if no case can block."""
+    """Returns the cases to retry because they look worse than before, the worst first; empty if no case can block."""
     if not rule.confirm:
         return ()
     drops = [_drop(rule, case, before, now, {}) for case in _blocking_cases(rule, before, now)]
@@ -171,7 +171,7 @@ def apply_rule(rule: GateRule, before: Scores, now: Scores, again: Scores) -> Ru
 
 
 def _blocking_cases(rule: GateRule, before: Scores, now: Scores) -> list[str]:
-    """Returns the cases that have enough attempts to block."""
+    """Returns the cases that have enough attempts to block a candidate."""
     return [case for case in before.keys() & now.keys() if rule.can_block(len(before), len(before[case]), len(now[case]))]
 
 

@@ -25,7 +25,7 @@ _POLL_S = 0.05
 
 
 class VersionServer:
-    """A server that serves only the requested versions of the policy, while the policy's servers continue with newer versions.
+    """A server that serves only requested versions of the policy, while the policy's servers continue with newer versions.
 
     The gate uses such a server if `gate.server=own`, and a league uses one too. Call `start` before `serve`.
     """
@@ -40,7 +40,7 @@ class VersionServer:
         launcher: Launcher | None = None,
         alert: Callable[[str], None] = log.warning,
     ) -> None:
-        """Creates the server without starting it. `name`, `launcher` and `alert` are those of `SupervisedServer`."""
+        """Creates the server without starting it. `name`, `launcher` and `alert` are passed to `SupervisedServer`."""
         self._run_dir, self._registry = run_dir, registry
         self._version: PolicyVersion | None = None
         self.policy = SupervisedServer(recipe, run_dir, registry, name=name, newest=self._newest, launcher=launcher, alert=alert)
@@ -60,7 +60,8 @@ class VersionServer:
             await self.policy.load_with_retries(version)
 
     async def _newest(self) -> PolicyVersion | None:
-        """Returns the version of a restarted server: the last requested version, or version 0 if its weights were deleted."""
+        """Returns the version that a restarted server loads: the last requested version, or version 0 if the weights of that version were
+        deleted."""
         version = self._version
         if version is None or version.number == 0:
             return version
@@ -71,9 +72,10 @@ class VersionServer:
 
 @asynccontextmanager
 async def schedule_gate(gate: Gate | None, progress: Progress) -> AsyncIterator[GateSchedule]:
-    """Yields the gate's schedule in a run. An evaluation that fails ends the block.
+    """Yields the gate's schedule for a run. An evaluation that fails ends the block.
 
-    The exit from the block waits for the running evaluation, or cancels it if the run is interrupted. The resumed run repeats it.
+    The exit from the block waits for the running evaluation, or cancels it if the run is interrupted. The resumed run repeats a cancelled
+    evaluation.
     """
     if gate is None or gate.server is None:
         yield GateSchedule(gate, progress, None)
@@ -97,7 +99,7 @@ class GateSchedule:
         self._started: set[tuple[int, str]] = set()  # number and sha256 of versions whose evaluation has started
 
     async def evaluate_due(self) -> None:
-        """Evaluates due versions on the policy's servers, or starts their evaluation on the gate's own server."""
+        """Evaluates the due versions on the policy's servers, or starts their evaluation on the gate's own server."""
         gate = self._gate
         if gate is None:
             return
@@ -162,6 +164,7 @@ class GateSchedule:
 
 
 async def _is_wanted(gate: Gate, version: PolicyVersion) -> bool:
-    """Whether the version must still be evaluated. If it was retracted, the new version with its number is evaluated once it serves."""
+    """Whether the version must still be evaluated. If it was retracted, the new version with its number is evaluated once that version
+    serves."""
     current = await asyncio.to_thread(gate.registry.get, version.number)
     return current is not None and current.sha256 == version.sha256 and not await asyncio.to_thread(gate.is_rejected, current)

@@ -1,4 +1,4 @@
-"""The gate's decisions on versions of a run. `gate/000012/verdict.json` is next to the evaluation on which it is based."""
+"""The gate's decisions on the versions of a run. `gate/000012/verdict.json` is stored next to the evaluation on which it is based."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class GateVerdict(Record):
 
 
 def evaluation_folder(run_dir: Path, version: int) -> Path:
-    """Returns the folder of a version's evaluation and verdict."""
+    """Returns the folder that contains a version's evaluation and verdict."""
     return run_dir / FOLDER / f"{version:06d}"
 
 
@@ -90,7 +90,7 @@ def read_verdict(run_dir: Path, version: int) -> GateVerdict | None:
 
 
 def read_verdicts(run_dir: Path) -> tuple[GateVerdict, ...]:
-    """Returns all verdicts of a run, by version. Raises `StoreError` if one cannot be read."""
+    """Returns all verdicts of a run, sorted by version. Raises `StoreError` if a verdict cannot be read."""
     folder = run_dir / FOLDER
     numbers = sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal()) if folder.is_dir() else []
     return tuple(verdict for number in numbers if (verdict := read_verdict(run_dir, number)) is not None)
@@ -122,7 +122,7 @@ def case_regressions(
 def first_different_turn(before: dict[str, Any], after: dict[str, Any]) -> int | None:
     """Returns the first turn, counted from 1, in which two transcripts differ; None if they are equal.
 
-    It is the first turn with different calls or, if all calls are equal, with different text.
+    That is the first turn with different calls or, if all calls are equal, with different text.
     """
     one, other = _turns(before), _turns(after)
     for part in ("tool_calls", "content"):
@@ -137,7 +137,7 @@ def _turns(transcript: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _episode(evaluation: SuiteResults, case: str, *, passed: bool) -> str | None:
-    """Returns the episode of an attempt at the case that passed or, if `passed` is false, that did not; None if there is none."""
+    """Returns the episode of an attempt at the case that passed or, if `passed` is False, that failed; None if there is no such attempt."""
     threshold = evaluation.about.pass_threshold(case)
     scored = ((attempt.episode, attempt.score) for attempt in evaluation.attempts if attempt.case == case and attempt.score is not None)
     return next((episode for episode, score in scored if attempt_passes(score, threshold) is passed), None)

@@ -1,8 +1,8 @@
-"""Trains any external agent program unchanged: an HTTP server implements the program's protocol, and records what it samples as exact
-tokens.
+"""Trains the policy with any external agent program, which stays unchanged: an HTTP server implements the program's protocol, and records
+the samples as exact tokens.
 
-`ExternalProgram` is the `agentrl.protocols.Agent` that runs a program in the episode's sandbox. `Gateway` serves sessions; a `Session`
-answers the requests of one program with samples of its episode's policy.
+`ExternalProgram` is the `agentrl.protocols.Agent` that runs a program in the episode's sandbox. `Gateway` serves sessions. A `Session`
+answers the requests from one program with samples from its episode's policy.
 """
 
 from agentrl.gateway.program import ExternalProgram

@@ -19,7 +19,7 @@ HINTS: Mapping[str, Check] = {
 """Fields that are checked but have no effect."""
 
 INERT: Mapping[str, tuple[Any, ...]] = {"mcp_servers": ([],), "container": ()}
-"""Fields whose values must have no effect."""
+"""Unsupported fields -> values other than null that are accepted because they have no effect."""
 
 FIELDS = (
     *("model", "messages", "max_tokens", "system", "tools", "tool_choice", "thinking", "stream", "stop_sequences"),
@@ -41,7 +41,7 @@ _ERRORS = {
     "failed": "api_error",
 }
 _KEEPS_ALL = {"type": "clear_thinking_20251015", "keep": "all"}
-"""An edit of the context that does not change it."""
+"""A context edit that does not change the context."""
 
 
 def read(body: Any) -> CompletionRequest:
@@ -52,7 +52,7 @@ def read(body: Any) -> CompletionRequest:
 
 
 def read_count(body: Any) -> CompletionRequest:
-    """Parses a request, or a request to count the tokens of a context. Raises `RequestError`."""
+    """Parses a request for a completion, or a request to count the tokens in a context. Raises `RequestError`."""
     fields = known_fields(body, FIELDS)
     checks.check_inert(fields, INERT)
     check_all(fields, HINTS)
@@ -84,12 +84,12 @@ def read_count(body: Any) -> CompletionRequest:
 
 
 def write(answer: Answer, request: CompletionRequest) -> dict[str, Any]:
-    """Returns the body of an answer."""
+    """Returns the response body for an answer."""
     return {**_head(answer), "content": _blocks(answer, request), **_stop(answer), "usage": _usage(answer)}
 
 
 def events(answer: Answer, request: CompletionRequest) -> Iterator[tuple[str, Any]]:
-    """Yields the name and the data of each event."""
+    """Yields a pair (name, data) for each event of the stream."""
     start = {**_head(answer), "content": [], "stop_reason": None, "stop_sequence": None, "usage": {**_usage(answer), "output_tokens": 0}}
     yield "message_start", {"type": "message_start", "message": start}
     for index, block in enumerate(_blocks(answer, request)):
@@ -103,13 +103,13 @@ def events(answer: Answer, request: CompletionRequest) -> Iterator[tuple[str, An
 
 
 def error(refused: RequestError) -> dict[str, Any]:
-    """Returns the body of an error, to which the server adds the request's id."""
+    """Returns the response body for an error, to which the server adds the request's id."""
     kind = _ERRORS.get(refused.kind, "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": refused.message}, "request_id": None}
 
 
 def models(names: Sequence[str]) -> dict[str, Any]:
-    """Returns the list of models."""
+    """Returns the response body for the list of models."""
     return {"data": [model(name) for name in names], "has_more": False, "first_id": names[0], "last_id": names[-1]}
 
 
@@ -119,7 +119,7 @@ def model(name: str) -> dict[str, Any]:
 
 
 def _shape(fields: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Returns the JSON schema of the answer, if one is requested."""
+    """Returns the requested JSON schema for the answer; None if no schema is requested."""
     config = known_fields(value_or(fields.get("output_config"), {}), ("effort", "format"), "output_config")
     check_all(config, {"effort": checks.one_of(*checks.EFFORTS)}, "output_config")
     where = "output_format" if config.get("format") is None else "output_config.format"  # `output_format` is older
@@ -142,7 +142,7 @@ def _check_context(fields: Mapping[str, Any]) -> None:
 
 
 def _shows_reasoning(value: Any) -> bool:
-    """Whether the answer shows the reasoning. The policy decides how much it reasons."""
+    """Whether the answer shows the reasoning. The request has no influence on the amount of reasoning."""
     about = known_fields(value_or(value, {}), ("type", "budget_tokens", "display"), "thinking")
     kinds, displays = checks.one_of("enabled", "adaptive", "disabled"), checks.one_of("summarized", "updates", "omitted")
     check_all(about, {"type": kinds, "display": displays, "budget_tokens": checks.positive}, "thinking")
@@ -193,10 +193,10 @@ class _Tools:
         self.loaded: dict[str, Mapping[str, Any]] = {}
         self._deferred = {tool["function"]["name"]: tool for tool, later in zip(tools, deferred, strict=True) if later}
         self._known = {tool["function"]["name"]: tool for tool in tools}
-        self._chars = 0  # of definitions in results, which short references can repeat
+        self._chars = 0  # total characters of definitions in results, which short references can repeat
 
     def definition(self, reference: Any, where: str) -> str:
-        """Returns the definition of the tool that a result refers to, as a line. Raises `RequestError`."""
+        """Returns the definition of the tool to which a result refers, as a line of JSON. Raises `RequestError`."""
         name = text(reference, f"{where}.tool_name")
         if name not in self._known:
             raise RequestError("invalid", f"{where}.tool_name: {name[:100]!a} is not among the tools.", param=f"{where}.tool_name")
@@ -210,7 +210,7 @@ class _Tools:
 
 
 def _messages(value: Any, where: str, tools: _Tools) -> list[RequestMessage]:
-    """Returns the messages into which one message is split. Each tool result becomes a message, before the text next to it."""
+    """Returns the messages into which one message is split. Each tool result becomes a separate message before the message's text."""
     about = mapping(value, where)
     role, content = about.get("role"), about.get("content")
     if role not in ("user", "assistant", "system"):

@@ -18,13 +18,14 @@ HINTS: Mapping[str, Check] = {
     **{"user": checks.text, "metadata": mapping, "store": checks.flag, "service_tier": checks.one_of("auto", "default")},
     **{"prompt_cache_key": checks.text, "prompt_cache_retention": checks.text, "safety_identifier": checks.text},
 }
-"""Fields that are checked but have no effect: the recipe sets the sampling, because the learner must know it; the others are labels."""
+"""Fields that are checked but have no effect: the recipe sets the sampling parameters, because the learner must know them, and the other
+fields are labels."""
 
 INERT: Mapping[str, tuple[Any, ...]] = {
     **{"n": (1,), "logprobs": (False,), "top_logprobs": (0,), "logit_bias": ({},), "modalities": (["text"],)},
     **dict.fromkeys(("audio", "moderation", "prediction", "prompt_cache_options", "web_search_options"), ()),
 }
-"""Fields whose values must have no effect."""
+"""Unsupported fields -> values other than null that are accepted because they have no effect."""
 
 FIELDS = (
     *("model", "messages", "tools", "tool_choice", "functions", "function_call", "parallel_tool_calls", "stop", "response_format"),
@@ -43,7 +44,7 @@ _ERRORS = {
     "failed": ("server_error", None),
 }
 _LEGACY_ID = "function"
-"""The id of the only call of an answer in the legacy form, which has no ids. A result answers the last call."""
+"""The id of the only call in an answer in the legacy form, which has no ids. A result belongs to the last call."""
 
 
 def read(body: Any) -> CompletionRequest:
@@ -82,13 +83,13 @@ def read(body: Any) -> CompletionRequest:
 
 
 def write(answer: Answer, request: CompletionRequest) -> dict[str, Any]:
-    """Returns the body of an answer."""
+    """Returns the response body for an answer."""
     choice = {"index": 0, "message": _written(answer, request), "logprobs": None, "finish_reason": _finish(answer, request)}
     return {**_head(answer, "chat.completion"), "choices": [choice], "usage": _usage(answer)}
 
 
 def events(answer: Answer, request: CompletionRequest) -> Iterator[tuple[str, Any]]:
-    """Yields the name (always empty) and the data of each event. A string as data is sent unchanged."""
+    """Yields a pair (name, data) for each event of the stream. The name is always empty. Data that is a string is sent unchanged."""
     head = _head(answer, "chat.completion.chunk")
     written = _written(answer, request)
     calls = written.pop("tool_calls", [])
@@ -104,13 +105,13 @@ def events(answer: Answer, request: CompletionRequest) -> Iterator[tuple[str, An
 
 
 def error(refused: RequestError) -> dict[str, Any]:
-    """Returns the body of an error."""
+    """Returns the response body for an error."""
     kind, code = _ERRORS.get(refused.kind, ("invalid_request_error", None))
     return {"error": {"message": refused.message, "type": kind, "param": refused.param, "code": code}}
 
 
 def models(names: Sequence[str]) -> dict[str, Any]:
-    """Returns the list of models."""
+    """Returns the response body for the list of models."""
     return {"object": "list", "data": [model(name) for name in names]}
 
 
@@ -120,7 +121,7 @@ def model(name: str) -> dict[str, Any]:
 
 
 def _choice(fields: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the fields of `CompletionRequest` for a choice of tools, in the current or the legacy form."""
+    """Returns the fields of `CompletionRequest` for the tool choice in a request, which may have the current or the legacy form."""
     where = next((name for name in ("tool_choice", "function_call") if fields.get(name) is not None), "tool_choice")
     value = value_or(fields.get(where), "auto")
     if isinstance(value, str):
@@ -134,7 +135,7 @@ def _choice(fields: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> di
 
 
 def _shape(value: Any) -> Mapping[str, Any] | None:
-    """Returns the JSON schema of the answer, if one is requested."""
+    """Returns the requested JSON schema for the answer; None if no schema is requested."""
     where = "response_format"
     about = checks.known_fields(value_or(value, {"type": "text"}), ("type", "json_schema"), where)
     if about.get("type") != "json_schema":

@@ -1,4 +1,4 @@
-"""Checks the fields of a request. All functions raise `RequestError` with the path of an invalid field."""
+"""Checks the fields in a request. All functions raise `RequestError` with the path of an invalid field."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from agentrl.records import ToolCall
 from agentrl.records.fields import json_value
 
 MAX_STOPS = (16, 1024)
-"""Maximum number of stop sequences of a request, and of characters in each."""
+"""Maximum number of stop sequences in a request, and of characters in each."""
 MAX_KEY = 200
-"""Maximum characters of an unknown key in an error."""
+"""Maximum characters shown of an unknown key in an error."""
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 Check = Callable[[Any, str], object]
-"""Raises `RequestError` if the field at this path cannot have the value."""
+"""Receives a value and the path of its field. Raises `RequestError` if the field cannot have this value."""
 
 
 def known_fields(body: Any, known: Collection[str], where: str = "") -> dict[str, Any]:
-    """Returns an object, if all of its keys are known. Raises `RequestError`."""
+    """Returns `body` if it is an object whose keys are all known. Raises `RequestError`."""
     fields = mapping(body, where or "the body")
     if unknown := next((key for key in fields if key not in known), None):
         name = path(where, ascii(unknown[:MAX_KEY])[1:-1])
@@ -40,7 +40,7 @@ def value_or(value: Any, default: Any) -> Any:
 
 
 def storable(value: Any, where: str) -> Any:
-    """Returns a JSON value that a record can store."""
+    """Returns the value as JSON data that a record can store."""
     try:
         return json_value(value)
     except ValueError as error:
@@ -48,14 +48,14 @@ def storable(value: Any, where: str) -> Any:
 
 
 def mapping(value: Any, where: str) -> dict[str, Any]:
-    """Returns an object."""
+    """Returns the value if it is an object."""
     if not isinstance(value, dict):
         raise RequestError("invalid", f"{where} must be an object.", param=where)
     return value
 
 
 def array(value: Any, where: str, *, most: int = MAX_MESSAGES) -> list[Any]:
-    """Returns an array."""
+    """Returns the value if it is an array of at most `most` entries."""
     if not isinstance(value, list):
         raise RequestError("invalid", f"{where} must be an array.", param=where)
     if len(value) > most:
@@ -64,14 +64,14 @@ def array(value: Any, where: str, *, most: int = MAX_MESSAGES) -> list[Any]:
 
 
 def text(value: Any, where: str) -> str:
-    """Returns a string."""
+    """Returns the value if it is a string."""
     if not isinstance(value, str):
         raise RequestError("invalid", f"{where} must be a string.", param=where)
     return value
 
 
 def positive(value: Any, where: str) -> int | None:
-    """Returns a positive integer or None."""
+    """Returns the value if it is a positive integer or None."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 31:
@@ -80,14 +80,14 @@ def positive(value: Any, where: str) -> int | None:
 
 
 def flag(value: Any, where: str) -> bool:
-    """Returns a boolean; False for null."""
+    """Returns the value if it is a boolean; returns False for null."""
     if not isinstance(value, bool | None):
         raise RequestError("invalid", f"{where} must be true or false.", param=where)
     return bool(value)
 
 
 def within(low: float, high: float) -> Check:
-    """Returns a check for numbers from `low` to `high`."""
+    """Returns a check that a value is a number from `low` to `high`."""
 
     def check(value: Any, where: str) -> None:
         if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
@@ -97,7 +97,7 @@ def within(low: float, high: float) -> Check:
 
 
 def one_of(*values: str) -> Check:
-    """Returns a check for one of several strings."""
+    """Returns a check that a value is one of these strings."""
 
     def check(value: Any, where: str) -> None:
         if not isinstance(value, str) or value not in values:
@@ -107,7 +107,7 @@ def one_of(*values: str) -> Check:
 
 
 def integer(value: Any, where: str) -> None:
-    """Checks an integer."""
+    """Checks that a value is an integer."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise RequestError("invalid", f"{where} must be an integer.", param=where)
 
@@ -120,7 +120,8 @@ def check_all(body: Mapping[str, Any], checks: Mapping[str, Check], where: str =
 
 
 def check_inert(body: Mapping[str, Any], allowed: Mapping[str, Sequence[Any]]) -> None:
-    """Raises `RequestError` if a field requests unsupported behaviour. `allowed`: field -> values other than null that have no effect."""
+    """Raises `RequestError` if a field requests unsupported behaviour. `allowed` maps each field to the values other than null that have no
+    effect."""
     for name, values in allowed.items():
         value = body.get(name)
         if value is not None and not any(type(value) is type(other) and value == other for other in values):
@@ -129,7 +130,7 @@ def check_inert(body: Mapping[str, Any], allowed: Mapping[str, Sequence[Any]]) -
 
 
 def stop_sequences(value: Any, where: str) -> tuple[str, ...]:
-    """Returns the stop sequences of a string or an array of strings."""
+    """Returns the stop sequences from a string or an array of strings; none for null."""
     if value is None:
         return ()
     most, chars = MAX_STOPS
@@ -142,7 +143,7 @@ def stop_sequences(value: Any, where: str) -> tuple[str, ...]:
 
 
 def tool_choice(kind: Any, name: Any, tools: Sequence[Mapping[str, Any]], where: str) -> dict[str, Any]:
-    """Returns the fields of `CompletionRequest` for a choice of tools. `kind`: auto, none, any, or tool, which needs a name."""
+    """Returns the fields of `CompletionRequest` for the tool choice in a request. `kind`: auto, none, any, or tool, which needs a name."""
     names = tuple(tool["function"]["name"] for tool in tools)
     if kind in ("auto", "none"):
         return {"calls": kind == "auto"}
@@ -154,12 +155,12 @@ def tool_choice(kind: Any, name: Any, tools: Sequence[Mapping[str, Any]], where:
 
 
 def openai_choice(value: str, tools: Sequence[Mapping[str, Any]], where: str) -> dict[str, Any]:
-    """Returns the fields of `CompletionRequest` for a choice of tools that OpenAI's protocols write as a string."""
+    """Returns the fields of `CompletionRequest` for a tool choice that OpenAI's protocols write as a string."""
     return tool_choice({"required": "any", "any": None, "tool": None}.get(value, value), None, tools, where)
 
 
 def tool_call(name: Any, arguments: Any, where: str) -> ToolCall:
-    """Returns a call that a client sends back, with its arguments as an object or as JSON text."""
+    """Returns the record of a call that a client sends back. Its arguments may be an object or JSON text."""
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
@@ -172,14 +173,14 @@ def tool_call(name: Any, arguments: Any, where: str) -> ToolCall:
 
 
 def function_tool(name: Any, description: Any, parameters: Any, where: str) -> dict[str, Any]:
-    """Returns a tool in the form of chat completions, which chat templates accept."""
+    """Returns a tool in the chat-completions format, which chat templates accept."""
     about = {"name": text(name, f"{where}.name"), "description": text(value_or(description, ""), f"{where}.description")}
     schema = storable(mapping(value_or(parameters, {}), f"{where}.parameters"), f"{where}.parameters")
     return {"type": "function", "function": {**storable(about, where), "parameters": schema}}
 
 
 def text_content(value: Any, where: str, keys: Mapping[str, str]) -> str:
-    """Returns the text of a string or of an array of parts. `keys`: type of a part -> key of its text."""
+    """Returns the text in a string or an array of parts. `keys` maps the type of a part to the key of its text."""
     if isinstance(value, str):
         return value
     parts = []

@@ -1,9 +1,9 @@
-"""Connections to the gateway: bounds on bytes outside the body, pipelined requests and idle time, and corrections of HTTP parsers.
+"""Connections to the gateway: bounds on bytes outside the body, pipelined requests and idle time, and fixes for HTTP parsers.
 
-The key of a request is checked only when the head is complete, so any program that reaches the gateway can send bytes before the check.
-uvicorn has two parsers: h11, which bounds heads, and httptools, which is installed with vLLM and bounds nothing. Neither parser answers a
-client that has closed its sending side, and httptools loses the body of a request that offers to change the protocol, as Java's client
-does.
+A request's key is checked only when the request's head is complete, so any program that reaches the gateway can send bytes before the
+check. uvicorn has two parsers: h11, which bounds heads, and httptools, which is installed with vLLM and bounds nothing. With neither parser
+does a client that has closed its sending side receive a response, and httptools loses the body of a request that offers to upgrade the
+protocol, as requests from Java's client do.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import asyncio
 from typing import Any
 
 IDLE_S = 30.0
-"""Seconds without a complete request head after which a connection is closed, with a delay of up to half as long."""
+"""Seconds without a complete request head after which a connection is closed. The close may be delayed by up to half this time."""
 HEAD_BYTES = 65536
-"""Bound on a request line, headers, trailers, and the framing of a chunked body beyond `FRAMING`."""
+"""Maximum bytes in a request line, headers and trailers, and in the framing of a chunked body beyond what `FRAMING` allows."""
 FRAMING = 6
 """Maximum framing bytes per byte of a chunked body. A chunk of one byte has five framing bytes."""
 PIPELINED = 16
-"""Maximum number of requests of a connection that wait for the answer to an earlier request."""
+"""Maximum number of requests on a connection that wait for the response to an earlier request."""
 PIECE = 4096
 """Number of bytes after which the bounds are checked."""
 HALF_CLOSED = "agentrl.half_closed"
-"""Key in a request's ASGI scope: the client has closed its sending side. It may be waiting for the answer, or have disconnected."""
+"""Key in a request's ASGI scope: the client has closed its sending side. It may be waiting for the response, or may have disconnected."""
 _OFFERS = (b"upgrade", b"http2-settings")
 _REASON = f"A request's head may have at most {HEAD_BYTES} bytes.\n".encode()
 TOO_LARGE = (
@@ -39,12 +39,13 @@ def bounded() -> type[asyncio.Protocol]:
 
 
 def bounded_protocol(base: Any) -> type[asyncio.Protocol]:
-    """Returns the uvicorn protocol `base` with these bounds. uvicorn's limit on idle connections starts only after the first answer."""
+    """Returns the uvicorn protocol `base` with these bounds. uvicorn's own limit on idle connections applies only after the first
+    response."""
     return type("Bounded", (_Bounds, base), {"counts_framing": hasattr(base, "on_body")})  # h11 bounds heads, trailers and chunks itself
 
 
 class _Bounds:
-    """Adds bounds to one of uvicorn's HTTP protocols, as the class before it in the method resolution order."""
+    """Adds bounds to one of uvicorn's HTTP protocols, as the class that precedes it in the method resolution order."""
 
     counts_framing: bool
     parser: Any
@@ -76,7 +77,7 @@ class _Bounds:
                 if self.cycle is None or self.cycle.response_complete:
                     self.transport.write(TOO_LARGE)
                     self.transport.close()
-                else:  # a different answer is in progress
+                else:  # the response to another request is in progress
                     self.transport.abort()
             elif len(getattr(self, "pipeline", ())) > PIPELINED:  # h11 reads one request at a time
                 self.transport.abort()
@@ -94,7 +95,8 @@ class _Bounds:
             self._schedule_check()
 
     def eof_received(self) -> bool:
-        """Keeps the connection of a client that has sent its complete request, closed its sending side, and may wait for the answer."""
+        """Keeps the connection of a client that has sent its complete request, closed its sending side, and may be waiting for the
+        response."""
         cycle = self.cycle
         if cycle is None or cycle.response_complete or cycle.more_body:
             return False
@@ -119,9 +121,9 @@ class _Bounds:
 
 
 class _Parser:
-    """httptools' parser, which ignores an offer to change the protocol: the request is answered in HTTP/1.1.
+    """Wraps httptools' parser and ignores an offer to upgrade the protocol, so that the request is answered in HTTP/1.1.
 
-    httptools treats the bytes after the head of such a request as the other protocol. So the head is parsed again without the offer.
+    After the head of such a request, httptools treats all bytes as data of the new protocol. So the head is parsed again without the offer.
     """
 
     def __init__(self, protocol: Any, parser: Any) -> None:

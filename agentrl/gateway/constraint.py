@@ -1,8 +1,8 @@
-"""Builds the constraint of an answer for guided decoding: JSON of a schema, tool calls, or either.
+"""Builds the guided-decoding constraint on an answer: JSON that matches a schema, tool calls, or either.
 
-The inference server masks the tokens that the grammar does not allow before it samples, and its logprobs are over the remaining tokens.
-Such an answer is sampled with supports (`agentrl.records.sampling`), so the learner scores each token over the set from which the token was
-drawn.
+The inference server masks the tokens that the grammar does not allow before it samples, and its logprobs are normalized over the remaining
+tokens. Such an answer is sampled with supports (`agentrl.records.sampling`), so the learner scores each token over the set from which the
+token was drawn.
 
 The server compiles the schemas, and all sessions share the server. A client's schema is therefore rebuilt from known keywords, within
 bounds. A keyword that restricts the value is copied or rejected. A keyword that only describes the value is dropped.
@@ -22,11 +22,11 @@ from agentrl.gateway.tokens import Chat
 
 MAX_DEPTH = 12
 MAX_SCHEMAS = 512
-"""Maximum number of nested schemas in all schemas of one request."""
+"""Maximum number of schemas in one request, including all nested schemas."""
 MAX_CHARS = 1 << 15
 """Maximum characters of all names and values in these schemas."""
 MAX_COUNT = 1024
-"""Largest value of `minItems`, `maxLength` and similar keywords."""
+"""Maximum value of `minItems`, `maxLength` and similar keywords."""
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 _ANNOTATIONS = frozenset(
     ("$schema", "$id", "$comment", "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "discriminator")
@@ -38,11 +38,12 @@ _FORMATS = ("date", "time", "date-time", "duration", "email", "hostname", "ipv4"
 _REFERENCE = re.compile(r"#/(?:\$defs|definitions)/([A-Za-z0-9_.\-\[\]]{1,128})")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _WHITESPACE = 2
-"""Maximum consecutive white space between the parts of a JSON value. Without a bound, a policy could emit only white space."""
+"""Maximum number of consecutive white-space characters between the parts of a JSON value. Without a bound, a policy could emit only white
+space."""
 
 
 def constraint(request: CompletionRequest, chat: Chat) -> str:
-    """Returns the constraint of the answer as the JSON of vLLM's structural tag; empty if there is none. Raises `RequestError`."""
+    """Returns the constraint on the answer as the JSON text of a vLLM structural tag; empty if there is none. Raises `RequestError`."""
     names = request.forced
     if request.shape is not None and request.calls and not names:
         names = tuple(tool["function"]["name"] for tool in request.known_tools)
@@ -55,7 +56,7 @@ def constraint(request: CompletionRequest, chat: Chat) -> str:
 
 
 def structural_tag(answer: Mapping[str, Any], *, thinks_first: bool) -> str:
-    """Returns the JSON of vLLM's structural tag for an answer, which follows the reasoning if the model thinks first."""
+    """Returns the JSON text of a vLLM structural tag for an answer. If the model thinks first, the answer follows the reasoning."""
     if thinks_first:
         reasoning = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": "</think>"}
         space = {"type": "optional", "content": {"type": "const_string", "value": "\n\n"}}
@@ -64,7 +65,8 @@ def structural_tag(answer: Mapping[str, Any], *, thinks_first: bool) -> str:
 
 
 def _calls(request: CompletionRequest, names: Sequence[str], chat: Chat) -> dict[str, Any]:
-    """Returns the format of one or more calls of these tools."""
+    """Returns the structural-tag format for one or more calls of the tools in `names`, or for exactly one call if `request.single` is
+    set."""
     schemas, tags, between = Schemas(), [], ""
     for at, tool in enumerate(request.known_tools):
         function = tool["function"]
@@ -99,7 +101,7 @@ class Schemas:
 
     def __init__(self) -> None:
         self._schemas = self._chars = 0
-        self._wanted: set[str] = set()  # definitions to which a `$ref` points
+        self._wanted: set[str] = set()  # names of definitions to which a `$ref` points
 
     def rebuilt(self, value: Any, where: str) -> dict[str, Any]:
         """Returns the rebuilt schema with its definitions. Raises `RequestError` with the path of an unsupported part."""
@@ -131,7 +133,7 @@ class Schemas:
         return rebuilt
 
     def _keyword(self, key: str, value: Any, where: str, depth: int) -> dict[str, Any]:
-        """Returns the rebuilt form of a keyword."""
+        """Returns a keyword and its value in rebuilt form."""
         match key:
             case "$ref":
                 reference = _REFERENCE.fullmatch(text(value, where))
@@ -169,7 +171,8 @@ class Schemas:
 
 
 def answer_schema(about: Mapping[str, Any], where: str) -> Mapping[str, Any] | None:
-    """Returns the JSON schema of an answer in the format `about` (its `type` and `schema`); None for text. Raises `RequestError`."""
+    """Returns the JSON schema for an answer in the format `about`, which has the keys `type` and `schema`; None for text. Raises
+    `RequestError`."""
     if about.get("type") == "json_schema":
         return Schemas().rebuilt(about.get("schema"), f"{where}.schema")
     checks.one_of("text", "json_object")(about.get("type"), f"{where}.type")
@@ -198,7 +201,7 @@ def _plain(key: str, value: Any, where: str) -> Any:
 
 
 def _same_as(name: str, definitions: Mapping[str, Any]) -> set[str]:
-    """Returns the definitions that a definition reaches through `$ref` and `anyOf`, without an intermediate value."""
+    """Returns the names of the definitions that a definition reaches through `$ref` and `anyOf` alone."""
     reached: set[str] = set()
     left: list[Any] = [definitions[name]]
     while left:

@@ -1,10 +1,10 @@
-"""The conversations of a session: finds the sampled turn that a request continues, by the sampled text and the structure of the other
+"""The conversations in a session: finds the sampled turn that a request continues, based on the sampled text and the structure of the other
 messages.
 
 A request is matched to a turn by a digest of the conversation up to that turn. The digest ignores what clients change: reasoning, white
-space, the order of JSON keys, call ids, system messages at the head, and the number of messages into which a turn is split. If several
-turns have the same digest, call ids decide. A request that matches no turn starts a new context. The context belongs to the conversation
-with the same opening; if there is none, its content determines its parent.
+space, the order of JSON keys, call ids, leading system messages, and the number of messages into which a turn is split. If several turns
+have the same digest, call ids decide. A request that matches no turn starts a new context. This context belongs to the conversation with
+the same opening. If there is no such conversation, the content of the context determines its parent.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from agentrl.protocols import LiveTrajectory
 from agentrl.records import Parent, ToolCall, ToolResult
 
 MAX_CALLING = 16
-"""Maximum number of turns with running calls, and of strings of one call, that are searched for the task of a sub-agent."""
+"""Maximum number of turns with running calls, and of strings in one call, that are searched for a sub-agent's task."""
 QUOTED = 32
-"""Minimum length of a completion, in characters. A context that quotes such a completion belongs to it."""
+"""Minimum characters in a completion that can identify the parent of a context. A context that quotes it becomes a child of its turn."""
 MAX_SEARCHED = (256, 16, 1 << 18)
-"""Bounds of a search: newest turns, messages of the request, and characters of each message."""
+"""Bounds on a search: maximum number of newest turns, of messages in the request, and of characters in each message."""
 SAME_SYSTEM = 0.5
-"""Share of the longer system message's characters, in common lines, above which two system messages count as the same."""
+"""Minimum share of the longer system message's characters that must be in common lines for two system messages to count as the same."""
 
 
 class End:
     """The end of a conversation: a digest of the messages before its last assistant turn, and the content of that turn.
 
-    Clients may send one turn back as several messages. If a turn was cut, they may send it and the next turns as one message. So the
-    contents of consecutive assistant messages are concatenated.
+    Clients may send one turn back as several messages. If a turn was cut off, they may send it and the turns that continue it as one
+    message. So the contents of consecutive assistant messages are concatenated.
     """
 
     __slots__ = ("_before", "_calls", "_text")
 
     def __init__(self, before: bytes = b"") -> None:
         self._before = before
-        self._text: Any = None  # hashes, of a turn
+        self._text: Any = None  # hashes of a turn; None before the first message of the turn
         self._calls: Any = None
 
     @property
@@ -54,7 +54,7 @@ class End:
         return _digest(self._before, b"assistant\0", self._text.digest(), self._calls.digest())
 
     def said(self, content: str, calls: Iterable[tuple[str, Mapping[str, Any]]]) -> End:
-        """Returns the end after one more message of the assistant."""
+        """Returns the end after one more message from the assistant."""
         end = End(self._before)
         end._text = blake2b(digest_size=16) if self._text is None else self._text.copy()
         end._calls = blake2b(digest_size=16) if self._calls is None else self._calls.copy()
@@ -71,7 +71,7 @@ class Opening:
 
     chars: int
     digest: bytes
-    text: str = field(default="", compare=False)  # only of a request; not stored
+    text: str = field(default="", compare=False)  # set only for a request; not stored
     more: bool = False
 
     def begins(self, other: Opening) -> bool:
@@ -85,7 +85,7 @@ class Opening:
 class Context:
     """The start of a context: its system messages, tools and opening."""
 
-    system: Mapping[bytes, int]  # digest -> length of each line of the system messages
+    system: Mapping[bytes, int]  # digest -> length, for each line of the system messages
     tools: bytes  # digest
     opening: Opening
 
@@ -103,13 +103,13 @@ class SampledTurn:
 
     trajectory: LiveTrajectory
     turn: int
-    end: End  # of the conversation, including this turn
+    end: End  # end of the conversation, including this turn
     context: Context
-    messages: int  # number of messages of the answered request
-    all_ids: tuple[str, ...]  # ids of all its calls
+    messages: int  # number of messages in the answered request
+    all_ids: tuple[str, ...]  # ids of all calls in the turn
     withheld: Mapping[str, str]  # id -> reason, for calls that the client did not receive
-    tokens: int  # tokens of the context, including this turn
-    ended: bool  # by its last token
+    tokens: int  # tokens in the context, including this turn
+    ended: bool  # whether its last token ends a turn
     answer_id: str
     parsed: Parsed
     text: str  # as the client received it
@@ -121,7 +121,7 @@ class SampledTurn:
 
     @property
     def calls(self) -> Sequence[ToolCall]:
-        """All its calls."""
+        """All calls in the turn."""
         return self.trajectory.turns[self.turn].message.tool_calls
 
     @property
@@ -130,7 +130,7 @@ class SampledTurn:
         return tuple(name for name in self.all_ids if name not in self.withheld)
 
     def with_withheld(self, new: tuple[RequestMessage, ...]) -> tuple[RequestMessage, ...]:
-        """Returns the messages after this turn, with a result for each withheld call, in the order of the calls."""
+        """Returns the messages after this turn, with a result added for each withheld call and all results in the order of the calls."""
         results = [message for message in new if message.message.role == "tool"]
         if not (results and self.withheld):
             return new
@@ -151,7 +151,7 @@ class SampledTurn:
         return [*results, *(ToolResult(name=other.role[:64], output=other.content, ok=True) for other in others)]
 
     def quoted_in(self, text: str) -> bool:
-        """Returns whether a string contains the answer or the id of a call."""
+        """Returns whether a string contains this turn's answer or the id of one of its calls."""
         answer = self.parsed.answer.strip()
         return any(name in text for name in self.call_ids) or (len(answer) >= QUOTED // 2 and answer in text)
 
@@ -160,11 +160,11 @@ class SampledTurn:
 class ContextMatch:
     """The context that a request belongs to."""
 
-    kind: str  # next, root, sub_agent, or restart: the same agent in a new context
+    kind: str  # next, root, sub_agent, or restart (the same agent in a new context)
     before: SampledTurn | None = None  # the turn that the request continues with exact tokens; None means to render again
     parent: Parent | None
     new: tuple[RequestMessage, ...]  # the messages after `before`
-    end: End  # of the conversation so far
+    end: End  # end of the conversation so far
     context: Context
     system_changed: bool = False
     answers: SampledTurn | None = None  # the turn whose calls no longer run, because the program has written them as text
@@ -173,17 +173,17 @@ class ContextMatch:
 
 @dataclass(slots=True)
 class ConversationGraph:
-    """All sampled turns of a session. Stores digests and ids, but no messages."""
+    """All sampled turns in a session. Stores digests and ids, but no messages."""
 
     _by_digest: dict[bytes, list[SampledTurn]] = field(default_factory=dict)
     _by_call: dict[str, SampledTurn] = field(default_factory=dict)
     _by_answer: dict[str, SampledTurn] = field(default_factory=dict)
-    _last: dict[int, SampledTurn] = field(default_factory=dict)  # by trajectory; the newest are at the end
+    _last: dict[int, SampledTurn] = field(default_factory=dict)  # trajectory -> its last turn, newest at the end
     _running: dict[SampledTurn, set[int]] = field(default_factory=dict)  # indexes of unanswered calls that no sub-agent belongs to
     _answered: dict[SampledTurn, set[int]] = field(default_factory=dict)  # the same for answered calls of the newest turns
 
     def locate(self, request: CompletionRequest) -> ContextMatch:
-        """Returns the context that a request belongs to, in time linear in its size."""
+        """Returns the context to which a request belongs, in time linear in the size of the request."""
         at, turn, ends = self._last_turn(request)
         opening = _opening(request.messages) if turn is None else turn.context.opening
         context = _context(request, replace(opening, text="", more=False))
@@ -202,14 +202,15 @@ class ConversationGraph:
         return match(kind=kind, parent=parent, aside=aside)
 
     def goes_on(self, request: CompletionRequest) -> tuple[SampledTurn | None, tuple[RequestMessage, ...]]:
-        """Returns the turn that a request continues with exact tokens, and the messages after it. Does not change the graph."""
+        """Returns the turn that a request continues with exact tokens (None if there is none) and the messages after it. Does not change
+        the graph."""
         at, turn, _ = self._last_turn(request)
         if turn is None or not _continues(turn, _context(request, turn.context.opening)):
             return None, ()
         return turn, _renamed(request.messages, at, turn)
 
     def rejoin(self, request: CompletionRequest) -> CompletionRequest:
-        """Returns the request with sampled turns joined again, if the client sends their calls separately, each with its result."""
+        """Returns the request with each sampled turn joined again if the client sends the turn's calls separately, each with its result."""
         joined: list[RequestMessage] = []
         open_turn: tuple[int, SampledTurn] | None = None  # its index in `joined`, and the turn
         for part in request.messages:
@@ -242,8 +243,8 @@ class ConversationGraph:
             self._running[turn] = {at for at, name in enumerate(turn.all_ids) if name not in turn.withheld}
 
     def answered(self, turn: SampledTurn) -> None:
-        """Records that the conversation continues after this turn. The calls of the turn have ended, but sub-agents that they started may
-        still run."""
+        """Records that the conversation continues after this turn. The turn's calls have returned, but sub-agents that they started may
+        still be running."""
         if free := self._running.pop(turn, None):
             self._answered[turn] = free
             while len(self._answered) > MAX_CALLING:
@@ -254,7 +255,8 @@ class ConversationGraph:
         return self._last.get(trajectory.index)
 
     def _last_turn(self, request: CompletionRequest) -> tuple[int, SampledTurn | None, tuple[End, ...]]:
-        """Returns the index of the last message that ends a sampled turn in its original conversation, that turn, and all ends."""
+        """Finds the last message that ends a sampled turn in its original conversation. Returns the number of messages up to it, that turn,
+        and all ends of the conversation."""
         start = self._by_answer.get(request.after)
         ends = conversation_ends(request.messages) if start is None else conversation_ends(request.messages, start.end, start.call_ids)
         for at in range(len(request.messages), 0, -1):
@@ -268,7 +270,8 @@ class ConversationGraph:
         """Returns the newest turn of the conversation that a request continues with a rewritten history.
 
         Such a request has the opening of an earlier context, a mostly identical system message, and more messages or quotes of that
-        context. If the text after that opening is exactly an argument of a running call, the request starts a sub-agent instead.
+        context. If the text after that opening is exactly an argument of a running call, the request starts a sub-agent instead, and the
+        result is None.
         """
         turns, most, chars = MAX_SEARCHED
         newest = list(self._last.values())[: -turns // 4 - 1 : -1]
@@ -310,9 +313,10 @@ class ConversationGraph:
         return any(turn.trajectory.parent is None and turn.context == context for turn in newest)
 
     def _calling(self, texts: Sequence[str] | None) -> Parent | None:
-        """Returns the first running call with an argument in one of `texts`; any call if `texts` is None. Each call starts one sub-agent.
+        """Returns the first running call that has an argument in one of `texts`, or any running call if `texts` is None. Each call is
+        returned only once, because it starts only one sub-agent. Returns None if there is no such call.
 
-        A string that quotes the turn itself, such as a request for a title, is not a task.
+        A text that quotes the calling turn, such as a request for a title, is not a sub-agent's task.
         """
         for turn, free in islice(reversed(self._running.items()), MAX_CALLING):
             tasks = None if texts is None else [text for text in texts if not turn.quoted_in(text)]
@@ -323,10 +327,11 @@ class ConversationGraph:
         return None
 
     def _started(self, texts: Sequence[str], tools: bool) -> Parent | None:
-        """Returns a call that was answered at once with only a sub-agent's name, if a message of the request is that sub-agent's task.
+        """Returns a call whose result was an immediate reference to a sub-agent, if a message in the request is that sub-agent's task;
+        otherwise None.
 
-        Programs add reminders before or after the task. Such a message counts only in a request with tools, because a title's prompt quotes
-        the task too.
+        Programs add reminders before or after the task. A message with such additions counts only in a request with tools, because the
+        prompt for a title quotes the task too.
         """
         messages = {text.strip() for text in texts}
         for turn, free in reversed(self._answered.items()):
@@ -338,7 +343,8 @@ class ConversationGraph:
         return None
 
     def _quoted(self, texts: Sequence[str]) -> SampledTurn | None:
-        """Returns the quoted turn that has the longest context, because its conversation was summarized or is discussed."""
+        """Returns the turn with the longest context among the turns that `texts` quote, because they summarize or discuss its conversation;
+        None if there is none."""
         newest = list(self._last.values())[-MAX_SEARCHED[0] :]
         for turn in sorted(newest, key=lambda turn: turn.tokens, reverse=True):
             answer = turn.parsed.answer.strip()
@@ -348,13 +354,14 @@ class ConversationGraph:
 
 
 def conversation_ends(messages: Iterable[RequestMessage], start: End | None = None, call_ids: Sequence[str] = ()) -> tuple[End, ...]:
-    """Returns [n + 1] ends of the conversation up to each message, in a form that clients do not change.
+    """Returns n + 1 ends for n messages: the start, and the end of the conversation after each message. The ends ignore what clients
+    change.
 
     `start` and `call_ids` belong to the turn that the messages follow.
     """
     ends = [start or End()]
-    calls = {name: at for at, name in enumerate(call_ids)}  # of the last turn
-    in_turn = bool(call_ids)  # whether the last message is the assistant's
+    calls = {name: at for at, name in enumerate(call_ids)}  # call ids in the last turn
+    in_turn = bool(call_ids)  # whether the last message is from the assistant
     for part in messages:
         message = part.message
         if message.role == "assistant":
@@ -416,13 +423,13 @@ def _any_task_in(turn: SampledTurn, texts: Sequence[str]) -> bool:
 
 
 def _task_in(call: ToolCall, texts: Sequence[str]) -> bool:
-    """Whether one of `texts` contains a string of the call's arguments, such as the task of a sub-agent."""
+    """Whether one of `texts` contains a string from the call's arguments, such as a sub-agent's task."""
     tasks = [task for task in _strings(call.arguments) if len(task) >= QUOTED // 2]
     return any(task in text for task in tasks[:MAX_CALLING] for text in texts)
 
 
 def _at_an_end(task: str, text: str) -> bool:
-    """Whether `text` starts or ends with `task` as separate lines."""
+    """Whether `task` forms the first or the last lines of `text`."""
     return text.startswith(task + "\n") or text.endswith("\n" + task)
 
 

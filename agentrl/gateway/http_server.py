@@ -1,4 +1,4 @@
-"""An HTTP server within this process, for clients that are not trusted: bounded connections, and no signal handlers."""
+"""An HTTP server within this process, for untrusted clients, with bounded connections and without signal handlers."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class HttpServer:
     """Serves an ASGI application on one address, from `start` to `stop`.
 
     Args:
-        name: names the server in error messages.
+        name: name of the server in error messages.
         host: an address of this machine.
         port: 0 means any free port.
-        connections: maximum number of connections at a time; additional connections get status 503.
+        connections: maximum number of concurrent connections. Requests on additional connections receive status 503.
     """
 
     app: Any
@@ -71,12 +71,12 @@ class HttpServer:
         self._server, (self.host, self.port) = server, listener.getsockname()[:2]
 
     async def wait(self) -> None:
-        """Returns when a started server ends without `stop`, and raises its error."""
+        """Waits until a started server exits, and raises its error, if any."""
         if self._task is not None:
             await asyncio.shield(self._task)
 
     async def stop(self) -> None:
-        """Stops serving. Requests in progress get one second to finish."""
+        """Stops serving. Requests in progress have one second to finish."""
         server, task = self._server, self._task
         self._server = self._task = None
         if server is None or task is None:

@@ -1,4 +1,5 @@
-"""Runs a user-supplied agent program unchanged in the episode's sandbox, and trains the policy on the answers that the program received.
+"""Runs a user-supplied agent program unchanged in the episode's sandbox, and trains the policy on the answers that it sampled for the
+program.
 
 rollout=RolloutConfig(
     agent=Part(
@@ -32,9 +33,9 @@ MODEL = "policy"
 ANSWERS = ("stdout", "message", "none")
 OUTPUT_BYTES = 1 << 16
 GRACE_S = 5.0
-"""Seconds that a program may run after its session has reached a limit, or the policy has become unavailable."""
+"""Seconds for which a program may continue after its session has reached a limit."""
 MAX_FILE = 8 << 20
-_OUTPUT_CHARS = 1500  # maximum characters of a program's output in a failure
+_OUTPUT_CHARS = 1500  # maximum characters from a program's output in a failure
 
 _gateways: WeakKeyDictionary[AbstractEventLoop, dict[tuple[str, int], Gateway]] = WeakKeyDictionary()
 
@@ -42,19 +43,23 @@ _gateways: WeakKeyDictionary[AbstractEventLoop, dict[tuple[str, int], Gateway]] 
 class ExternalProgram:
     """An `agentrl.protocols.Agent` that runs a program in the sandbox, with the gateway as its model. One object serves all episodes.
 
-    The program gets the task's prompt on standard input, and these environment variables: `OPENAI_BASE_URL`, `OPENAI_API_KEY`,
+    The program receives the task's prompt on standard input, and these environment variables: `OPENAI_BASE_URL`, `OPENAI_API_KEY`,
     `ANTHROPIC_BASE_URL`, `ANTHROPIC_API_KEY`, `AGENTRL_MODEL` (the name of the model), `AGENTRL_SESSION` (the episode's id). The program
-    uses its own tools, not the task's tools. The episode ends when the program ends or is stopped:
+    uses its own tools, not the task's tools. The episode ends when the program exits or is stopped. The stop reason, or the fault, depends
+    on when and how this happens:
 
     - with status 0: `answered`;
-    - with a different status, or killed, after the policy's first answer: `failed`, and scored, because the policy's answers caused it;
-    - before the policy's first answer: a `TaskError`, because nothing was sampled and a retry would not help;
-    - some seconds after the session has reached the task's `turns`: `turn_limit`, or after it has rejected a thousand requests: `refused`;
-    - at the task's `wall_s`: `wall_limit`, blamed on the policy if the program itself took at least half of that time.
+    - with a different status or by a signal, after the policy's first answer: `failed`, and the episode is scored, because the policy's
+      answers caused the failure;
+    - before the policy's first answer: an `InfrastructureError` if the program disconnected from a request, otherwise a `TaskError`,
+      because nothing was sampled and a retry would not help;
+    - up to `GRACE_S` seconds after the session has reached the task's `turns`: `turn_limit`;
+    - up to `GRACE_S` seconds after the session has rejected more than a thousand requests: `refused`;
+    - at the task's `wall_s`: `wall_limit`, which is blamed on the policy if the program itself used at least half of that time.
     """
 
     boundaries = False  # the program's state cannot be captured
-    task_tools = False  # the program has its own
+    task_tools = False  # the program has its own tools
 
     def __init__(
         self,
@@ -69,15 +74,15 @@ class ExternalProgram:
         port: int = PORT,
         reward_key_file: str = "",
     ) -> None:
-        """Sets the options. In a recipe, these are `rollout.agent.options`, except `chat`.
+        """Sets the options. In a recipe, all of them except `chat` come from `rollout.agent.options`.
 
         Args:
             command: the program and its arguments. `{prompt}`, `{model}` and `{base_url}` in an argument are replaced.
-            files: path in the sandbox's working directory -> file of the project, written before the program starts.
-            environment: additional variables of the program. `{model}`, `{base_url}` and `{key}` in a value are replaced.
-            answer: the episode's answer: "stdout", the program's output; "message", the policy's last text in the main conversation;
-                "none", for tasks that are scored by files.
-            models: names that the program may request. All of them mean the policy; the program gets the first one.
+            files: path in the sandbox's working directory -> path of a project file, which is copied there before the program starts.
+            environment: additional environment variables for the program. `{model}`, `{base_url}` and `{key}` in a value are replaced.
+            answer: source of the episode's answer: "stdout" is the program's output; "message" is the policy's last text in the main
+                conversation; "none" is for tasks whose score depends only on files.
+            models: names that the program may request. All of them refer to the policy. The program receives the first one.
             host, port: where the gateway listens on this machine. The task's `sandbox.network` must contain this address.
             reward_key_file: file for the key with which a process on the host posts rewards (`agentrl.gateway.rewards`).
 
@@ -106,7 +111,7 @@ class ExternalProgram:
 
     @property
     def address(self) -> str:
-        """The gateway's address, as in `SandboxSpec.network`."""
+        """The gateway's address in the format of `SandboxSpec.network`."""
         return f"[{self._host}]:{self._port}" if ":" in self._host else f"{self._host}:{self._port}"
 
     async def act(self, episode: LiveEpisode) -> str:
@@ -145,7 +150,7 @@ class ExternalProgram:
         return here.setdefault((self._host, self._port), Gateway(host=self._host, port=self._port))
 
     async def _run(self, episode: LiveEpisode, session: Session, sandbox: Sandbox, key: str) -> ExecResult | None:
-        """Runs the program. None means that the program was stopped after the end of its session."""
+        """Runs the program. Returns None if the program was stopped because its session was over."""
         url = f"http://{self.address}"
         values = {"{model}": self._models[0], "{base_url}": f"{url}/v1", "{key}": key}
         prompt = "\n\n".join(message.content for message in episode.task.prompt)
@@ -203,7 +208,7 @@ class ExternalProgram:
 
 
 class _OwnTime:
-    """Counts the time in which the program does not wait for a completion."""
+    """Counts the time during which the program is not waiting for a completion."""
 
     def __init__(self, episode: LiveEpisode, sandbox: Sandbox) -> None:
         self._episode, self._sandbox = episode, sandbox

@@ -17,13 +17,13 @@ HINTS: Mapping[str, Check] = {
     **{"user": text, "metadata": mapping, "client_metadata": mapping, "service_tier": checks.one_of("auto", "default")},
     **{"prompt_cache_key": text, "prompt_cache_retention": text, "safety_identifier": text},
 }
-"""Fields that are checked but have no effect. `max_tool_calls` limits built-in tools of the server, which the gateway does not have."""
+"""Fields that are checked but have no effect. `max_tool_calls` limits a server's built-in tools, and the gateway has none."""
 
 INERT: Mapping[str, tuple[Any, ...]] = {
     **{"background": (False,), "top_logprobs": (0,), "truncation": ("disabled",), "context_management": ([],)},
     **dict.fromkeys(("conversation", "prompt", "moderation", "prompt_cache_options"), ()),
 }
-"""Fields whose values must have no effect."""
+"""Unsupported fields -> values other than null that are accepted because they have no effect."""
 
 FIELDS = (
     *("model", "input", "instructions", "tools", "tool_choice", "parallel_tool_calls", "max_output_tokens", "previous_response_id"),
@@ -34,11 +34,11 @@ INCLUDED = (
     *(ENCRYPTED, "file_search_call.results", "web_search_call.results", "web_search_call.action.sources"),
     *("code_interpreter_call.outputs", "computer_call_output.output.image_url", "message.input_image.image_url"),
 )
-"""Values of `include`. All except the first concern tools and images that no answer of the gateway has."""
+"""Accepted values of `include`. All except the first concern tools and images, which the gateway's answers never contain."""
 
 _PREFIX = "resp_"
 _SEPARATOR = "__"
-"""Separator between a namespace and the name of a tool in it, as the policy sees them. It is valid in every chat format."""
+"""Separator between a namespace and the name of a tool in it, in the names that the policy sees. It is valid in every chat format."""
 
 error = chat_completions.error
 
@@ -78,7 +78,7 @@ def _choice(value: Any, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _options(fields: Mapping[str, Any], shape: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options that determine how the answer is written and stored. Also checks options that are objects."""
+    """Returns the options that determine how the answer is written and stored. Also checks the options whose values are objects."""
     check_all(shape, {"verbosity": checks.one_of("low", "medium", "high")}, "text")
     summaries = dict.fromkeys(("summary", "generate_summary"), checks.one_of("auto", "concise", "detailed", "none"))
     reasoning: dict[str, Check] = {"effort": checks.one_of(*checks.EFFORTS), "context": text, **summaries}
@@ -93,13 +93,13 @@ def _options(fields: Mapping[str, Any], shape: Mapping[str, Any]) -> dict[str, A
 
 
 def write(answer: Answer, request: CompletionRequest) -> dict[str, Any]:
-    """Returns the body of an answer."""
+    """Returns the response body for an answer."""
     response = _response(answer, request, status="incomplete" if answer.cut else "completed")
     return {**response, "output": _items(answer, request), "usage": _usage(answer)}
 
 
 def events(answer: Answer, request: CompletionRequest) -> Iterator[tuple[str, Any]]:
-    """Yields the name and the data of each event, in the order of their sequence numbers."""
+    """Yields a pair (name, data) for each event of the stream, in the order of the sequence numbers."""
     for number, (name, data) in enumerate(_events(answer, request)):
         yield name, {"type": name, "sequence_number": number, **data}
 
@@ -170,7 +170,7 @@ def _usage(answer: Answer) -> dict[str, Any]:
 
 
 def _messages(items: Sequence[Any]) -> list[RequestMessage]:
-    """Converts items to messages. Joins the text and the calls of one turn, which are separate items in any order."""
+    """Converts items to messages. Joins the text and the calls of one turn, which arrive as separate items in any order."""
     messages: list[RequestMessage] = []
     texts: list[str] = []  # contents of the turn that is being joined
     calls: list[tuple[str, ToolCall]] = []
@@ -223,12 +223,12 @@ def _content(value: Any, where: str) -> str:
 
 
 def _tools(values: Sequence[Any]) -> tuple[list[dict[str, Any]], dict[str, tuple[str, str]], frozenset[str]]:
-    """Returns the tools of a request; the namespace and the original name of each namespaced tool, by the name that the policy sees;
-    and the names of the strict tools."""
+    """Returns the tools of a request, a mapping from the name that the policy sees to the namespace and the original name for each
+    namespaced tool, and the names of the strict tools."""
     tools: list[dict[str, Any]] = []
     spaces: dict[str, tuple[str, str]] = {}
     strict: set[str] = set()
-    chars = 0  # of namespace descriptions, which are repeated for each tool
+    chars = 0  # total characters of namespace descriptions, which are repeated for each tool
     for at, value in enumerate(values):
         where = f"tools[{at}]"
         about = mapping(value, where)

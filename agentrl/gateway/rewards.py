@@ -1,7 +1,7 @@
-"""Rewards that a process on the host posts to a session: the score of an episode by an external environment or a person.
+"""Rewards that a process on the host posts to a session: the score that an external environment or a person gives an episode.
 
-The agent option `reward_key_file` names a file for a key that only its user can read. A holder of the key posts a reward while the program
-runs, or within `WAIT_S` seconds of its end:
+The agent option `reward_key_file` is the path of a key file that only the user who runs the gateway can read. A holder of the key posts a
+reward while the program runs, or within `WAIT_S` seconds after it exits:
 
     POST /sessions/ID/reward   {"value": 0.5, "parts": {"speed": 1.0}, "evidence": "won in 12 moves"}
 
@@ -25,7 +25,8 @@ from agentrl.gateway.request import RequestError
 from agentrl.records import Episode, Score, Task
 
 WAIT_S = 20.0
-"""Seconds that a session waits for its reward after the program's end. If there is no reward, the session has no score, which is not 0."""
+"""Seconds for which a session waits for its reward after the program exits. A session without a reward has no score, rather than a score of
+0."""
 MAX_SESSIONS = 4096
 MAX_PARTS = 64
 MAX_EVIDENCE = 10_000
@@ -33,7 +34,7 @@ _MAX_NUMBER = 1e300
 
 
 class PostedRewards:
-    """Rewards by session, of the newest `MAX_SESSIONS` sessions."""
+    """Rewards by session, for the newest `MAX_SESSIONS` sessions."""
 
     def __init__(self) -> None:
         self._rewards: OrderedDict[str, asyncio.Future[Score]] = OrderedDict()
@@ -65,7 +66,8 @@ class PostedRewards:
             raise RequestError("wrong_key", "Incorrect API key provided.")
 
     def post(self, session: str, body: Any) -> None:
-        """Stores the reward of a session. Raises `RequestError` if the reward is invalid or a second one, or if the session is unknown."""
+        """Stores the reward for a session. Raises `RequestError` if the reward is invalid, or if the session is unknown or already has a
+        reward."""
         fields = known_fields(body, ("value", "parts", "evidence"))
         parts = mapping(fields.get("parts") or {}, "parts")
         if len(parts) > MAX_PARTS:
@@ -84,7 +86,7 @@ class PostedRewards:
         self.store(session, score)
 
     def store(self, session: str, score: Score) -> None:
-        """Stores the reward of an open session that has none yet."""
+        """Stores the reward for an open session that has none yet; otherwise does nothing."""
         if (reward := self._rewards.get(session)) is not None and not reward.done():
             reward.set_result(score)
 
@@ -93,7 +95,7 @@ class PostedRewards:
         await asyncio.wait({self._rewards[session]}, timeout=WAIT_S)
 
     def of(self, session: str) -> Score:
-        """Returns the reward of a session; a score without a value if no reward was posted."""
+        """Returns the reward for a session; a score without a value if no reward was posted."""
         reward = self._rewards.get(session)
         if reward is None:
             return Score(value=None, reason="no session with this id accepts rewards: set rollout.agent.options.reward_key_file")
@@ -101,11 +103,11 @@ class PostedRewards:
 
 
 POSTED_REWARDS = PostedRewards()
-"""The rewards of this process. The gateway stores them, and the verifier finds them by the episode's id."""
+"""The rewards posted to this process. The gateway stores them, and the verifier looks them up by the episode's id."""
 
 
 async def posted_reward(task: Task, episode: Episode) -> Score:
-    """Returns the reward that was posted to the episode's session. This is a verifier."""
+    """A verifier that returns the reward posted to the episode's session."""
     return POSTED_REWARDS.of(episode.id)
 
 

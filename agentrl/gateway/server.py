@@ -1,6 +1,6 @@
-"""The gateway's HTTP server: keys, bounds, and one route for each call of each protocol. Loopback by default.
+"""The gateway's HTTP server: keys, bounds, and a route for each operation in each protocol. Listens on the loopback interface by default.
 
-Each session has one key. Every request is counted and gets an answer in its protocol's format. No request stops the server.
+Each session has one key. Every request is counted and receives a response in its protocol's format. No request stops the server.
 """
 
 from __future__ import annotations
@@ -35,15 +35,16 @@ log = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
 MAX_CONNECTIONS = 8192
-"""Maximum number of connections of all programs. The proxy of a sandbox allows 16."""
+"""Maximum number of connections from all programs together. A sandbox's proxy allows 16."""
 MAX_ENDED = 4096
-"""Maximum number of keys of ended sessions, whose requests get the error "ended". Older keys count as wrong keys."""
+"""Maximum number of remembered keys of ended sessions. Requests with these keys fail with the error "ended". Older keys count as wrong
+keys."""
 BODY_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """How a call is parsed and answered. `events` yields the name and the data of each event."""
+    """How requests to one path are parsed and answered. `events` yields the name and the data of each event."""
 
     path: str
     read: Callable[[Any], CompletionRequest]
@@ -63,26 +64,28 @@ ENDPOINTS = tuple(
 
 @dataclass(slots=True, eq=False)
 class Gateway:
-    """Serves sessions on one address while there are sessions. `counts` has the counts of requests without a session."""
+    """Serves sessions on one address while there are sessions. `counts` contains the number of requests of each kind that belong to no
+    session."""
 
     host: str = HOST
     port: int = 0  # 0: any free port
     counts: Counter[str] = field(default_factory=Counter)
-    _sessions: dict[str, Session] = field(default_factory=dict)  # by the hash of the key
+    _sessions: dict[str, Session] = field(default_factory=dict)  # hash of the key -> session
     _ended: OrderedDict[str, None] = field(default_factory=OrderedDict)
     _server: HttpServer | None = None
     _changing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def url(self) -> str:
-        """The address without `/v1`. Raises `RuntimeError` while there is no session."""
+        """The address without `/v1`. Raises `RuntimeError` if there is no session."""
         if self._server is None:
             raise RuntimeError("the gateway serves no session")
         return self._server.url
 
     @asynccontextmanager
     async def session(self, session: Session) -> AsyncIterator[str]:
-        """Serves a session until the context ends, and yields its key. Raises `InfrastructureError` if the server cannot listen."""
+        """Yields the session's key, and serves the session until the context exits. Raises `InfrastructureError` if the server cannot
+        listen."""
         key = f"sk-agentrl-{secrets.token_urlsafe(32)}"
         async with self._changing:
             if self._server is None:
@@ -142,7 +145,7 @@ class Gateway:
             try:
                 check_source(request.headers)
                 session = self._session(request.headers)
-                loop_lag.count_as(session.stalls)  # not for the episode that started the server
+                loop_lag.count_as(session.stalls)  # the default is the episode that started the server
                 return await answer(session, request)
             except RequestError as refused:
                 if session is None:
@@ -180,7 +183,7 @@ class Gateway:
         return Response(stream, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
     def _session(self, headers: Mapping[str, str]) -> Session:
-        """Returns the session of a request's key. Raises `RequestError`."""
+        """Returns the session to which a request's key belongs. Raises `RequestError`."""
         key = _hash(key_of(headers))
         if key in self._sessions:
             return self._sessions[key]
@@ -225,7 +228,8 @@ class Gateway:
 
 
 def import_server() -> None:
-    """Imports the packages that the gateway needs, so that no episode waits for the import. Raises `UserError` if one is not installed."""
+    """Imports the packages that the gateway needs, so that no episode waits for the import. Raises `UserError` if a package is not
+    installed."""
     if missing := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
         raise UserError(f"the gateway needs {' and '.join(missing)}", fix=install_command("gateway"))
     import starlette.applications  # noqa: F401
@@ -233,7 +237,7 @@ def import_server() -> None:
 
 
 def _protocol(request: Request) -> Any:
-    """Returns the protocol of a request, for its errors and for the routes that OpenAI and Anthropic share."""
+    """Returns the module for a request's protocol, which formats its errors and serves the routes that OpenAI and Anthropic share."""
     anthropic = request.url.path.startswith("/v1/messages") or "anthropic-version" in request.headers
     return anthropic_messages if anthropic else chat_completions
 

@@ -1,4 +1,4 @@
-"""One session: the requests of one external program in one episode."""
+"""One session: the requests from one external program in one episode."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from agentrl.protocols import LiveEpisode, LiveTrajectory
 from agentrl.records import CUT, Blame, Completion, Failure, Message
 
 MAX_AT_ONCE = 64
-"""Maximum number of concurrent requests of one session."""
+"""Maximum number of concurrent requests in one session."""
 CHARS_PER_TOKEN = 64
-"""A conversation with more characters than this per available token is rejected without tokenizing it."""
+"""Maximum characters in a conversation per available token. A longer conversation is rejected without being tokenized."""
 MAX_REFUSED = 1000
-"""Number of rejected requests after which the session ends."""
+"""Maximum number of rejected requests. One more ends the session."""
 TIME_UP = "wall_limit"
-"""The value of `LiveTrajectory.limit` at the end of an episode's time."""
+"""The value of `LiveTrajectory.limit` when an episode's time is used up."""
 MAIN, SUB_AGENT, AUXILIARY = "main", "sub-agent", "auxiliary"
 
 
@@ -47,18 +47,18 @@ class _Completion:
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """Answers requests with completions of the episode's policy, and records every sampled token in one turn of the episode's tree.
+    """Answers requests with completions from the episode's policy, and records every sampled token in one turn of the episode's tree.
 
-    `counts` contains the number of `answered`, `branch`, `restart`, `sub_agent`, `replayed`, and `refused_...` requests.
+    `counts` contains the number of `answered`, `branch`, `restart`, `sub_agent`, `replayed` and `refused_...` requests.
     """
 
     episode: LiveEpisode
     tokens: ConversationTokens
     models: tuple[str, ...]
-    on_busy: Callable[[bool], None] = lambda busy: None  # called when sampling starts, and when it ends
+    on_busy: Callable[[bool], None] = lambda busy: None  # called with True when sampling starts, and with False when it ends
     counts: Counter[str] = field(default_factory=Counter)
-    fault: BaseException | None = None  # why the session cannot sample any more, if it is not the program's fault
-    limit: str = ""  # "turn_limit" or "wall_limit" once it is reached; "refused" after too many refusals
+    fault: BaseException | None = None  # why the session cannot sample any more, unless the program caused this
+    limit: str = ""  # "turn_limit" or "wall_limit" once it is reached; "refused" after too many rejected requests
     over: asyncio.Event = field(default_factory=asyncio.Event)  # set with `fault` or `limit`
     ended: bool = False
     stored_answers: dict[str, Any] = field(default_factory=dict)  # id -> stored answer
@@ -68,16 +68,16 @@ class Session:
     _completions: dict[tuple[object, ...], _Completion] = field(default_factory=dict)
     _tasks: set[asyncio.Task[Answer]] = field(default_factory=set)
     _busy: set[int] = field(default_factory=set)  # trajectories in which a turn is being sampled
-    _shown: dict[int, tuple[int, int]] = field(default_factory=dict)  # trajectory -> tools and messages of its first request
-    _names: dict[int, str] = field(default_factory=dict)  # of trajectories
+    _shown: dict[int, tuple[int, int]] = field(default_factory=dict)  # trajectory -> numbers of tools and messages in its first request
+    _names: dict[int, str] = field(default_factory=dict)  # trajectory -> name
     _asides: set[int] = field(default_factory=set)  # trajectories that may be auxiliary
     _answered_at: dict[int, float] = field(default_factory=dict)
 
     async def complete(self, request: CompletionRequest, *, disconnected: asyncio.Event | None = None) -> tuple[Answer, Callable[[], None]]:
         """Returns an answer, and a function to call once the client has received it. Raises `RequestError`.
 
-        A repeated request gets the same answer if no client has received it yet, or if the client declares a retry. Otherwise a new answer
-        is sampled.
+        A repeated request receives the same answer if no client has received that answer, or if the client declares a retry. Otherwise a
+        new answer is sampled.
 
         Args:
             disconnected: set when the client disconnects. The completion is still recorded.
@@ -97,7 +97,7 @@ class Session:
         return await self._wait(completion, disconnected)
 
     def count(self, request: CompletionRequest) -> int:
-        """Returns the number of prompt tokens of a request, without sampling. Raises `RequestError`."""
+        """Returns the number of prompt tokens in a request, without sampling. Raises `RequestError`."""
         self._check(request)
         self.counts["counted"] += 1
         if self.counts["counted"] > MAX_REFUSED:
@@ -156,13 +156,13 @@ class Session:
             if not self._busy:
                 self.fail(error)
                 raise RequestError("context_length", error.message) from None
-            limit = "token_limit"  # it would fit without the requests in progress
+            limit = "token_limit"  # the request would fit without those in progress
         if limit == TIME_UP:
             raise self._time_is_up()
         if limit:
             trajectory.end(limit)
             if not trajectory.turns:
-                trajectory.describe(trajectory.agent, ())  # do not store the prompts of rejected conversations
+                trajectory.describe(trajectory.agent, ())  # do not store prompts of rejected conversations
             raise _too_long()
         self._busy.add(trajectory.index)
         if len(self._busy) == 1:
@@ -179,7 +179,7 @@ class Session:
             task.exception()  # mark as retrieved: all clients may have disconnected
 
     def _trajectory(self, request: CompletionRequest, match: ContextMatch) -> tuple[LiveTrajectory, ContextMatch, tuple[int, ...]]:
-        """Returns the trajectory of the request's turn, and the tokens before the completion."""
+        """Returns the trajectory for the request's turn, the updated match, and the prompt tokens to add to the trajectory."""
         before = match.before
         if before is not None:
             try:
@@ -209,8 +209,8 @@ class Session:
     def _continued(
         self, match: ContextMatch, before: SampledTurn, new: tuple[int, ...]
     ) -> tuple[LiveTrajectory, ContextMatch, tuple[int, ...]]:
-        """Returns the trajectory of `before` if `before` is its last turn and it can continue; otherwise a new branch, whose context tokens
-        are not trained. Also returns the match and the prompt tokens."""
+        """Returns the trajectory of `before` if that trajectory can continue and ends with `before`; otherwise a new branch, in which the
+        context tokens are not trained. Also returns the match and the prompt tokens."""
         self._graph.answered(before)
         if match.system_changed:
             self.counts["system_kept"] += 1
@@ -239,7 +239,7 @@ class Session:
         self, request: CompletionRequest, match: ContextMatch, trajectory: LiveTrajectory, new_tokens: int, grammar: str
     ) -> Answer:
         try:
-            if limit := trajectory.limit():  # a different turn has used up the rest meanwhile
+            if limit := trajectory.limit():  # another turn has used up the rest in the meantime
                 if limit == TIME_UP:
                     raise self._time_is_up()
                 trajectory.end(limit)
@@ -264,9 +264,9 @@ class Session:
         return self._record(request, match, trajectory, new_tokens, parsed, stop)
 
     def _read(self, trajectory: LiveTrajectory, completion: Completion, request: CompletionRequest) -> tuple[Parsed, str]:
-        """Parses a completion and adds it as a turn. Returns the parsed completion and the stop sequence that ends it.
+        """Parses a completion and adds it as a turn. Returns the parsed completion and the stop sequence that ends it, or "".
 
-        If the completion is unreadable, adds the turn and raises `PolicyFault`.
+        If the completion is unreadable, adds a turn with an empty message and raises `PolicyFault`.
         """
         chat, stop = self.tokens.chat, ""
         with user_code.fault_boundary() as fault:  # a tokenizer may raise anything
@@ -284,7 +284,7 @@ class Session:
         return parsed, stop
 
     def _withheld(self, parsed: Parsed, request: CompletionRequest) -> dict[int, str]:
-        """Returns the calls of a completion that the client does not receive: index -> text for the policy instead of a result."""
+        """Returns a mapping index -> text shown in place of a result, for the calls in a completion that the client does not receive."""
         schemas = {tool["function"]["name"]: tool for tool in request.known_tools if tool["function"]["name"] in request.strict}
         withheld: dict[int, str] = {}
         for number, call in enumerate(parsed.message.tool_calls):
@@ -361,7 +361,7 @@ class Session:
                 left.cancel()
 
     def _time_is_up(self) -> RequestError:
-        """Ends the session at the end of the episode's time."""
+        """Ends the session because the episode's time is used up, and returns the error for the client."""
         self._reach(TIME_UP)
         return RequestError("turn_limit", "The time of this session is used up.")
 
@@ -384,7 +384,7 @@ class Session:
         self.over.set()
 
     async def close(self) -> None:
-        """Ends the session: cancels sampling, and gives trajectories their final names. Idempotent."""
+        """Ends the session: cancels sampling, and sets the final names of trajectories. Idempotent."""
         if self.ended:
             return
         self.ended = True
@@ -402,8 +402,8 @@ class Session:
             )
 
     def _name_auxiliary(self) -> None:
-        """Marks contexts of one turn, such as titles and summaries, as `auxiliary` if no request continues them and they are not the main
-        agent's.
+        """Marks contexts with one turn, such as titles and summaries, as `auxiliary` if no request continues them and they do not belong to
+        the main agent.
 
         A context without a parent is auxiliary if its requests declare no tools, or if it quotes the main agent's context.
         """
@@ -433,7 +433,7 @@ class Session:
         }
 
     def last_words(self) -> str | None:
-        """Returns the newest answer of the main agent; None if there is none."""
+        """Returns the text of the main agent's newest answer; None if there is no answer."""
         main = [each for each in self.episode.trajectories if each.index in self._names and self._names[each.index] == MAIN]
         turns = [turn for trajectory in main if (turn := self._graph.last(trajectory)) is not None]
         newest = max(turns, key=lambda turn: self._answered_at[turn.trajectory.index], default=None)
@@ -441,7 +441,7 @@ class Session:
 
 
 def _too_long() -> RequestError:
-    """Returns an error with the wording of Anthropic's and OpenAI's errors, by which programs decide to shorten their conversation."""
+    """Returns an error with the wording of Anthropic's and OpenAI's errors, which causes programs to shorten their conversation."""
     text = "prompt is too long: this model's maximum context length is exceeded by the conversation."
     return RequestError("context_length", text, param="messages")
 

@@ -1,4 +1,4 @@
-"""The exact tokens of a conversation with an external program: first the opening, then the tokens between each two completions.
+"""The exact tokens of a conversation with an external program: first the opening, then the tokens between consecutive completions.
 
 `Chat` is the part of the run's chat format (`agentrl.agent.ChatFormat`) that the gateway needs.
 """
@@ -17,7 +17,7 @@ from agentrl.records.sampling import Supports
 
 
 class Parsed(Protocol):
-    """A completion as a message, and the errors of its tool calls."""
+    """A completion parsed into a message, and the errors in its tool calls."""
 
     @property
     def message(self) -> Message:
@@ -33,7 +33,7 @@ class Parsed(Protocol):
 
     @property
     def call_ids(self) -> tuple[str, ...]:
-        """The model's id of each of the message's tool calls; empty if its form has no ids."""
+        """The ids that the model gave the message's tool calls; empty if its form has no ids."""
 
 
 class Frame(Protocol):
@@ -49,7 +49,7 @@ class Frame(Protocol):
 
     @property
     def style(self) -> str:
-        """xgrammar's style of the arguments."""
+        """xgrammar's style for the arguments."""
 
     @property
     def between(self) -> str:
@@ -85,13 +85,13 @@ class Chat(Protocol):
         """Returns the text of a completion, with control tokens but without the token that ends it."""
 
     def parse(self, token_ids: Sequence[int], schemas: Sequence[Mapping[str, Any]] = (), *, calls: bool = True) -> Parsed:
-        """Returns the message of a completion."""
+        """Parses a completion into a message."""
 
     def argument_errors(self, schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
         """Returns the errors in the arguments of a call; empty if there are none."""
 
     def frame(self, name: str) -> Frame | None:
-        """Returns the frame of a call of this tool; None if guided decoding cannot enforce the policy's form of calls."""
+        """Returns the frame for a call to this tool; None if guided decoding cannot enforce the policy's form of calls."""
 
     def escape_message(self, message: Message) -> Message:
         """Returns the message with control tokens escaped."""
@@ -105,14 +105,14 @@ class NotAppended(Exception):
 
 
 class ConversationTokens:
-    """Converts messages of a program to tokens. The messages are untrusted: no string in them becomes a control token."""
+    """Converts messages from a program to tokens. The messages are untrusted: no string in them becomes a control token."""
 
     def __init__(self, chat: Chat) -> None:
         self.chat = chat
         self._stops = frozenset(chat.stop_token_ids)
         self._user = (Message(role="user", content="-"),)
         self._before = self._open(self._user, ())
-        self._ends: dict[tuple[object, ...], int] = {}  # roles and numbers of calls -> number of end tokens
+        self._ends: dict[tuple[object, ...], int] = {}  # (role and number of calls of each message) -> number of end tokens
 
     def opening(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """Returns the ids of a context, up to the start of the completion. Raises `RequestError` if the template rejects the messages."""
@@ -137,7 +137,7 @@ class ConversationTokens:
         answers = {entry.call_id: entry.message.content for entry in new if entry.message.role == "tool"}
         if ended and call_ids and len(answers) == len(new) and set(answers) == set(call_ids):
             return self.chat.tool_delta([answers[name] for name in call_ids], after)
-        if answers and any(after.call_ids):  # next to a user message, results would have ids that differ from the model's
+        if answers and any(after.call_ids):  # next to a user message, results would have ids other than the model's
             raise NotAppended
         calls = after.message.tool_calls if answers else ()
         turn = [*self._user, Message(role="assistant", content="-", tool_calls=calls)]
@@ -154,7 +154,8 @@ class ConversationTokens:
         return full[end + 1 if ended else end :]
 
     def up_to(self, ids: Sequence[int], stops: Sequence[str]) -> tuple[int, str]:
-        """Returns the number of tokens up to the end of a stop sequence, and that sequence; all tokens and "" if there is none."""
+        """Returns the number of tokens up to the end of a stop sequence, and that sequence; the number of all tokens and "" if there is
+        none."""
 
         def reached(count: int) -> bool:
             text = self.chat.text(ids[:count])
@@ -178,7 +179,7 @@ class ConversationTokens:
             raise RequestError("invalid", f"The policy's chat template rejects these messages: {error.message[:300]}") from None
 
     def _check(self, ids: tuple[int, ...], messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> None:
-        """Raises `RequestError` if the tokenizer normalizes characters of the messages to additional ends of turns."""
+        """Raises `RequestError` if the tokenizer normalizes characters in the messages to additional end-of-turn tokens."""
         roles = (*((message.role, len(message.tool_calls)) for message in messages), "tools" if tools else "")
         if roles not in self._ends:
             call = ToolCall(name="a", arguments={})
@@ -204,7 +205,8 @@ def until(text: str, stops: Sequence[str]) -> tuple[str, str]:
 
 
 def stopped(completion: Completion, count: int) -> Completion:
-    """Returns the first tokens of a completion. The stop depends only on these tokens, so their sampling distribution does not change."""
+    """Returns the first `count` tokens of a completion. The stop depends only on these tokens, so their sampling distribution does not
+    change."""
     return Completion(
         token_ids=completion.token_ids[:count],
         logprobs=completion.logprobs[:count],

@@ -1,4 +1,4 @@
-"""HTTP details of the gateway: keys, bodies, the check of Host and Origin, and an id for every request."""
+"""HTTP details of the gateway: keys, bodies, the check of the Host and Origin headers, and an id for every request."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 REQUEST_ID = "agentrl.request_id"
-"""Key of the request's id in its ASGI scope."""
-_ID_HEADERS = (b"x-request-id", b"request-id")  # OpenAI's and Anthropic's
+"""Key under which a request's ASGI scope contains the request's id."""
+_ID_HEADERS = (b"x-request-id", b"request-id")  # headers of OpenAI and Anthropic
 _ENCODINGS = {"gzip": 31, "x-gzip": 31, "deflate": 47}  # the `wbits` argument of zlib
 _PRIVATE = (".localhost", ".local", ".internal")  # names that are never public
 _FIX = {
@@ -35,7 +35,8 @@ _AUTHORITY = re.compile(r"(?:https?://)?(\[[0-9A-Fa-f:.]*\]|[^:/@]*)(?::[0-9]*)?
 
 
 class Identified:
-    """Wraps an ASGI application: adds the request's id to the answer, and closes a connection whose client has closed its sending side."""
+    """Wraps an ASGI application: adds the request's id to the response, and closes a connection whose client has closed its sending
+    side."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -54,10 +55,10 @@ class Identified:
 
 
 def check_source(headers: Mapping[str, str]) -> None:
-    """Raises `RequestError` if the Host or Origin of a request is a public internet name.
+    """Raises `RequestError` if the Host or Origin header of a request may contain a public internet name.
 
-    A web page can make its own name resolve to this machine (DNS rebinding). Clients must use an address, a name of one label or a private
-    name to reach the gateway.
+    A web page can make its own domain name resolve to this machine (DNS rebinding). Clients must reach the gateway by an IP address, a
+    single-label name or a private name.
     """
     for header in ("host", "origin"):
         value = headers.get(header)
@@ -89,14 +90,15 @@ def is_key(received: str, key: str) -> bool:
 
 
 class RequestSlots:
-    """Bounds the requests that a server works on, including waiting requests."""
+    """Bounds the number of requests that a server accepts at a time, including waiting requests."""
 
     def __init__(self) -> None:
         self._used = 0
 
     @asynccontextmanager
     async def use(self, *, most: int, within_s: float) -> AsyncIterator[None]:
-        """Takes a slot for the block. Raises `RequestError` if `most` slots are taken, and `TimeoutError` in the block after `within_s`."""
+        """Holds a slot while the block runs. Raises `RequestError` if `most` slots are taken, and `TimeoutError` in the block after
+        `within_s` seconds."""
         if self._used >= most:
             raise RequestError("too_many", "The server is busy: try again in a few seconds.")
         self._used += 1
@@ -108,13 +110,13 @@ class RequestSlots:
 
 
 def is_retry(headers: Mapping[str, str]) -> bool:
-    """Returns whether an SDK of OpenAI or Anthropic retries a request. Such an SDK counts its attempts in a header."""
+    """Returns whether a request is a retry by an OpenAI or Anthropic SDK. These SDKs count their attempts in a header."""
     count = headers.get("x-stainless-retry-count", "")
     return count.isascii() and count.isdigit() and count.strip("0") != ""
 
 
 async def body_of(request: Request, within_s: float) -> Any:
-    """Returns the JSON of a request. Raises `RequestError` if the body is too long, arrives too slowly, or is not JSON."""
+    """Returns the JSON value in a request's body. Raises `RequestError` if the body is too long, arrives too slowly, or is not JSON."""
     return read_json(await bytes_of(request, within_s))
 
 
@@ -141,7 +143,7 @@ async def bytes_of(request: Request, within_s: float, *, most: int = MAX_BODY) -
 
 
 def _decoded(content: bytes, encoding: str, most: int) -> bytes:
-    """Returns the decompressed body, at most `most` bytes. Raises `RequestError`."""
+    """Returns the decompressed body. Raises `RequestError` if the body is invalid or has more than `most` bytes."""
     name = encoding.strip().lower()
     if name in ("", "identity"):
         return content
@@ -168,7 +170,7 @@ async def watch(request: Request, disconnected: asyncio.Event) -> None:
 
 
 def json_response(body: Any, status: int = 200) -> Response:
-    """Returns a response with JSON."""
+    """Returns a response with a JSON body."""
     from starlette.responses import Response
 
     return Response(json.dumps(body, ensure_ascii=False).encode("utf-8", "replace"), status, media_type="application/json")

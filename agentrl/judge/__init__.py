@@ -1,6 +1,6 @@
-"""Judges: verifiers that query one or several language models. An episode that cannot be judged is unscored, never 0.
+"""Judges: verifiers that query one or more language models. An episode that cannot be judged is unscored, never 0.
 
-A recipe or a task refers to a judge in the same way as to any other verifier (`agentrl.protocols.Verifier`).
+Recipes and tasks refer to a judge in the same way as to any other verifier (`agentrl.protocols.Verifier`).
 """
 
 from agentrl.base.backoff import Clock, SystemClock

@@ -1,4 +1,4 @@
-"""Computes agreement between two raters, with 95% intervals that are valid for few answers and for perfect agreement."""
+"""Computes the agreement between two raters, with 95% intervals that are valid even for few answers and for perfect agreement."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from agentrl.errors import UserError
 from agentrl.judge.calibration import Calibration, IntervalEstimate
 
 _Z = NormalDist().inv_cdf(0.975)
-_DRAWS = 4000  # draws from a posterior; the error of its quantiles is about a hundredth of the interval's width
+_DRAWS = 4000  # draws from a posterior; the error of its quantiles is about 1% of the interval's width
 _TAIL = 0.025
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgreementTable:
-    """Contingency table of two ratings of the same answers. If one of the ratings is a human label, it comes first."""
+    """Contingency table of two ratings of the same answers. If one of the ratings is a human label, it is the first rating."""
 
     right_right: int
     right_wrong: int
@@ -59,7 +59,7 @@ class AgreementTable:
 class DesignEffects:
     """Design effects (Kish 1965): the number of answers per effective answer.
 
-    It is 1 or more, because answers to one task are correlated.
+    Each is at least 1, because answers to the same task are correlated.
     """
 
     agreement: float = 1.0
@@ -69,7 +69,7 @@ class DesignEffects:
 
     @classmethod
     def from_pairs(cls, tasks: Sequence[str], pairs: Sequence[tuple[bool, bool]]) -> DesignEffects:
-        """Returns the design effects of pairs of ratings (see `AgreementTable.from_pairs`). `tasks` contains the task of each pair."""
+        """Returns the design effects for pairs of ratings (see `AgreementTable.from_pairs`). `tasks` contains the task of each pair."""
         rated = [(task, first, float(first == second)) for task, (first, second) in zip(tasks, pairs, strict=True)]
         groups = [[(task, same) for task, first, same in rated if first is label] for label in (True, False)]
         rates = [statistics.fmean(same for _, same in group) if group else 0.0 for group in groups]
@@ -86,7 +86,7 @@ class DesignEffects:
 
 
 def design_effect(of: Sequence[tuple[str, float]]) -> float:
-    """Returns the design effect of a share. `of` contains the task of each answer, and 1 or 0."""
+    """Returns the design effect of a share. `of` contains a pair for each answer: its task, and 1 if the share includes it, else 0."""
     rate = statistics.fmean(value for _, value in of) if of else 0.0
     return _effect([(task, value - rate) for task, value in of], rate * (1 - rate) * len(of))
 
@@ -94,9 +94,9 @@ def design_effect(of: Sequence[tuple[str, float]]) -> float:
 def _effect(parts: Sequence[tuple[str, float]], alone: float) -> float:
     """Returns the variance of a sum of terms with mean 0, divided by `alone`, the variance if all terms were independent.
 
-    The variance between tasks is the variance of the linearised sum (Kish 1965). Because it is uncertain if there are few tasks, the effect
-    is multiplied by (t / z)^2 (Korn and Graubard 1998). If no two answers differ, the effect cannot be observed, and all answers to one
-    task count as one.
+    The variance between tasks is the variance of the linearised sum (Kish 1965). Because an estimate from few tasks is uncertain, the
+    effect is multiplied by (t / z)^2 (Korn and Graubard 1998). If no two answers differ, the effect cannot be observed, and all answers to
+    the same task count as one answer.
     """
     sums: dict[str, float] = {}
     for task, part in parts:
@@ -125,7 +125,7 @@ def kappa(table: AgreementTable, *, effect: float = 1.0) -> IntervalEstimate:
     """Returns Cohen's kappa (Cohen 1960): agreement beyond chance, at most 1; 0 is chance.
 
     The interval is the central 95% of the posterior, from 4,000 seeded draws of the four shares from a Dirichlet distribution with
-    Jeffreys' prior of 1/2. Unlike the interval of the delta method, its width is not 0 for perfect agreement. Counts are divided by
+    Jeffreys' prior of 1/2. Unlike the delta-method interval, it does not shrink to width 0 for perfect agreement. Counts are divided by
     `effect`, the design effect of agreement.
 
     Raises `ValueError` if both raters give the same rating to every answer.
@@ -148,7 +148,7 @@ def kappa(table: AgreementTable, *, effect: float = 1.0) -> IntervalEstimate:
 def informedness(table: AgreementTable, *, effect: float = 1.0) -> IntervalEstimate:
     """Returns sensitivity + specificity - 1 (Youden 1950). It is 0 for a judge that ignores the answer.
 
-    The interval combines the intervals of the two shares (Newcombe 1998, hybrid score method).
+    The interval combines the intervals of sensitivity and specificity (Newcombe 1998, hybrid score method).
     """
     sensitivity = share(table.right_right, table.rights, effect=effect)
     specificity = share(table.wrong_wrong, table.wrongs, effect=effect)
@@ -159,17 +159,17 @@ def informedness(table: AgreementTable, *, effect: float = 1.0) -> IntervalEstim
 
 
 def corrected_rate(passed: int, total: int, calibration: Calibration) -> IntervalEstimate:
-    """Returns the true success rate behind a judge's rate (Rogan and Gladen 1978): (rate + specificity - 1) / informedness.
+    """Estimates the true success rate from a judge's rate (Rogan and Gladen 1978): (rate + specificity - 1) / informedness.
 
     The interval is that of Lang and Reiczigel (2014, Preventive Veterinary Medicine 113), the delta method on adjusted counts. It includes
-    the uncertainty of rate, sensitivity and specificity. It is valid if the judge's error rates on these answers and on the labelled
-    answers are equal. So labels of a different family or of a much weaker policy are of little use.
+    the uncertainty of the rate, the sensitivity and the specificity. It is valid only if the judge's error rates on these answers equal
+    those on the labelled answers. Labelled answers from another task family or from a much weaker policy are therefore of little use.
 
     Args:
-        passed: number of answers that the judge calls right, of `total` answers with a verdict.
+        passed: number of answers that the judge rated as right, out of `total` answers with a verdict.
 
     Raises:
-        UserError: the judge may not be better than chance, so nothing can be inferred.
+        UserError: the judge may be no better than chance, so nothing can be inferred.
     """
     if not 0 <= passed <= total or total == 0:
         raise UserError(f"{passed} of {total} is not a rate", fix="pass the number of passed answers and the number of judged answers")
@@ -216,7 +216,7 @@ class Bin:
 
 
 def reliability(scores: Sequence[float], labels: Sequence[bool], *, most: int = 10) -> tuple[Bin, ...]:
-    """Returns the reliability curve: one bin for each score if at most `most` scores are different, otherwise bins of equal width."""
+    """Returns the reliability curve: one bin per distinct score if there are at most `most`, otherwise bins of equal width."""
     different = sorted(set(scores))
     low, high = different[0], different[-1]
 
@@ -233,9 +233,9 @@ def reliability(scores: Sequence[float], labels: Sequence[bool], *, most: int = 
 
 
 def calibration_error(bins: Sequence[Bin]) -> float:
-    """Returns the mean distance between score and share of correct answers, over all answers, for scores from 0 to 1 (Naeini et al.
+    """Returns the expected calibration error (Naeini et al. 2015) of scores from 0 to 1.
 
-    2015).
+    It is the mean distance between a bin's score and its share of correct answers, weighted by the number of answers.
     """
     return sum(bucket.right.n * abs(bucket.score - bucket.right.value) for bucket in bins) / sum(bucket.right.n for bucket in bins)
 

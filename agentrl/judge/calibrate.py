@@ -26,7 +26,7 @@ from agentrl.judge.labels import AnswerItem, LabelledAnswer, merge_duplicates
 from agentrl.records import Score
 
 _TIMEOUT_S = 60.0  # deadline of a verifier that declares none
-_PAIRS = 4  # maximum number of pairs of a correct and a wrong answer for each task
+_PAIRS = 4  # maximum number of pairs of a correct and a wrong answer per task
 _REASONS = 8
 
 
@@ -47,11 +47,11 @@ class CalibrationReport:
     """The measurements of a judge."""
 
     calibration: Calibration
-    pairs: bool  # measured on pairs of a correct and a wrong answer; "right" means that the first answer is correct
+    pairs: bool  # whether pairs of a correct and a wrong answer were judged; "right" then means that the first answer is correct
     disputed: int  # answers on which the labellers are tied
-    copies: int  # labelled answers that repeat a different answer to the same question; they count once
+    copies: int  # labelled answers that repeat another answer to the same question; copies count once
     length_bias: IntervalEstimate | None  # correlation of score and log length (for pairs, its difference) within each label
-    position_bias: IntervalEstimate | None  # for pairs: share of verdicts for A among verdicts for A or B; 0.5 means no bias
+    position_bias: IntervalEstimate | None  # for pairs: share of verdicts for A among the verdicts for A or B; 0.5 means no bias
     inconsistent: IntervalEstimate | None  # for pairs: share of pairs whose verdicts in the two orders contradict each other
     bins: tuple[Bin, ...]
     calibration_error: float | None  # for scores from 0 to 1
@@ -78,13 +78,13 @@ async def calibrate(
 
     Args:
         reference: plug-in reference of the judge.
-        threshold: a score of at least this means "right".
+        threshold: minimum score that means "right".
         parallel: number of answers that are judged concurrently.
-        ledger: file of cached answers and counters, relative to `root`, for a judge that has none. It makes a second measurement free.
-        progress: called with the number of finished answers and the number of all answers.
+        ledger: file of cached responses and counters, relative to `root`, for a judge that has none. It makes repeated measurements free.
+        progress: called with the number of finished answers and the total number of answers.
 
     Raises:
-        UserError: the labels are insufficient, or the judge returned no verdict on any correct answer or on any wrong answer.
+        UserError: there are too few labels, or the judge returned no verdict on any of the correct answers or on any of the wrong answers.
     """
     distinct = merge_duplicates(labelled)
     answers = [answer for answer in distinct if answer.right is not None]
@@ -171,7 +171,7 @@ async def _score(judge: Any, answer: LabelledAnswer) -> LabelledVerdict:
 
 
 def _reference_keys(judge: Any) -> set[str]:
-    """Returns the keys of a task's data that contain the reference answer for a judge, or for the members of an ensemble."""
+    """Returns the keys of a task's data under which the judge, or a member of the ensemble, expects the reference answer."""
     members = getattr(judge, "judges", None)
     if isinstance(members, Mapping):
         return {key for member in members.values() for key in _reference_keys(member)}
@@ -203,7 +203,7 @@ async def _call(judge: Any, code: Callable[[], Any]) -> Any:
 
 
 def _pairs(answers: Sequence[LabelledAnswer]) -> list[tuple[AnswerItem, AnswerItem, bool]]:
-    """Returns pairs of a correct and a wrong answer to one task, and whether the correct one comes first. The order is seeded."""
+    """Returns triples: a correct and a wrong answer to one task, in seeded random order, and whether the first of them is correct."""
     tasks: dict[tuple[str, str], list[LabelledAnswer]] = {}
     for answer in answers:
         tasks.setdefault((answer.item.task_id, answer.item.question), []).append(answer)
@@ -247,7 +247,7 @@ def _calibration(judge: Any, verdicts: Sequence[LabelledVerdict], *, reference: 
 
 
 def _reasons(verdicts: Sequence[LabelledVerdict]) -> dict[str, int]:
-    """Returns the reasons for missing verdicts and their counts, the most frequent first."""
+    """Returns the most frequent reasons for missing verdicts, each with its count, in descending order of frequency."""
     counts = Counter(user_code.printable(verdict.reason, 200) for verdict in verdicts if verdict.score is None)
     return dict(counts.most_common(_REASONS))
 

@@ -1,4 +1,4 @@
-"""Calibration files record how well a judge agrees with human labels. `agentrl judge calibrate` writes them. A judge may require one."""
+"""Calibration files: how well a judge agrees with human labels. `agentrl judge calibrate` writes them. A judge may require such a file."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ class IntervalEstimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """How well a judge agrees with human labels, over the answers on which it returned a verdict."""
+    """How well a judge agrees with human labels. Answers without a verdict count only in `abstained` and `coverage`."""
 
-    identity: str  # hash of the judge's model, parameters and prompt; empty if a verifier has none
+    identity: str  # hash of the judge's model, parameters and prompt; empty for a verifier without an identity
     judge: str  # plug-in reference of the judge
     labels_sha256: str
-    threshold: float  # a score of at least this means "right"
+    threshold: float  # minimum score that means "right"
     right_right: int  # labelled right, judged right
     right_wrong: int  # labelled right, judged wrong
     wrong_right: int
     wrong_wrong: int
-    abstained: int  # answers without a verdict, for any reason
+    abstained: int  # number of answers without a verdict, for any reason
     tasks: int  # number of tasks to which the answers belong
     agreement: IntervalEstimate
     kappa: IntervalEstimate
@@ -67,7 +67,7 @@ class Calibration:
 
     @property
     def may_be_chance(self) -> bool:
-        """Whether the judge may not be better than chance: the interval of its informedness includes 0 or less."""
+        """Whether the judge may be no better than chance: the lower end of the interval of its informedness is at most 0."""
         return self.informedness.low <= 0
 
 
@@ -75,7 +75,7 @@ _ADAPTER = TypeAdapter(Calibration)
 
 
 def save_calibration(path: Path, calibration: Calibration, more: dict[str, Any] | None = None) -> None:
-    """Writes the calibration file. `more` is added to it as a report for people and programs."""
+    """Writes the calibration file. `more` contains additional fields of the report, for people and programs."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps({**asdict(calibration), **({"more": more} if more else {})}, indent=1) + "\n", durable=True)
 
@@ -105,10 +105,10 @@ def validate_requirements(calibration: str | None, *, min_agreement: float, min_
 
 
 def require_calibration(path: Path, *, identity: str, name: str, min_agreement: float, min_coverage: float) -> None:
-    """Raises `UserError` unless the calibration in `path` belongs to this judge, is better than chance, and meets the requirements.
+    """Raises `UserError` unless the calibration in `path` is for this judge, shows a result above chance, and meets the requirements.
 
-    The lower ends of the intervals of agreement and coverage must be at least `min_agreement` and `min_coverage`, so a few labels are not
-    enough. Coverage is required because a judge that abstains on hard answers could have a high agreement on the other answers.
+    The lower ends of the intervals for agreement and coverage must be at least `min_agreement` and `min_coverage`, so a handful of labels
+    is not enough. Coverage is required because a judge that abstains on hard answers could reach a high agreement on the rest.
     """
     calibration, fix = load_calibration(path), f"run agentrl judge calibrate JUDGE LABELS --out {path}"
     if calibration.identity != identity:

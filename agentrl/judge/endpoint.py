@@ -1,4 +1,4 @@
-"""Client of an OpenAI-compatible chat endpoint. A query returns one bounded answer. A busy server is retried within `patience_s`."""
+"""Client of an OpenAI-compatible chat endpoint. Replies are bounded. Queries to a busy server are retried for `patience_s`."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_EXCERPT = 300  # characters of an error response that messages quote
+_EXCERPT = 300  # maximum number of characters of an error response that are quoted in messages
 _LONGEST_KEY = 8192
-_SHORTEST_HIDDEN = 16  # shorter header values may be ordinary text and are not redacted in answers
+_SHORTEST_HIDDEN = 16  # shorter header values may be ordinary text and are not redacted in responses
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
-CHARS_PER_TOKEN = 3  # estimate if the server does not count; it is low, so that tokens are overestimated
-_MOST_TOKENS = 1 << 31  # a larger count in an answer is not credible
-_OWN_S = 1.0  # seconds between requests to a server of this run that is starting
+CHARS_PER_TOKEN = 3  # estimate used if the server does not report token counts; it is low, so that tokens are overestimated
+_MOST_TOKENS = 1 << 31  # a larger count in a response is not credible
+_OWN_S = 1.0  # seconds between requests to one of this run's own servers while it starts
 _SCHEMA_REFUSED = (400, 404, 415, 422, 501)
 _PROMPT_REFUSED = (400, 413, 422)
 _HEADER = re.compile(r"[A-Za-z0-9-]{1,64}")
@@ -55,19 +55,19 @@ class Prices:
             raise UserError(f"prices must be at least 0, got {self.prompt} and {self.completion}", fix="set prices per million tokens")
 
     def of(self, prompt_tokens: int, completion_tokens: int) -> float:
-        """Returns the price of an answer."""
+        """Returns the price of a reply."""
         return (self.prompt * prompt_tokens + self.completion * completion_tokens) / 1e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """An endpoint's answer and its cost. `problem` is the reason why `text` cannot be a verdict; empty means that it may be one."""
+    """An endpoint's reply and its cost. `problem` is the reason why `text` cannot be a verdict; it is empty if `text` may be a verdict."""
 
     text: str
     problem: str = ""
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    counted: bool = True  # False means that the tokens are estimated from the number of characters
+    counted: bool = True  # False means that the token counts are estimated from the number of characters
     tries: int = 1
     separate_reasoning: bool = False  # whether the server returned the model's reasoning separately
 
@@ -79,12 +79,12 @@ class _Wire:
     http: httpx.AsyncClient
     slots: asyncio.Semaphore
     resume_at: float = 0.0  # end of the pause, in the clock's monotonic time
-    refused: int = 0  # number of consecutive rejected rounds of requests
+    refused: int = 0  # number of consecutive rounds of rejected requests
     probe: asyncio.Lock = field(default_factory=asyncio.Lock)  # held by the query that probes a server that is down
 
     @property
     def down(self) -> bool:
-        """Whether the last requests were rejected."""
+        """Whether the most recent requests were rejected."""
         return self.refused > 0
 
 
@@ -92,23 +92,23 @@ class _Wire:
 class Endpoint:
     """The address and settings of a judge model: `Endpoint(url="http://127.0.0.1:8000/v1", model="qwen3-8b")`.
 
-    Judges that share an endpoint share its connections and its pauses.
+    Judges with the same endpoint share its connections and its pauses.
     """
 
-    url: str | Callable[[], str]  # without /chat/completions; a function (for a server of the run) is called before each request
+    url: str | Callable[[], str]  # without /chat/completions; a function (used for the run's own servers) is called before each request
     model: str
     key_env: str = ""  # environment variable with the API key, read before each request; empty means no key
-    revision: str = ""  # distinguishes weights with the same model name; part of the judge's identity
+    revision: str = ""  # distinguishes different weights under the same model name; part of the judge's identity
     temperature: float | None = 0.0  # None means the server's default
     max_tokens: int = 1024
-    tokens_name: str = "max_tokens"  # key of the request; some servers call it max_completion_tokens
+    tokens_name: str = "max_tokens"  # request key that limits the reply's length; some servers call it max_completion_tokens
     seed: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)  # additional keys of the request, such as {"reasoning_effort": "low"}
     headers: Mapping[str, str] = field(default_factory=dict)  # additional headers, each by reference: {"api-key": "env:THEIR_KEY"}
     structured: Literal["auto", "always", "never"] = "auto"  # whether to send a JSON schema; auto sends it until the server rejects it
     timeout_s: float = 120.0  # deadline of one request
-    patience_s: float = 1800.0  # deadline of one query, including waits and all requests
-    max_bytes: int = 1 << 20  # maximum size of one answer
+    patience_s: float = 1800.0  # deadline of one query, including all its requests and waits
+    max_bytes: int = 1 << 20  # maximum size of one response body
     concurrency: int = 16
     prices: Prices = field(default_factory=Prices)
     clock: Clock = field(default_factory=SystemClock, repr=False)
@@ -136,7 +136,7 @@ class Endpoint:
         object.__setattr__(self, "_live", AnswerLiveness(self._where(), fix=fix, first_s=self.timeout_s, clock=self.clock.monotonic))
 
     def identity(self) -> dict[str, Any]:
-        """The settings that determine the answers, and the weights of a server of this run. Excludes the address and the timeouts."""
+        """Returns the settings that determine the replies and, if this run starts the server, the weights' hash, but not the address."""
         weights = {"weights": self.url.weights} if isinstance(self.url, ServedUrl) else {}
         names = ("model", "revision", "temperature", "max_tokens", "seed", "structured")
         return weights | {name: getattr(self, name) for name in names} | {"options": dict(self.options)}
@@ -144,16 +144,17 @@ class Endpoint:
     async def ask(
         self, messages: Sequence[Mapping[str, Any]], *, schema: Mapping[str, Any] | None = None, more: Mapping[str, Any] | None = None
     ) -> Reply:
-        """Returns the model's answer, readable or not. `more` contains additional keys of this request; they override `options`.
+        """Returns the model's reply, even if it is unreadable. `more` contains additional keys of this request; they override `options`.
 
-        These failures are retried after the wait that the server requests: 408, 425, 429, 5xx, such an error in the body of a 200, a failed
-        connection, a timeout, a truncated response. All queries of an endpoint wait together, and then one of them probes the server. If a
-        requested wait exceeds `patience_s`, the query that received it fails, and the other queries wait at most `PROBE_S`.
+        The following failures are retried, after the wait that the server requests, if any: status 408, 425, 429 or 5xx, such an error in
+        the body of a response with status 200, a failed connection, a timeout, and a truncated response. All queries to an endpoint wait
+        together, and then one of them probes the server. If a requested wait exceeds `patience_s`, the query that received it fails, and
+        the other queries wait at most `PROBE_S`.
 
         Raises:
-            JudgeError: there was no answer within `patience_s`, or the server rejects requests of this kind.
+            JudgeError: there was no usable response within `patience_s`, or the server rejects requests of this kind.
         """
-        with nullcontext() if isinstance(self.url, ServedUrl) else self._live.question():  # servers of the run are monitored elsewhere
+        with nullcontext() if isinstance(self.url, ServedUrl) else self._live.question():  # the run's own servers are monitored elsewhere
             schema = None if self.structured == "never" or self._takes_no_schema else schema
             until = self.clock.monotonic() + self.patience_s
             return await self._answer(_PendingQuery(messages=messages, more=more or {}, schema=schema, until=until))
@@ -181,9 +182,9 @@ class Endpoint:
                 return reply
 
     async def _try(self, wire: _Wire, query: _PendingQuery, *, probing: bool = False) -> Reply | None:
-        """Sends one request. Returns None if it must be retried. Raises `JudgeError` as `ask` does.
+        """Sends one request. Returns None if the request must be retried. Raises `JudgeError` under the same conditions as `ask`.
 
-        If `probing` is true, the request is sent although the server is down.
+        If `probing` is true, the request is sent even if the server is down.
         """
         left = query.until - self.clock.monotonic()
         async with wire.slots:
@@ -220,11 +221,11 @@ class Endpoint:
             await wire.http.aclose()
 
     def _pause(self, wire: _Wire, tries: int, later: _Later, *, first: bool) -> None:
-        """Delays all queries. `first` is whether this is the first rejection among the concurrent requests."""
+        """Delays all queries. `first` says whether this is the first rejection among the concurrent requests."""
         was_down = wire.down
         wire.refused += first
         seconds = backoff_s(tries, later.wait_s, refused=wire.refused if later.from_server else 1)
-        if seconds > self.patience_s:  # no query waits as long as the header requests
+        if seconds > self.patience_s:  # no query is willing to wait as long as the header requests
             seconds = min(PROBE_S, self.patience_s)
         wire.resume_at = max(wire.resume_at, self.clock.monotonic() + seconds)
         if not was_down:
@@ -270,7 +271,7 @@ class Endpoint:
             return _Later(why=_without(key, describe_error(failure)))
 
     def _read(self, content: bytes, messages: Sequence[Mapping[str, Any]]) -> Reply:
-        """Returns the answer in the body of a response with status 200."""
+        """Returns the reply in the body of a response with status 200."""
         return parse_completion(content, self.max_bytes, messages)
 
     def _refusal(self, status: int, headers: Mapping[str, str], text: str, schema: Mapping[str, Any] | None) -> _Later:
@@ -321,7 +322,7 @@ class Endpoint:
         return secrets.register(key)
 
     def _where(self) -> str:
-        """Returns model and host for messages, without anything that may be secret."""
+        """Returns the model and the host for use in messages, without anything that may be secret."""
         host = urlsplit(self.url).netloc if isinstance(self.url, str) else "a server of the run"
         return f"judge {printable(self.model, 80)} at {host}"
 
@@ -338,7 +339,7 @@ class _Later:
 
 @dataclass(slots=True, kw_only=True)
 class _PendingQuery:
-    """One query, and the state of its requests."""
+    """A query, and the state of its requests."""
 
     messages: Sequence[Mapping[str, Any]]
     more: Mapping[str, Any]
@@ -359,9 +360,9 @@ async def _acquired(lock: asyncio.Lock, within_s: float) -> bool:
 
 
 def error_in(content: bytes) -> tuple[int, str] | None:
-    """Returns status and text of an error in the body of a 200, as some proxies send it; None if there is no such error.
+    """Returns the status and text of an error in the body of a 200 response, which some proxies send; None if there is no such error.
 
-    An error without a status counts as 503 if its text reports an overload or a server fault. Any other body is read as an answer.
+    An error without a status counts as 503 if its text reports an overload or a server fault. Any other body counts as a reply.
     """
     if b'"error"' not in content:
         return None
@@ -382,7 +383,7 @@ def error_in(content: bytes) -> tuple[int, str] | None:
 
 
 def parse_completion(content: bytes, most: int, messages: Sequence[Mapping[str, Any]]) -> Reply:
-    """Parses the answer in the body of a 200. Unreadable content is returned as text, with the problem."""
+    """Parses the reply in the body of a 200 response. Unreadable content is returned as text, with the problem."""
     prompt_tokens = sum(len(message["content"]) for message in messages) // CHARS_PER_TOKEN
     text = content[:most].decode(errors="replace")
     guess: dict[str, Any] = {"prompt_tokens": prompt_tokens, "completion_tokens": len(text) // CHARS_PER_TOKEN, "counted": False}
@@ -404,7 +405,7 @@ def parse_completion(content: bytes, most: int, messages: Sequence[Mapping[str, 
 
 
 def token_usage(reported: Any, prompt_tokens: int, answer: Any) -> dict[str, Any]:
-    """Returns the token counts of the server if they are credible, otherwise an estimate."""
+    """Returns the server's token counts if they are credible, otherwise an estimate."""
     counts = [reported.get(name) for name in ("prompt_tokens", "completion_tokens")] if isinstance(reported, dict) else []
     if counts and all(type(count) is int and 0 <= count < _MOST_TOKENS for count in counts):
         return {"prompt_tokens": counts[0], "completion_tokens": counts[1]}

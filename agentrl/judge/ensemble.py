@@ -1,4 +1,4 @@
-"""Combines the scores of several judges. There is no score if the judges disagree too much."""
+"""Combines the scores of several judges. If the judges disagree too much, the episode is unscored."""
 
 from __future__ import annotations
 
@@ -43,17 +43,18 @@ class Ensemble:
         judges         the number of members with a score
 
     The episode is unscored, never 0, if fewer than `quorum` members returned a score, if the disagreement exceeds `max_disagreement`, or if
-    a majority vote is tied. A missing quorum is blamed on the infrastructure if the scores of members that were down could have completed
-    it. Otherwise it is blamed on the policy if the scores of members that failed on the episode's text could have.
+    a majority vote is tied. A missing quorum is blamed on the infrastructure if the quorum would be reached with the scores of the members
+    that were down. Otherwise it is blamed on the policy if the quorum would also need, and be reached with, the scores of the members that
+    failed on the episode's text.
     """
 
     judges: dict[str, Verifier]
-    aggregate: Literal["median", "mean", "majority"] = "median"  # majority: a score of at least `threshold` is a vote for 1, others for 0
+    aggregate: Literal["median", "mean", "majority"] = "median"  # majority: scores of at least `threshold` are votes for 1, others for 0
     threshold: float = 0.5
     quorum: int | None = None  # None means more than half of the members
     max_disagreement: float = 0.5
     name: str = "ensemble"
-    calibration: str | None = None  # calibration of the ensemble, not of a member; see `ModelJudge.calibration`
+    calibration: str | None = None  # calibration of the ensemble, not of its members; see `ModelJudge.calibration`
     min_agreement: float = 0.0
     min_coverage: float = 0.0
     _state: _State = field(default_factory=_State, init=False, repr=False)
@@ -82,7 +83,7 @@ class Ensemble:
 
     @property
     def identity(self) -> str:
-        """Hash of the members' identities and of the settings; empty if a member has no identity."""
+        """Hash of the members' identities and of the ensemble's settings; empty if a member has no identity."""
         members = {name: getattr(judge, "identity", "") for name, judge in self.judges.items()}
         settings: dict[str, Any] = {"aggregate": self.aggregate, "threshold": self.threshold, "quorum": self._needed}
         settings |= {"max_disagreement": self.max_disagreement, "members": members}
@@ -170,7 +171,7 @@ class Ensemble:
         return None if 2 * yes == len(values) else float(2 * yes > len(values))
 
     async def _member_score(self, name: str, task: Task, episode: Episode) -> Score:
-        """Returns a member's score. If a member fails, its score has no value, and the other members still count."""
+        """Returns a member's score. If the member fails, its score has no value, and the other members still count."""
         judge = self.judges[name]
         try:
             return await call_verifier(judge, f"judge {name}", task, episode, None, timeout_s=timeout_of(judge, _TIMEOUT_S))

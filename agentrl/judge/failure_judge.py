@@ -1,4 +1,4 @@
-"""A judge that classifies failures that no rule can classify. It names the first failure, its turn and a confidence.
+"""A judge that classifies failures that no rule can classify. It reports the class of the first failure, its turn and a confidence.
 
 # triage/reader.py
 from agentrl.judge import Endpoint
@@ -32,8 +32,8 @@ _MOST_TURN = 100_000
 class FailureJudge(JudgeBase):
     """An `agentrl.failure.triage.TriageJudge` that queries a model.
 
-    Answers are cached by content and counted in judges.sqlite of the run folder. `budget` limits them. Unreadable verdicts and verdicts
-    with a confidence below `least` count as abstentions. The author of the judge's tags is judge:NAME.
+    Replies are cached by content and counted in judges.sqlite in the run folder. `budget` limits the usage. Unreadable verdicts and
+    verdicts with a confidence below `least` count as abstentions. The author of the judge's tags is judge:NAME.
     """
 
     classes: Mapping[str, str] = field(default_factory=dict)  # additional classes -> description; see `TAXONOMY`
@@ -55,13 +55,13 @@ class FailureJudge(JudgeBase):
         return digest({**kind, "instructions": self._instructions(), "least": self.least})
 
     def prepare(self, folder: Path) -> None:
-        """Opens the ledger of the run folder. Call it before the first trace."""
+        """Opens the ledger in the run folder. Call it before the first trace."""
         self._state.ledger = JudgeLedger(folder / FILE)
 
     async def __call__(self, text: str) -> Tag | None:
         """Returns the tag of a rendered trace; None if the judge abstains.
 
-        Raises `JudgeError` if there is no answer or the budget is exhausted.
+        Raises `JudgeError` if the model does not reply or the budget is exhausted.
         """
         query = ChatQuery(instructions=self._instructions(), data={"trace": truncate_middle(text, MAX_TRACE)}, schema=self._schema())
         answer = await self._client().ask(query, self._read)

@@ -1,4 +1,4 @@
-"""Interactive labelling of a run's answers, in random order and with one key per label. Labels are saved at once, so it can be resumed."""
+"""Interactive labelling of a run's answers in random order, one key per label. Labels are saved at once, so a session can be resumed."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ KEY_HELP = "[r]ight  [w]rong  [s]kip  [u]ndo  [q]uit"
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _LONGEST_LINE = 8 << 20
-_MAX_SHOWN = 6000  # characters of one string
+_MAX_SHOWN = 6000  # maximum number of characters shown of one string
 
 
 def labels_file(run: Path, by: str) -> Path:
-    """Returns the file of a labeller's labels of a run. Raises `UserError` if the labeller's name is invalid."""
+    """Returns the path of the file with a labeller's labels for a run. Raises `UserError` if the labeller's name is invalid."""
     if not _NAME.fullmatch(by):
         raise UserError(
             f"{printable(by, 80)!r} is not a valid labeller name", fix="use letters, digits, dots and dashes, such as --by anna"
@@ -37,7 +37,7 @@ def run_answers(run: Path, *, phase: str = "") -> list[AnswerItem]:
     """Returns the distinct answers of a run, in a random but deterministic order. Raises `UserError` if there are none.
 
     Args:
-        phase: only answers of this phase, such as "after"; it is the name of a file in `episodes/`.
+        phase: phase to which the answers are limited, such as "after". Phases are the names of files in `episodes/`.
     """
     folder = run / "episodes"
     if not folder.is_dir():
@@ -57,14 +57,14 @@ class LabellingSession:
     by: str
     blind: bool = False  # do not show the reference
     done: dict[str, str] = field(init=False)
-    _order: list[str] = field(init=False)  # ids that can be undone, the newest last
+    _order: list[str] = field(init=False)  # ids of the answers whose labels can be undone, the newest last
 
     def __post_init__(self) -> None:
         self.done = current_labels(self.path) if self.path.exists() else {}
         self._order = list(self.done)
 
     def run(self, keys: Iterable[str], show: Callable[[str], None]) -> None:
-        """Shows answers until all are labelled, the keys end, or the labeller quits. A label is saved before it is shown.
+        """Shows answers until all are labelled, `keys` is exhausted, or the labeller quits. Each label is saved before it is shown.
 
         Args:
             keys: single characters; white space is ignored.
@@ -115,7 +115,7 @@ class LabellingSession:
 
 
 def _conversation(item: AnswerItem) -> Iterator[tuple[str, str]]:
-    """Yields the conversation after the question."""
+    """Yields the part of the conversation after the question."""
     started = False
     for message in item.messages:
         role = str(message.get("role", "?"))
@@ -140,7 +140,7 @@ def _safe(text: str) -> str:
 
 
 def _items(path: Path) -> Iterator[AnswerItem]:
-    """Yields the answers of a file of episodes. Skips unreadable lines, such as lines of a newer version."""
+    """Yields the answers in a file of episodes. Skips unreadable lines, such as lines written by a newer version."""
     for raw in complete_lines(path):
         if len(raw) > _LONGEST_LINE:
             continue

@@ -1,4 +1,4 @@
-"""Labelled answers as JSON lines. The lines are self-contained, so a file of labels remains usable without its run.
+"""Labelled answers as JSON lines. The lines are self-contained, so a label file remains usable without its run.
 
     {"id": "1f0c...", "label": "right", "by": "anna", "question": "...", "answer": "...", "reference": "...", "messages": [...]}
 
@@ -46,7 +46,7 @@ class AnswerItem:
     question: str
     answer: str
     reference: str | None = None
-    messages: tuple[Mapping[str, Any], ...] = ()  # the conversation, as in a run's `episodes/`
+    messages: tuple[Mapping[str, Any], ...] = ()  # the conversation, in the format of a run's `episodes/`
     data: Mapping[str, Any] = field(default_factory=dict)  # additional task data for verifiers that need it
 
     def task(self, *, reference_keys: Iterable[str] = ("answer",)) -> Task:
@@ -71,7 +71,7 @@ class AnswerItem:
         return Episode(id=self.id, task_id=task.id, task_key=task.key, trajectories=trajectories, answer=self.answer)
 
     def to_line(self) -> dict[str, Any]:
-        """Returns the fields of this answer in a line of labels."""
+        """Returns the fields that represent this answer in a line of a label file."""
         fields = {name: getattr(self, name) for name in ("id", "task_id", "question", "answer", "reference")}
         return {**fields, "messages": list(self.messages), **({"data": dict(self.data)} if self.data else {})}
 
@@ -91,7 +91,7 @@ class LabelledAnswer:
 
 
 def read_labels(paths: Sequence[Path]) -> list[LabelledAnswer]:
-    """Returns the labelled answers of files, in order. Raises a `UserError` that contains file, line and problem."""
+    """Returns the labelled answers in the files, in order. Raises a `UserError` that names the file, the line and the problem."""
     items: dict[str, AnswerItem] = {}
     votes: dict[str, dict[str, bool]] = {}
     for path in paths:
@@ -116,11 +116,11 @@ def merge_duplicates(labelled: Sequence[LabelledAnswer]) -> list[LabelledAnswer]
 
 
 def preference_pairs(labelled: Sequence[LabelledAnswer], shows: Sequence[PromptField], *, per_task: int) -> list[TextPreference]:
-    """Returns pairs of a correct and a wrong answer to one question, as a reward model reads them. No answer is in two pairs.
+    """Returns pairs of a correct and a wrong answer to the same question, as inputs of a reward model. No answer is in two pairs.
 
     Args:
         shows: see `agentrl.judge.reward_model.RewardRecord`.
-        per_task: maximum number of pairs of each question.
+        per_task: maximum number of pairs per question.
     """
     questions: dict[tuple[str, str], dict[bool, list[str]]] = {}
     for answer in merge_duplicates(labelled):
@@ -143,7 +143,7 @@ def current_labels(path: Path) -> dict[str, str]:
 
 
 def parse_item(line: Mapping[str, Any]) -> AnswerItem:
-    """Parses the answer of a line. Raises `ValueError` if the line is invalid."""
+    """Parses the answer in a line. Raises `ValueError` if the line is invalid."""
     question, answer = _text(line, "question"), _text(line, "answer")
     reference = line.get("reference", line.get("truth"))
     messages = line.get("messages") or []
@@ -163,7 +163,7 @@ def parse_item(line: Mapping[str, Any]) -> AnswerItem:
 
 
 def _labels(path: Path) -> Iterator[tuple[AnswerItem, str, str]]:
-    """Yields answer, label and labeller of each line. Raises `UserError` if a line is invalid."""
+    """Yields a triple for each line: the answer, the label and the labeller. Raises `UserError` if a line is invalid."""
     try:
         lines = complete_lines(path)
     except OSError as error:

@@ -1,7 +1,7 @@
 """Cache and usage counters of judges, in one SQLite file that several processes may share.
 
-The key of the cache is a hash of the content: the same query to the same model returns the stored answer at no cost. Only readable answers
-are stored. Usage is counted for each judge, and the judge's budget limits it.
+The key of the cache is a hash of the content: the same query to the same model returns the stored reply at no cost. Only readable replies
+are stored. Usage is counted per judge, and each judge's budget limits it.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _SCHEMA = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """Limits of a judge's usage in one ledger, that is in one run: `Budget(calls=10_000, money=5.0)`. None means no limit.
+    """Limits on a judge's usage in one ledger, that is, in one run: `Budget(calls=10_000, money=5.0)`. None means no limit.
 
-    A query starts only if no limit is reached. The limit of calls is exact. Tokens and money are known only after an answer, so the queries
-    in flight at that time (at most `Endpoint.concurrency`) may exceed their limits.
+    A query starts only if no limit is reached. The limit on calls is exact. The tokens and the cost of a query are known only after the
+    reply, so the queries in flight when a limit is reached (at most `Endpoint.concurrency`) may exceed it.
     """
 
     calls: int | None = None
-    tokens: int | None = None  # total of prompts and answers
+    tokens: int | None = None  # total of prompt and reply tokens
     money: float | None = None  # in the currency of `Endpoint.prices`
 
     def __post_init__(self) -> None:
@@ -57,27 +57,27 @@ class JudgeUsage:
     calls: int = 0  # queries that were sent
     answered: int = 0
     cached: int = 0  # queries that were answered from the cache
-    failed: int = 0  # queries without an answer
+    failed: int = 0  # queries without a reply
     unreadable: int = 0
     abstained: int = 0
-    repeated: int = 0  # requests beyond the first of a query
-    estimated: int = 0  # answers whose tokens the server did not count
+    repeated: int = 0  # requests after the first request of a query
+    estimated: int = 0  # replies whose tokens the server did not count
     prompt_tokens: int = 0
     completion_tokens: int = 0
     money: float = 0.0
 
     @classmethod
     def from_figures(cls, figures: Mapping[str, float]) -> JudgeUsage:
-        """Creates the usage from figures by name, as a run's summary stores them."""
+        """Creates the usage from a mapping of field names to figures, as stored in a run's summary."""
         counts = {name: int(figures.get(name, 0)) for name in _NAMES if name != "money"}
         return cls(**counts, money=figures.get("money", 0.0))
 
     def plus(self, other: JudgeUsage) -> JudgeUsage:
-        """Returns the sum of both."""
+        """Returns the sum of the two usages."""
         return JudgeUsage(**{name: getattr(self, name) + getattr(other, name) for name in _NAMES})
 
     def minus(self, before: JudgeUsage) -> JudgeUsage:
-        """Returns the difference since `before`."""
+        """Returns the usage since `before`."""
         return JudgeUsage(**{name: getattr(self, name) - getattr(before, name) for name in _NAMES})
 
     def summary(self) -> str:
@@ -92,7 +92,7 @@ _NAMES = tuple(figure.name for figure in fields(JudgeUsage))
 
 
 def usage_in(folder: Path) -> JudgeUsage | None:
-    """Returns the usage of all judges of a run, from the ledger in its folder; None if no judge was called.
+    """Returns the total usage of all judges in a run, from the ledger in the run folder; None if no judge was called.
 
     Raises `StoreError` if the ledger cannot be read.
     """
@@ -107,7 +107,7 @@ def usage_in(folder: Path) -> JudgeUsage | None:
 
 
 class JudgeLedger:
-    """A thread-safe cache with usage counters, opened at the first use. If `path` is None, it is in memory.
+    """A thread-safe cache with usage counters, opened on first use. If `path` is None, it is kept in memory.
 
     Methods block. They raise `StoreError` if the file cannot be used.
     """
@@ -128,19 +128,19 @@ class JudgeLedger:
             raise JudgeError(f"the judge's budget is exhausted ({texts}); raise it and resume the run")
 
     def count(self, judge: str, **figures: float) -> None:
-        """Adds `figures` to the counters of a judge."""
+        """Adds `figures` to a judge's counters."""
         columns, marks = ", ".join(("judge", *figures)), ", ".join("?" * (1 + len(figures)))
         sums = ", ".join(f"{name} = {name} + excluded.{name}" for name in figures)
         then = f"DO UPDATE SET {sums}" if sums else "DO NOTHING"
         self._do(f"INSERT INTO spent ({columns}) VALUES ({marks}) ON CONFLICT (judge) {then}", (judge, *figures.values()))
 
     def cached_answer(self, key: str) -> str | None:
-        """Returns the answer stored under a key; None if there is none."""
+        """Returns the reply stored under a key; None if there is none."""
         row = self._do("SELECT text FROM answers WHERE key = ?", (key,))
         return str(row[0]) if row else None
 
     def cache_answer(self, key: str, text: str) -> None:
-        """Stores an answer. If the key already has an answer, that answer stays."""
+        """Stores a reply. If the key already has a reply, the stored reply is not replaced."""
         self._do("INSERT OR IGNORE INTO answers (key, text) VALUES (?, ?)", (key, text))
 
     def spent(self, judge: str) -> JudgeUsage:

@@ -17,7 +17,7 @@ from agentrl.judge.untrusted import truncate_middle
 from agentrl.protocols.reward import GroupJudge as GroupJudge
 from agentrl.records import Episode, Score, Task
 
-MOST = 16  # maximum number of different answers that are ranked together
+MOST = 16  # maximum number of distinct answers that are ranked together
 _MAX_ANSWERS = 40_000  # maximum total length of all answers, in characters
 
 
@@ -27,8 +27,8 @@ class Listwise(ModelJudge):
 
     The value of an answer is its mean rank, scaled from 0 (last) to 1 (first). Answers with the same text share a rank. If there is only
     one distinct answer, its value is 0.5. The part `disagreement` of every score is 1 - W. W is Kendall's coefficient of concordance of the
-    rankings, so 0 means that all rankings agree. If the part is above `max_disagreement`, the group is unscored. Values are comparable only
-    within a group.
+    rankings, so a disagreement of 0 means that all rankings agree. If the disagreement exceeds `max_disagreement`, the group is unscored.
+    Values are comparable only within a group.
     """
 
     orders: int = 2
@@ -73,7 +73,7 @@ class Listwise(ModelJudge):
         return (self._unscored(answer),) * len(episodes)
 
     async def _rank(self, problem: str, texts: Sequence[str]) -> tuple[list[list[int]] | None, JudgeAnswer]:
-        """Returns the rank of each answer in each ranking; 0 is the best. Returns None and the failure if a ranking is missing."""
+        """Returns a pair: the rank of each answer in each ranking (0 is best), or None if a ranking is missing; and a query's result."""
         count = len(texts)
         if count < 2:
             return [[0] * count] * self.orders, JudgeAnswer()

@@ -1,4 +1,4 @@
-"""Base classes of judges that query one model, with endpoint, ledger, budget and required calibration."""
+"""Base classes of judges that query one model, with an endpoint, a ledger, a budget and a required calibration."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agentrl.judge.rendering import reference_text, user_text
 from agentrl.judge.servers import ServedUrl
 from agentrl.records import Blame, Episode, Score, Task
 
-_CLOSING_S = 60.0  # seconds of the deadline in addition to the endpoint's patience
+_CLOSING_S = 60.0  # seconds that the deadline adds to the endpoint's patience
 
 
 @dataclass(slots=True)
@@ -27,7 +27,7 @@ class _State:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class JudgeBase(ABC):
-    """Base class of verifiers and group judges that query a judge model. It holds endpoint, budget and ledger."""
+    """Base class of verifiers and group judges that query a judge model. It holds the endpoint, the budget and the ledger."""
 
     endpoint: Endpoint
     name: str = "judge"
@@ -37,7 +37,7 @@ class JudgeBase(ABC):
     @property
     @abstractmethod
     def identity(self) -> str:
-        """Hash of everything that determines the verdicts: model, parameters and prompt, but not name, url or budget."""
+        """Hash of everything that determines the verdicts: the model, parameters and prompt, but not the name, URL or budget."""
 
     @property
     def timeout_s(self) -> float:
@@ -71,10 +71,10 @@ class ModelJudge(JudgeBase):
     asks_reward_model: ClassVar[bool] = False
 
     reference: str = "answer"  # key of `Task.data` that holds the reference answer
-    ledger: str | None = None  # file of cache and counters, relative to the project; None means judges.sqlite of the run folder
-    calibration: str | None = None  # required file of `agentrl judge calibrate`, relative to the project
-    min_agreement: float = 0.0  # minimum for the lower end of the interval of agreement in the calibration
-    min_coverage: float = 0.0  # minimum for the lower end of the interval of coverage, the share of answers with a verdict
+    ledger: str | None = None  # file with the cache and the counters, relative to the project; None means judges.sqlite in the run folder
+    calibration: str | None = None  # required calibration file from `agentrl judge calibrate`, relative to the project
+    min_agreement: float = 0.0  # minimum for the lower end of the calibration's agreement interval
+    min_coverage: float = 0.0  # the same for coverage, the share of answers with a verdict
 
     def __post_init__(self) -> None:
         validate_requirements(self.calibration, min_agreement=self.min_agreement, min_coverage=self.min_coverage)
@@ -87,10 +87,10 @@ class ModelJudge(JudgeBase):
     def prepare(self, *, root: Path, folder: Path | None) -> None:
         """Prepares the judge. Call it once before the first verdict.
 
-        Raises `UserError` if the required calibration is missing, stale or not good enough.
+        Raises `UserError` if the required calibration is missing or stale, or does not meet the minimums.
 
         Args:
-            root: the project.
+            root: the project folder.
             folder: the run folder; None if there is no run.
         """
         if isinstance(self.endpoint.url, ServedUrl):
@@ -123,10 +123,10 @@ class ModelJudge(JudgeBase):
         return JudgeBase._ledger(self)
 
     def _non_answer(self, task: Task, episode: Episode) -> str:
-        """Returns why the answer is wrong without a query; empty if the model must judge it."""
+        """Returns the reason why the answer is wrong without querying the model; empty if the model must judge it."""
         return non_answer_reason(episode.answer, question=user_text(task), reference=reference_text(task, self.reference))
 
     def _unscored(self, answer: JudgeAnswer) -> Score:
-        """Returns a score without a value, with the reason, and the model's answer as evidence."""
+        """Returns a score without a value. It contains the reason, and the model's reply as evidence."""
         blame = Blame.INFRASTRUCTURE if answer.unavailable else None
         return Score(value=None, reason=f"{self.name}: {answer.reason}", evidence=answer.text[:MAX_KEPT], blame=blame)

@@ -1,4 +1,4 @@
-"""Recognises answers without content. They score 0, and no judge is called.
+"""Recognises answers without content. Such answers score 0 without a call to a judge.
 
 Judges have given full marks for a colon or for "Let's solve this step by step." (Zhao et al. 2025, "One Token to Fool LLM-as-a-Judge").
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import unicodedata
 
-_LONGEST = 400  # maximum length of an answer that consists of an opening phrase
+_LONGEST = 400  # maximum length, in characters, of an answer that counts as an opening phrase
 _LONGEST_ECHO = 50_000
 _OPENINGS = (
     r"(?:(?:sure|okay|ok|of course|certainly|well|so|now) )*(?:here(?:'s| is| s) |below is )?(?:my |the |your |final )*"
@@ -31,7 +31,7 @@ _AROUND = re.compile(rf"(?<![{_MARKS}])[{_MARKS}]++(?=\s|$)|(?<!\S)[{_MARKS}]++"
 
 
 def non_answer_reason(answer: str | None, *, question: str = "", reference: str | None = None) -> str:
-    """Returns why an answer cannot be correct for any question; empty if a judge must judge it.
+    """Returns the reason why the answer cannot be correct for any question; empty if a judge must judge it.
 
     An answer that equals the reference is always judged. Any other answer is judged if it contains a letter, digit or symbol, unless it is
     a known opening phrase or repeats the question.
@@ -51,7 +51,7 @@ def non_answer_reason(answer: str | None, *, question: str = "", reference: str 
 
 
 def _echoes(answer: str, question: str) -> bool:
-    """Whether an answer consists of the question, once or repeated, ignoring case and punctuation."""
+    """Whether an answer consists only of the question, once or repeatedly, ignoring case and punctuation."""
     plain_answer, plain_question = (" ".join(_AROUND.sub("", text[:_LONGEST_ECHO].casefold()).split()) for text in (answer, question))
     if not plain_question:
         return question.strip() != "" and answer.strip() == question.strip()

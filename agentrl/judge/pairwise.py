@@ -1,4 +1,4 @@
-"""A judge that compares two answers, in both orders."""
+"""A judge that compares two answers, presented in both orders."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class Comparison:
     """A judge's comparison of two answers in both orders."""
 
     better: Side | None  # None if a verdict is missing or the two orders contradict each other
-    shown: tuple[str, str] = ("", "")  # verdicts with the first answer as A, then as B: "A", "B", "tie" or ""
+    shown: tuple[str, str] = ("", "")  # verdicts with the first answer shown as A, then as B: "A", "B", "tie" or ""
     answer: JudgeAnswer
     reasons: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pairwise(ModelJudge):
-    """Compares two answers. As a verifier, it compares the agent's answer with the reference: 1 is better, 0.5 equal, 0 worse.
+    """Compares two answers. As a verifier, it compares the agent's answer with the reference: 1 means better, 0.5 equal, 0 worse.
 
-    Each comparison consists of two queries, in which the answers are swapped. If the two verdicts contradict each other, because of
-    position bias for example, the episode is unscored.
+    Each comparison consists of two queries. The second shows the answers in the reverse order. If the two verdicts contradict each other,
+    for example because of position bias, the episode is unscored.
     """
 
     criteria: str = "Prefer the answer that is right and does what the question asks; length and tone do not count."
@@ -53,7 +53,7 @@ class Pairwise(ModelJudge):
         return Score(value=_VALUES[comparison.better], evidence=f"{self.name}: {comparison.better}; {comparison.reasons}")
 
     async def compare(self, problem: str, first: str, second: str) -> Comparison:
-        """Compares two answers to a question. The result contains the better answer."""
+        """Compares two answers to a question and returns which is better."""
         client = self._client()
         queries = self._query(problem, first, second), self._query(problem, second, first)
         answers = await asyncio.gather(*(client.ask(query, _read) for query in queries))

@@ -14,7 +14,7 @@ from agentrl.judge.endpoint import Endpoint
 class EndpointPlayer:
     """Plays roles of games: `rival = EndpointPlayer(endpoint=Endpoint(url=..., model=...))`, in a recipe `opponent="mine:rival"`.
 
-    The model sees all observations of its role. Its answer must name exactly one of the allowed actions.
+    The model sees all observations of its role. Its reply must name exactly one of the allowed actions.
     """
 
     endpoint: Endpoint

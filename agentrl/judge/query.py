@@ -1,4 +1,4 @@
-"""Queries to a judge model: trusted instructions, untrusted data, and the cache, budget and parsing of one query."""
+"""Queries to a judge model: trusted instructions, untrusted data, caching, budgets and the parsing of replies."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ T = TypeVar("T")
 WORDING = 1
 """Version of the prompt text below. It is part of a judge's identity, so a new version needs a new calibration."""
 
-SHORTER = 8  # divisor of the length of each untrusted string if a prompt is rejected; strings stay at least `LEAST` long
+SHORTER = 8  # if a prompt is rejected, the length of each untrusted string is divided by this, but not below `LEAST`
 LEAST = 400
 TIMES_SHORTER = 2
 
-MAX_KEPT = 4000  # maximum length of a stored answer that could not be parsed, in characters
+MAX_KEPT = 4000  # maximum length of a stored reply that could not be parsed, in characters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class ChatQuery:
     """A query to a chat model: `ChatQuery(instructions="...", data={"answer": episode.answer}, schema=...)`."""
 
     instructions: str  # trusted
-    data: Mapping[str, str]  # untrusted strings, by the names that the instructions use
+    data: Mapping[str, str]  # name in the instructions -> untrusted string
     schema: Mapping[str, Any]  # JSON schema of the verdict
 
     def messages(self, nonce: str) -> list[dict[str, Any]]:
@@ -51,19 +51,19 @@ class ChatQuery:
         return [{"role": "system", "content": rules}, {"role": "user", "content": f"{data}\n\n{last}"}]
 
     def shorter(self) -> ChatQuery | None:
-        """Returns the query with each untrusted string shortened in the middle; None if all are already short."""
+        """Returns a query with each untrusted string shortened in the middle; None if all strings are already short."""
         data = {name: truncate_middle(text, max(len(text) // SHORTER, LEAST)) for name, text in self.data.items()}
         return replace(self, data=data) if sum(map(len, data.values())) < sum(map(len, self.data.values())) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeAnswer:
-    """The result of a query: the `verdict`, or None with the reason and the text of the answer."""
+    """The result of a query: the `verdict`, or None with the reason and the text of the reply."""
 
     verdict: Any = None
     reason: str = ""
     text: str = ""
-    unavailable: bool = False  # there is no answer because of an infrastructure fault or an exhausted budget
+    unavailable: bool = False  # there is no reply because of an infrastructure fault or an exhausted budget
     abstained: bool = False
 
 
@@ -77,11 +77,11 @@ class JudgeClient:
     judge: str  # the judge's identity, which is the key of its counters in the ledger
 
     async def ask(self, query: ChatQuery, read: Callable[[dict[str, Any]], T], *, draw: int = 0) -> JudgeAnswer:
-        """Returns the verdict that `read` parses from the answer. Failures of the server or the model never raise an error.
+        """Returns the verdict that `read` parses from the reply. Failures of the server or the model are returned, not raised.
 
         Args:
-            read: parses the answer; it raises `Unreadable` or `Abstained` if there is no verdict.
-            draw: number of an intentionally repeated query. Queries with different numbers do not share a cached answer.
+            read: parses the reply; it raises `Unreadable` or `Abstained` if there is no verdict.
+            draw: number of the repetition if a query is repeated intentionally. Queries with different numbers do not share a cached reply.
         """
         key = self._key(query, draw)
         if (text := await asyncio.to_thread(self.ledger.cached_answer, key)) is not None:
@@ -117,7 +117,7 @@ class JudgeClient:
         await asyncio.to_thread(self.ledger.count, self.judge, **figures)
 
     async def _send(self, query: ChatQuery) -> Reply:
-        """Returns the endpoint's answer. A rejected prompt is shortened, because the judged agent chooses the length of its text."""
+        """Returns the endpoint's reply. Shortens a rejected prompt and retries, because the judged agent chooses the length of its text."""
         for attempt in range(TIMES_SHORTER + 1):
             try:
                 return await self.endpoint.ask(query.messages(new_nonce(query.data)), schema=query.schema)
@@ -128,7 +128,7 @@ class JudgeClient:
         raise AssertionError("unreachable")
 
     def _key(self, query: ChatQuery, draw: int) -> str:
-        """Returns the cache key, a hash of model, parameters and the full prompt with a placeholder for the nonce."""
+        """Returns the cache key: a hash of the model, the parameters and the full prompt, with a placeholder for the nonce."""
         messages = query.messages(NONCE_PLACEHOLDER)
         return digest({"endpoint": self.endpoint.identity(), "messages": messages, "schema": query.schema, "draw": draw})
 
@@ -139,7 +139,7 @@ def digest(value: Any) -> str:
 
 
 def parse_answer(reply: Reply, read: Callable[[dict[str, Any]], T]) -> JudgeAnswer:
-    """Returns the verdict that `read` parses from a reply, or the reason why there is none."""
+    """Returns the verdict that `read` parses from a reply, or the reason why there is no verdict."""
     text = reply.text[:MAX_KEPT]
     if reply.problem:
         return JudgeAnswer(reason=f"unreadable verdict: {reply.problem}", text=text)

@@ -11,7 +11,7 @@ from agentrl.records import Episode, Message, Task, Trajectory
 
 PromptField = Literal["question", "reference", "transcript", "outputs", "answer"]
 
-MAX_ANSWER = 20_000  # maximum length of an answer, a question or a reference, in characters; longer ones are shortened in the middle
+MAX_ANSWER = 20_000  # maximum length of an answer, a question or a reference, in characters; longer text is shortened in the middle
 MAX_TRANSCRIPT = 40_000
 _MAX_MESSAGE = 4000
 _MAX_FILE = 8000
@@ -19,7 +19,7 @@ _MAX_FILES = 16
 
 
 def render_field(name: PromptField, task: Task, episode: Episode, *, reference: str) -> str:
-    """Returns one field of the text that a judge may see.
+    """Returns the text of one field of a judge's prompt.
 
     Args:
         reference: key of `Task.data` that holds the reference answer.
@@ -36,7 +36,7 @@ def render_field(name: PromptField, task: Task, episode: Episode, *, reference: 
 
 
 def question_text(task: Task) -> str:
-    """Returns the prompt, with roles if it has several messages."""
+    """Returns the text of the prompt; if it has several messages, they are marked with their roles."""
     if len(task.prompt) == 1:
         return truncate_middle(task.prompt[0].content, MAX_ANSWER)
     return truncate_middle("\n\n".join(f"{message.role}: {message.content}" for message in task.prompt), MAX_ANSWER)
@@ -61,13 +61,13 @@ def reference_text(task: Task, key: str) -> str | None:
 
 
 def transcript_text(episode: Episode) -> str:
-    """Returns the agent's messages, tool calls and tool results, in order. Sub-agents come after the main agent."""
+    """Returns the agent's messages, tool calls and tool results, in order. Those of sub-agents follow those of the main agent."""
     lines = (line for number, trajectory in enumerate(episode.trajectories) for line in _trajectory_lines(trajectory, number))
     return truncate_middle("\n".join(lines) or "(the agent did nothing)", MAX_TRANSCRIPT)
 
 
 def outputs_text(episode: Episode) -> str:
-    """Returns the text of the files that the agent wrote as output."""
+    """Returns the text of the agent's output files."""
     files = list(episode.outputs.items())[:_MAX_FILES]
     parts = [
         f"file {path}, {len(data)} bytes:\n{truncate_middle(data[: 4 * _MAX_FILE].decode(errors='replace'), _MAX_FILE)}"

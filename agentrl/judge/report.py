@@ -91,7 +91,7 @@ _STYLE = (
 
 
 def render_svg(report: CalibrationReport) -> str:
-    """Returns an SVG with the reliability curve, and the measurements with their intervals."""
+    """Returns an SVG that shows the reliability curve, and the measurements with their intervals."""
     calibration = report.calibration
     width, height = _EDGE + _SIDE + 60 + _BARS + 20, _SIDE + 2 * _EDGE + 10
     parts = [

@@ -1,10 +1,12 @@
-"""A judge that is a reward model. It returns one number for an episode, scaled to 0 to 1. vLLM serves it at `/classify`.
+"""A judge that is a reward model. It returns one number for an episode, scaled to a value from 0 to 1. vLLM serves it at `/classify`.
 
 mine = RewardModel(endpoint=ScoreEndpoint(url=served("mine"), model="mine"))     # judge_servers={"mine": {"model": "models/reward"}}
 
-The record of a reward model is the file `reward_model.json` next to its weights. It contains the model's input and the scale of its output.
+The record of a reward model is the file `reward_model.json` next to its weights. It describes the model's input and the scale of its
+output.
 
-`agentrl tune reward` writes the record, and the judge `RewardModel` reads it. So the model gets the same text in training and judging.
+`agentrl tune reward` writes the record, and the judge `RewardModel` reads it. The model therefore receives the same text in training and in
+judging.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ _ANSWERS = ("answer", "transcript", "outputs")
 class RewardRecord:
     """The input of a reward model, and the scale that turns its number into a value: 1 / (1 + exp(-(number - offset) / scale))."""
 
-    shows: tuple[PromptField, ...]  # in this order, each with a heading; empty means the episode's tokens
+    shows: tuple[PromptField, ...]  # fields shown in this order, each with a heading; empty means that the model reads the episode's tokens
     offset: float  # number that corresponds to a value of 0.5
     scale: float
     max_tokens: int  # longer input is truncated at the start
@@ -64,7 +66,7 @@ _ADAPTER = TypeAdapter(RewardRecord)
 
 
 def validate_shows(names: tuple[str, ...]) -> tuple[PromptField, ...]:
-    """Returns the names as `PromptField`. Raises `UserError` if a name is unknown or repeated, or if no name shows the agent's work."""
+    """Returns the names as `PromptField`s. Raises `UserError` if a name is unknown or repeated, or if no field shows the agent's work."""
     known = get_args(PromptField)
     unknown = [name for name in names if name not in known]
     if unknown or len(set(names)) < len(names) or not {*_ANSWERS} & {*names}:
@@ -85,7 +87,7 @@ def reward_model_text(shows: Sequence[PromptField], task: Task, episode: Episode
 
 
 def episode_tokens(episode: Episode) -> list[int]:
-    """Returns all token ids of an episode with one trajectory, in context order; empty for any other episode."""
+    """Returns all token ids of an episode with exactly one trajectory, in context order; empty for any other episode."""
     (main, *others) = episode.trajectories or (None,)
     if main is None or others:
         return []
@@ -101,7 +103,7 @@ def save_record(folder: Path, *, shows: tuple[PromptField, ...], offset: float, 
 
 
 def load_record(folder: Path) -> RewardRecord:
-    """Reads a model's record. Raises `UserError` if it is missing or invalid, or does not match the weights next to it."""
+    """Reads a model's record. Raises `UserError` if the record is missing or invalid, or does not match the weights next to it."""
     path, fix = folder / FILE, "use a folder that agentrl tune reward has written"
     try:
         record = _ADAPTER.validate_json(read_bytes(path, most=_LARGEST))
@@ -124,7 +126,7 @@ _MOST = 1e30  # a larger number is invalid
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ScoreEndpoint(Endpoint):
-    """The address of a reward model: the route `/classify` of a vLLM server. `url` may end in `/v1` or not.
+    """The address of a reward model: the route `/classify` of a vLLM server. `url` may end in `/v1` but does not have to.
 
     Timeouts, back-off, connections and limits work as in `Endpoint`. Sampling settings are rejected, because they would have no effect.
     """
@@ -142,8 +144,8 @@ class ScoreEndpoint(Endpoint):
         return f"{self._base().removesuffix('/v1')}/{_ROUTE}"
 
     def _body(self, messages: Sequence[Mapping[str, Any]], schema: Mapping[str, Any] | None, more: Mapping[str, Any]) -> dict[str, Any]:
-        # Requests the raw number, without the default sigmoid. Input that is too long is truncated. If it were rejected, an agent that
-        # writes too much would not be judged.
+        # Requests the raw number, without the default sigmoid. Input that is too long is truncated: if it were rejected, an agent could
+        # avoid being judged by writing too much.
         fixed = {"use_activation": False, "truncate_prompt_tokens": -1, "truncation_side": "left"}
         return {"model": self.model, "input": messages[0]["content"], **self.options, **more, **fixed}
 
@@ -152,11 +154,11 @@ class ScoreEndpoint(Endpoint):
 
 
 def parse_classification(content: bytes, most: int, *, query_tokens: int) -> Reply:
-    """Parses the body of a 200 of `/classify` into the JSON object `{"number": ...}`. Unreadable content is returned, with the problem.
+    """Parses the body of a 200 response from `/classify` into the JSON text `{"number": ...}`. Returns unreadable content with the problem.
 
     Args:
         most: maximum size in bytes.
-        query_tokens: estimated number of tokens of the query.
+        query_tokens: estimated number of tokens in the query.
     """
     text = content[:most].decode(errors="replace")
     nothing: dict[str, Any] = {"prompt_tokens": query_tokens, "completion_tokens": 0, "counted": False}
@@ -177,7 +179,7 @@ def parse_classification(content: bytes, most: int, *, query_tokens: int) -> Rep
 
 
 def parse_reward(fields: Mapping[str, Any]) -> float:
-    """Returns the number of a reply. Raises `Unreadable` if there is none."""
+    """Returns the number in a reply. Raises `Unreadable` if there is none."""
     number = fields.get("number")
     if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
         raise Unreadable("has no number")
@@ -198,22 +200,23 @@ class _RewardQuery(ChatQuery):
         return [{"role": "user", "content": self.content}]
 
     def shorter(self) -> None:
-        """Returns None, because the number must be for the full answer."""
+        """Returns None, because the model must rate the full answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RewardModel(ModelJudge):
-    """A verifier that queries a reward model of `agentrl tune reward`. The value is from 0 to 1; the part `number` is the model's output.
+    """A verifier that queries a reward model from `agentrl tune reward`. The value is from 0 to 1; the part `number` is the raw output.
 
-    The record next to the model's weights determines its input, so it is the same as in training. A model that reads tokens scores only
-    episodes with tokens of the policy from which it was built. Answers without content score 0, and the model is not called.
+    The record next to the model's weights determines the model's input, so the input is the same as in training. A model that reads tokens
+    can score only episodes with tokens from the policy on which the model is based. Answers without content score 0 without a call to the
+    model.
     """
 
     asks_reward_model: ClassVar[bool] = True
 
     endpoint: ScoreEndpoint
-    folder: str | None = None  # model folder relative to the project; None means the model of the run's server in `endpoint.url`
-    needs_answer: bool = True  # False means that an episode without an answer is scored too
+    folder: str | None = None  # model folder relative to the project; None means the model of the judge server in `endpoint.url`
+    needs_answer: bool = True  # False means that an episode without an answer is also scored
     _record: list[RewardRecord] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:

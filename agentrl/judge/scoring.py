@@ -1,6 +1,6 @@
 """A judge that fills in a form of whole numbers for a few weighted criteria, and ready-made forms.
 
-If the form of a judge changes, the judge needs a new calibration.
+If a judge's form changes, the judge needs a new calibration.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Criterion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """A judge's instructions and criteria, and the fields that it sees."""
+    """The instructions and criteria of a judge, and the fields that it sees."""
 
     instructions: str
     criteria: tuple[Criterion, ...]
@@ -70,9 +70,9 @@ class Form:
 class Judge(ModelJudge):
     """A verifier in which a model fills in a form: `Judge(endpoint=Endpoint(...), form=forms.CORRECT)`.
 
-    The value is the weighted mean of the criteria, each scaled to 0 to 1. The criteria are the parts of the score. The episode is unscored
-    if the verdict is unreadable, the judge abstains, the server stays down or the budget is exhausted. Answers without content score 0, and
-    the model is not called.
+    The value is the weighted mean of the criteria, each scaled to the range from 0 to 1. The criteria are the parts of the score. The
+    episode is unscored if the verdict is unreadable, the judge abstains, the server stays down or the budget is exhausted. Answers without
+    content score 0 without a call to the model.
     """
 
     form: Form = field(kw_only=True)
@@ -129,7 +129,7 @@ HELPFUL = Form(
         Criterion(name="to_the_point", asks="Is there nothing in it that was not asked for?", high=4),
     ),
 )
-"""For questions without a reference. It is the easiest form to fool: calibrate it, and add an audit verifier."""
+"""For questions without a reference. This form is the easiest to fool, so calibrate it and add an audit verifier."""
 
 GROUNDED = Form(
     instructions=(
@@ -142,7 +142,7 @@ GROUNDED = Form(
     ),
     shows=("question", "transcript", "answer"),
 )
-"""For agents with tools: whether the answer follows from tool results."""
+"""For agents with tools: whether the answer follows from the tool results."""
 
 INSTRUCTIONS = Form(
     instructions="You check whether an answer obeys what was asked of its form: length, language, format, what to include and to avoid.",

@@ -1,8 +1,8 @@
-"""Registry of the judge servers that this process starts (`judge_servers` of a recipe).
+"""Registry of the judge servers that this process starts (`judge_servers` in a recipe).
 
     Endpoint(url=served("small"), model="small")
 
-A server is registered before it starts. A judge looks up the server's address before each request, so the server may restart at a new
+A server is registered before it starts. A judge looks up the server's address before each request, so the server may restart at a different
 address.
 """
 
@@ -17,23 +17,23 @@ from agentrl.errors import JudgeError, UserError
 
 @dataclass(slots=True, kw_only=True)
 class JudgeServer:
-    """One server that is or will be started."""
+    """A server that has been or will be started."""
 
     folder: Path  # model folder
-    weights: str  # sha256 over its weight files
+    weights: str  # sha256 of its weight files
     reward_model: bool  # returns numbers, not text
-    url: str = ""  # http://HOST:PORT while it answers
-    key: str = field(default="", repr=False)  # API key of its requests
-    refused: str = ""  # reason why it will not answer again
+    url: str = ""  # http://HOST:PORT while it responds
+    key: str = field(default="", repr=False)  # API key that requests must contain
+    refused: str = ""  # reason why it will not respond again
 
 
 class ServerStarting(Exception):
-    """The server does not answer at the moment, but it is starting."""
+    """The server does not respond yet, but it is starting."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedUrl:
-    """A `url` of an endpoint that looks up the server with this name before each request."""
+    """An endpoint's `url` that looks up the server with this name before each request."""
 
     name: str
 
@@ -50,7 +50,7 @@ class ServedUrl:
 
     @property
     def key(self) -> str:
-        """The API key of the running server; empty if there is none."""
+        """The API key of the running server; empty if no server is running."""
         return _registered[self.name].key if self.name in _registered else ""
 
     @property
@@ -59,7 +59,7 @@ class ServedUrl:
         return _registered[self.name].weights if self.name in _registered else ""
 
     def server(self, *, reward_model: bool) -> JudgeServer:
-        """Returns the registered server. Raises `UserError` if the recipe starts no server with this name, or one of the other kind."""
+        """Returns the registered server. Raises `UserError` if the recipe starts no such server, or if it is of the other kind."""
         server = _registered.get(self.name)
         if server is None:
             others = f"; its servers are {', '.join(_registered)}" if _registered else ""

@@ -1,6 +1,6 @@
 """Puts untrusted text into a judge's prompt as data.
 
-The text is between random delimiters and contains nothing that looks like a delimiter or like a control token of a chat template.
+The text is enclosed in random delimiters and contains nothing that looks like a delimiter or a control token of a chat template.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import secrets
 import unicodedata
 from collections.abc import Mapping
 
-NONCE_PLACEHOLDER = "-"  # replaces the nonce of a delimiter in a prompt that is only compared, such as in a cache key
+NONCE_PLACEHOLDER = "-"  # replaces the nonce in prompts that are only compared, for example in a cache key
 
 _SPECIAL = (
     "s|bos|eos|pad|unk|mask|cls|sep|sys|system|user|human|assistant|im_start|im_end|endoftext|eot|start_of_turn|end_of_turn|turn"
@@ -33,10 +33,9 @@ _JOINERS = frozenset("\u200c\u200d")  # part of Persian words and of emoji
 
 
 def neutralize(text: str) -> str:
-    """Neutralises structure in text, in linear time.
+    """Neutralises control tokens, delimiters and control characters in text, in linear time.
 
-    Control tokens and delimiters are broken up by a middle dot. Control characters, bidirectional overrides and invisible tags become
-    U+FFFD.
+    A middle dot breaks up control tokens and delimiters. U+FFFD replaces control characters, bidirectional overrides and invisible tags.
     """
     if not text.isascii() or not text.isprintable():
         text = text.translate(_VISIBLE)
@@ -44,7 +43,7 @@ def neutralize(text: str) -> str:
 
 
 def truncate_middle(text: str, most: int) -> str:
-    """Shortens text to about `most` characters. Keeps head and tail, and marks the omission."""
+    """Shortens text to about `most` characters. Keeps the start and the end, and marks the omission."""
     if len(text) <= most:
         return text
     head = (most + 1) // 2
@@ -60,7 +59,7 @@ def new_nonce(texts: Mapping[str, str]) -> str:
 
 
 def delimited(name: str, text: str, *, nonce: str) -> str:
-    """Returns text between named delimiters."""
+    """Returns the text between named delimiters."""
     return f"{begin_marker(name, nonce)}\n{neutralize(text)}\n{end_marker(name, nonce)}"
 
 
@@ -75,7 +74,7 @@ def end_marker(name: str, nonce: str) -> str:
 
 
 class _Visible(dict[int, str]):
-    """Replacement of each character, computed at its first occurrence."""
+    """Maps each character to its replacement, computed on first use."""
 
     def __missing__(self, number: int) -> str:
         char = chr(number)

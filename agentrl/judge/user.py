@@ -23,7 +23,7 @@ class EndpointUser:
     instructions: str = INSTRUCTIONS
 
     async def __call__(self, brief: str, dialogue: Said) -> str:
-        """Returns the user's next message. Raises `JudgeError` if the endpoint fails, or if it returns no text three times."""
+        """Returns the user's next message. Raises `JudgeError` if the endpoint fails or returns no text three times in a row."""
         messages = [{"role": role, "content": text} for role, text in user_messages(brief, dialogue, self.instructions)]
         for _ in range(_TRIES):
             reply = await self.endpoint.ask(messages)

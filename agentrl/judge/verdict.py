@@ -1,4 +1,4 @@
-"""Parses the answers of judges. A verdict is exactly one JSON object with the requested numbers. Any other answer is unreadable."""
+"""Parses the replies of judges. A verdict is exactly one JSON object with the requested fields. Any other reply is unreadable."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ MAX_REASONING = 4000  # maximum length of a judge's reasoning, in characters
 
 _OPENS = re.compile(r"\s*(<think>|\[THINK\])")
 _MARKS = {"<think>": re.compile(r"(<think>)|</think>"), "[THINK]": re.compile(r"(\[THINK\])|\[/THINK\]")}
-_LINE = 2000  # characters searched for the start of a quotation
+_LINE = 2000  # number of characters searched for the start of a quotation
 _CLOSES = re.compile(r"</think>|\[/THINK\]")
 _QUOTES = re.compile(r"(?:[\"'`:(\[{<>=\u201c\u2018\u00ab]|[^\s.!?\u2026)][ \t]+)\Z|\n[ \t]*>[^\n]*\Z")
-"""Matches text after which a quotation follows, such as `It says "` or `The answer contains `. Reasoning ends with a line or a sentence."""
+"""Matches text before a quotation, such as `It says "` or `The answer contains `. Reasoning ends with a complete line or sentence."""
 
 
 class Unreadable(ValueError):
-    """A judge's answer is not a verdict; the message contains the reason."""
+    """A judge's reply is not a verdict; the message contains the reason."""
 
 
 class Abstained(ValueError):
@@ -28,7 +28,7 @@ class Abstained(ValueError):
 
 
 def json_object(text: str, *, thought_apart: bool = False) -> dict[str, Any]:
-    """Parses text that consists of one JSON object, plain or as its only fenced block.
+    """Parses text that consists of one JSON object, either bare or as the only fenced block.
 
     Skips reasoning before the object, even if the prompt opened the reasoning block.
 
@@ -55,7 +55,7 @@ def json_object(text: str, *, thought_apart: bool = False) -> dict[str, Any]:
 
 
 def _after_thought(text: str) -> str:
-    """Returns the text after the judge's outermost reasoning block. Raises `Unreadable` if the block is not closed, or is only quoted.
+    """Returns the text after the judge's outermost reasoning block. Raises `Unreadable` if it is not closed, or only quoted.
 
     The judged text may contain `</think>` and a verdict, and a judge may quote it.
     """
@@ -87,7 +87,7 @@ def whole_number(value: Any, *, low: int, high: int, name: str) -> int:
 
 
 def numbers(verdict: Mapping[str, Any], wanted: Mapping[str, tuple[int, int]]) -> dict[str, int]:
-    """Returns the number of each criterion, by name. Raises `Abstained` or `Unreadable` if there is no valid verdict.
+    """Returns a mapping from criterion to number. Raises `Abstained` or `Unreadable` if there is no valid verdict.
 
     Args:
         wanted: criterion -> (lowest, highest) number.
@@ -100,7 +100,7 @@ def numbers(verdict: Mapping[str, Any], wanted: Mapping[str, tuple[int, int]]) -
 
 
 def choice(verdict: Mapping[str, Any], key: str, among: Sequence[str]) -> str:
-    """Returns the value of `key`, one of `among`. Raises `Abstained` or `Unreadable` if there is no valid verdict."""
+    """Returns the value of `key`, which must be one of `among`. Raises `Abstained` or `Unreadable` if there is no valid verdict."""
     _may_abstain(verdict)
     if verdict.get(key) not in among or not isinstance(verdict[key], str):
         raise Unreadable(f"has none of {', '.join(among)} for {key}")
@@ -126,7 +126,7 @@ def reasoning(verdict: Mapping[str, Any]) -> str:
 
 
 def schema(properties: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the JSON schema of a verdict. The reasoning is first, so that it is written before the numbers. Abstaining is last."""
+    """Returns the JSON schema of a verdict. The reasoning is first, so that it is written before the numbers. `abstain` is last."""
     fields = {"reasoning": {"type": "string"}, **properties, "abstain": {"type": "boolean"}}
     return {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
 

@@ -1,8 +1,8 @@
 """A learner's access to its run: how it reads and writes the ledger, the registry, checkpoints, versions and records.
 
-`FolderAccess` uses the run folder. `agentrl.learner.remote_access.RemoteAccess` uses a mirror of the run folder and calls the driver, for a
-learner whose host does not share the driver's disk. A step is complete once `checkpoint_written` has returned, because the next learner
-then finds its checkpoint.
+`FolderAccess` uses the run folder. `agentrl.learner.remote_access.RemoteAccess` is for a learner whose host does not share the driver's
+disk; it uses a mirror of the run folder and calls the driver. A step is complete once `checkpoint_written` has returned, because the next
+learner then finds its checkpoint.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from agentrl.version import rollback
 from agentrl.version.rollback import RollbackRequest
 
 Spare = Callable[[], Collection[int]]
-"""Returns the checkpoints that must not be deleted at the time of the call."""
+"""Returns the numbers of the checkpoints that, at the time of the call, must not be deleted."""
 
 
 class Collective(Protocol):
-    """The members of `agentrl.learner.ranks.Ranks` that an access uses. Unlike `Ranks`, this class does not need torch."""
+    """The members of `agentrl.learner.ranks.Ranks` that a `LearnerAccess` uses. Unlike `Ranks`, this class does not need torch."""
 
     @property
     def is_first(self) -> bool:
@@ -35,18 +35,18 @@ class Collective(Protocol):
 
     @property
     def is_first_on_host(self) -> bool:
-        """Whether this is the first rank of its host."""
+        """Whether this is the first rank on its host."""
 
     @property
     def hosts(self) -> int:
         """The number of hosts."""
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
-        """Returns the bytes of every rank, on every rank."""
+        """Returns the `data` of all ranks, in rank order. Every rank receives the same list."""
         ...
 
     def barrier(self) -> None:
-        """Waits for all ranks."""
+        """Waits until all ranks have called this method."""
 
 
 class LearnerStore(Protocol):
@@ -71,7 +71,7 @@ class LearnerStore(Protocol):
 
 
 class ReconciledStore(LearnerStore, Protocol):
-    """The methods that `FolderAccess` calls."""
+    """The store methods that `FolderAccess` calls."""
 
     def reconcile(self, consumed: Mapping[int, Mapping[int, GroupUse]]) -> None:
         """See `ExperienceStore.reconcile`."""
@@ -112,11 +112,12 @@ class LearnerRegistry(Protocol):
 
 
 class LearnerAccess(Protocol):
-    """What a learner reads and writes of its run. Every rank has one; only rank 0 writes."""
+    """The parts of a run that a learner reads and writes. Every rank has a `LearnerAccess`, but unless a method says otherwise, only rank 0
+    writes."""
 
     @property
     def folder(self) -> Path:
-        """The run folder, or the mirror of it on this host."""
+        """The run folder, or its mirror on this host."""
 
     @property
     def store(self) -> LearnerStore:
@@ -131,63 +132,66 @@ class LearnerAccess(Protocol):
         """Seconds between two checks of the ledger."""
 
     def prepare(self, alert: Callable[[str], None], ranks: Collective) -> None:
-        """Makes the newest intact checkpoint available in `folder`. Calls `alert` if a newer one is damaged. All ranks call it."""
+        """Makes the newest intact checkpoint available in `folder`. Calls `alert` if a newer one is damaged. Must be called on all
+        ranks."""
 
     def need_checkpoint(self, number: int, ranks: Collective) -> None:
-        """Makes a checkpoint available in `folder`, if the run has it. All ranks call it."""
+        """Makes checkpoint `number` available in `folder` if the run has it. Must be called on all ranks."""
 
     @property
     def own_disk(self) -> bool:
         """Whether each host of the learner has its own `folder`."""
 
     def checkpoint_written(self, folder: Path, spare: Spare, ranks: Collective) -> None:
-        """Returns when a checkpoint that is complete in `folder` is durable for the next learner. If the ranks run on several hosts with
-        their own disks, `folder` has the files of this host, and all ranks call it; otherwise only rank 0 calls it."""
+        """Returns once the complete checkpoint in `folder` is durably available to the next learner. If the ranks run on several hosts
+        with their own disks, `folder` contains this host's files, and all ranks call this method; otherwise only rank 0 calls it."""
 
     def prune_checkpoints(self, keep: int, spare: Spare) -> None:
-        """Deletes checkpoints that the next learner would find, except the newest `keep` and those in `spare`."""
+        """Deletes checkpoints that the next learner would find, except the newest `keep` and those that `spare` returns."""
 
     def version_written(self, folder: Path) -> None:
-        """Returns when the servers can get a version that is complete in `folder`."""
+        """Returns once the servers can fetch the complete version in `folder`."""
 
     def base_probe_written(self) -> None:
-        """Returns when the driver has the probe of version 0."""
+        """Returns once the driver has the probe of version 0."""
 
     def tokens_recorded(self, step: int, rank: int) -> None:
         """Makes the tokens that a rank recorded in a step available to readers of the run (`agentrl.experience.token_records`).
 
-        Does nothing if the rank recorded no tokens. An error is logged and does not stop the run. Each rank that records tokens calls it
-        after the version is published.
+        Does nothing if the rank recorded no tokens. An error is logged and does not stop the run. Each rank that records tokens
+        calls this method after the version has been published.
         """
 
     def record_uses(self, uses: StepUses) -> None:
-        """Records durably how the next step used its groups. The checkpoint of that step is written next."""
+        """Durably records how the step after the last recorded one used its groups. The checkpoint of that step is written afterwards."""
 
     def reconcile(self, steps: int, sha256: str) -> None:
-        """Sets ledger and recorded uses to those of a checkpoint after `steps` steps. Raises `StoreError` if they do not belong to it.
+        """Restores the ledger and the recorded uses to those of the checkpoint after `steps` steps.
+
+        Raises `StoreError` if the ledger or the recorded uses do not belong to that checkpoint.
 
         Args:
             sha256: hash of what the steps consumed (`agentrl.experience.step_uses`).
         """
 
     def record_setbacks(self, setbacks: tuple[UpdateFailure, ...]) -> None:
-        """Appends setbacks to the run's log of setbacks."""
+        """Appends setbacks to the run's setback log."""
 
     def forget_setbacks(self, step: int) -> None:
-        """Removes the setbacks from `step` on."""
+        """Removes the setbacks of `step` and of all later steps."""
 
     def pending_rollback(self) -> RollbackRequest | None:
-        """Returns the rollback that the gate or a user requests; None if there is no request."""
+        """Returns the rollback that the gate or a user requested, or None if there is no request."""
 
     def find_server(self) -> ServerAddress | None:
-        """Returns the server to which weights are sent over NCCL; None if no server runs."""
+        """Returns the server to which weights are sent over NCCL, or None if no server is running."""
 
     def close(self) -> None:
-        """Closes store and registry."""
+        """Closes the store and the registry."""
 
 
 class FolderAccess:
-    """A `LearnerAccess` in the run folder of a shared disk."""
+    """A `LearnerAccess` that uses the run folder, on a disk that the learner shares with the driver."""
 
     poll_s, own_disk = 0.05, False
 
@@ -206,7 +210,7 @@ class FolderAccess:
         """Does nothing."""
 
     def prune_checkpoints(self, keep: int, spare: Spare) -> None:
-        """Does nothing, because `agentrl.learner.checkpoint.save` deleted them."""
+        """Does nothing, because `agentrl.learner.checkpoint.save` has already deleted the old ones."""
 
     def version_written(self, folder: Path) -> None:
         """Does nothing."""
@@ -218,7 +222,7 @@ class FolderAccess:
         """Does nothing."""
 
     def record_uses(self, uses: StepUses) -> None:
-        """Appends a line to `checkpoints/consumed.jsonl`. Raises `DiskFull` or `LearnerError`."""
+        """Appends a line to `checkpoints/consumed.jsonl`. Raises `DiskFull` or `LearnerError` on a write error."""
         with disk_errors_raised(f"the uses of a step in {self.checkpoints}"):
             step_uses.append_step(self.checkpoints, uses)
 
@@ -236,7 +240,7 @@ class FolderAccess:
         self._setbacks.append(setbacks)
 
     def forget_setbacks(self, step: int) -> None:
-        """Removes the setbacks from `step` on."""
+        """Removes the setbacks of `step` and of all later steps."""
         self._setbacks.remove_from(step)
 
     def pending_rollback(self) -> RollbackRequest | None:
@@ -248,6 +252,6 @@ class FolderAccess:
         return announced_server(self.folder)
 
     def close(self) -> None:
-        """Closes store and registry."""
+        """Closes the store and the registry."""
         self.store.close()
         self.registry.close()

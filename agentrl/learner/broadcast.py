@@ -1,10 +1,10 @@
 """Sends published weights to the server over NCCL.
 
-Rank 0 listens for the server's workers at the address of its host from which it reaches the server, so learner and server may be on
+Rank 0 listens for the server's workers at the address that its host uses to reach the server, so the learner and the server may be on
 different nodes. Every collective has a deadline, because its members would wait forever for a lost member. After the deadline, the
-communicator is aborted. A server that was replaced gets a new communicator. A broken communicator cannot be repaired in place, because
-other ranks may be in a collective. Instead, the learner ends with an error, restarts from its checkpoint, connects again and updates the
-server first.
+communicator is aborted. If the server is replaced, a new communicator is created. A broken communicator cannot be repaired in place,
+because other ranks may be in a collective. Instead, the learner exits with an error. When it is restarted from its checkpoint, it
+reconnects and updates the server before it continues.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from agentrl.serving.access import ServerAddress, auth_headers
 log = logging.getLogger("agentrl.learner")
 _POLL_S = 0.1
 _ASK_S = 30.0
-_ABORT_S = 15.0  # seconds for a collective to return after the abort of its communicator
+_ABORT_S = 15.0  # seconds that a collective has to return after its communicator is aborted
 
 
 class Channel(Protocol):
@@ -40,7 +40,7 @@ class Channel(Protocol):
         """Sends all weights. A collective."""
 
     def shutdown(self) -> None:
-        """Aborts the communicator, so that a collective that waits in a different thread returns."""
+        """Aborts the communicator, so that a collective waiting in a different thread returns."""
 
 
 FindServer = Callable[[], ServerAddress | None]
@@ -48,7 +48,7 @@ Connect = Callable[[PolicyEngine, ServerAddress, float], tuple[Any, Channel]]  #
 
 
 class Broadcaster:
-    """Sends versions from all ranks; every method is a collective. Only rank 0 communicates with the server."""
+    """Sends versions to the server. Every method is a collective, but only rank 0 communicates with the server."""
 
     def __init__(self, find_server: FindServer, recipe: Recipe, engine: PolicyEngine, *, connect: Connect | None = None) -> None:
         """`find_server`: returns the running server, or None. `connect`: opens the channel to it."""
@@ -63,8 +63,8 @@ class Broadcaster:
     def send(self, number: int) -> None:
         """Sends the engine's weights as version `number`; returns when the server has loaded them.
 
-        Raises `LearnerError` if no server appears within `serving.startup_timeout_s`, the transfer fails, or it takes longer than twice
-        `serving.request_timeout_s`: once for the server to pause, once for the weights.
+        Raises `LearnerError` if no server starts within `serving.startup_timeout_s`, if the transfer fails, or if it takes longer than
+        twice `serving.request_timeout_s`: one timeout for the server to pause and one for the weights.
         """
         try:
             channel = self._connected()
@@ -127,7 +127,8 @@ def _connect(engine: PolicyEngine, server: ServerAddress, timeout_s: float) -> t
 
 
 def rendezvous(server: ServerAddress) -> tuple[str, int]:
-    """Returns the address of this host from which it reaches the server, and a free port there. Raises `OSError` if there is no route."""
+    """Returns the address that this host uses to reach the server, and a free port at that address. Raises `OSError` if there is no
+    route."""
     address = address_towards(urlsplit(server.url).hostname or "")
     with socket.socket() as probe:
         probe.bind((address, 0))
@@ -136,9 +137,10 @@ def rendezvous(server: ServerAddress) -> tuple[str, int]:
 
 @contextmanager
 def deadline(what: str, seconds: float, *, abort: Callable[[], None], grace_s: float = _ABORT_S) -> Iterator[None]:
-    """Context for a collective, which cannot be ended from its thread. Raises `LearnerError` if the block takes longer than `seconds`.
+    """Context for a collective, which its own thread cannot interrupt. Raises `LearnerError` if the block takes longer than `seconds`.
 
-    After that time, `abort` is called in a different thread. If the block has not ended `grace_s` later, the process ends with exit code 1.
+    After that time, `abort` is called in a different thread. If the block has not finished `grace_s` seconds later, the process exits with
+    code 1.
     """
     expired, ended = threading.Event(), threading.Event()
     message = f"{what} did not finish within {seconds:g} s: the server, its node, or the network connection to it failed"

@@ -1,7 +1,8 @@
 """Loads the Hugging Face model for training, optionally with Liger's fused GPU kernels (https://arxiv.org/abs/2410.10989).
 
-Liger computes RMSNorm, SwiGLU and rotary positions in one pass over memory and keeps less for the backward pass. Its output head is not
-used: it stages logits in float16 on Hopper and accumulates the weight's gradient in bfloat16 elsewhere; `token_scorer` uses float32.
+Liger computes RMSNorm, SwiGLU and rotary positions in one pass over memory and keeps less data for the backward pass. Liger's output head
+is not used, because it stages logits in float16 on Hopper and accumulates the weight's gradient in bfloat16 on other GPUs. `token_scorer`
+uses float32.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from agentrl.learner.token_scorer import TokenScorer, ValuedScorer
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TOLERANCE = {torch.bfloat16: 0.15, torch.float32: 1e-3}
-"""Largest accepted change of a logprob, in nats. The kernels round in a different order."""
+"""Largest accepted change in a logprob, in nats. Small changes are expected, because the kernels round in a different order."""
 
 
 def load_model(folder: Path, recipe: Recipe, device: torch.device) -> Any:
-    """Loads the Hugging Face model of `folder` for training, with the recipe's dtype and gradient checkpointing, and without dropout."""
+    """Loads the Hugging Face model in `folder` for training, with the recipe's dtype and gradient checkpointing, and without dropout."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     attention: str | dict[str, str] = forest_attention.register()
@@ -54,14 +55,14 @@ def _disable_dropout(lm: Any) -> None:
 
 
 def make_scorer(lm: Any, recipe: Recipe) -> TokenScorer:
-    """Returns the module that the engine trains: the language model, with a value head if the recipe's critic shares its trunk."""
+    """Returns the module that the engine trains: the language model, plus a value head if the recipe's critic shares the model's trunk."""
     if recipe.critic is not None and recipe.critic.shared:
         return ValuedScorer(lm, detach=recipe.critic.trunk == "detached")
     return TokenScorer(lm)
 
 
 def use_liger_kernels(lm: Any) -> None:
-    """Replaces a Hugging Face model's layers with Liger's kernels, in place, and checks that its logprobs stay the same.
+    """Replaces a Hugging Face model's layers with Liger's kernels, in place, and checks that the model's logprobs stay the same.
 
     Some replacements affect every model of this type in the process. Raises `UserError` if there is no GPU, if the package is missing, if
     Liger does not support the model type, or if logprobs differ by more than `TOLERANCE`.
@@ -89,7 +90,7 @@ def _replace(lm: Any) -> None:
 
 @torch.no_grad()
 def _logprobs(lm: Any) -> Tensor:
-    """Returns the float32 logprobs [T-1] of a fixed text."""
+    """Returns the float32 logprobs [T-1] of a fixed token sequence."""
     vocabulary = lm.config.get_text_config().vocab_size
     ids = (torch.arange(64, device=lm.device) * 7919 % vocabulary)[None]
     logprobs: Tensor = lm(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)

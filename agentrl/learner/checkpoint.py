@@ -6,8 +6,8 @@
     meta.json      `CheckpointMeta`
     manifest.json  sha256 of every other file; written last
 
-`consumed.jsonl` next to them records how each step used its groups. The newest checkpoint is the one with the highest number whose files
-match their manifest.
+`consumed.jsonl` next to the checkpoint folders records how each step used its groups. The newest checkpoint is the one with the highest
+number whose files match their manifest.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ _META, _STATE, _CRITIC = "meta.json", "state", "critic"
 class CheckpointMeta(Record):
     """The contents of a checkpoint except its tensors."""
 
-    step: int  # number of completed updates; index of the next one
+    step: int  # number of completed updates, and so the index of the next update
     ranks: int
     zero_stage: int
     parent: int  # version that these weights were trained from: the previous one, except after a rollback
     consumed_sha256: str = NO_STEPS  # hash of what all steps consumed (`agentrl.experience.step_uses`)
     counts: FailureCounts = field(default_factory=FailureCounts)
-    good: int = 0  # newest checkpoint whose weights passed every check of an update: the target of a rollback
-    rolled_back: tuple[int, ...] = ()  # versions that must never serve again
+    good: int = 0  # newest checkpoint whose weights passed every update check: the target of a rollback
+    rolled_back: tuple[int, ...] = ()  # versions that must never be served again
     metrics: Mapping[str, float] = field(default_factory=dict)  # metrics of the latest update; used when its version is published again
     probe_rows: tuple[tuple[int, ...], ...] = ()  # token rows of that version's probe
 
@@ -75,12 +75,14 @@ def save(
     written: Callable[[Path], None] = lambda folder: None,
     spread: bool = False,
 ) -> Path:
-    """Writes `root/000012` durably, then deletes all checkpoints except the newest `keep` and those in `spare`. Returns the folder.
+    """Writes `root/000012` durably, then deletes all checkpoints except the newest `keep` and those that `spare` returns. Returns the
+    folder.
 
-    All ranks call it. Rank 0 calls `written` with the complete folder, and then `spare` directly before it deletes, because a user may pin
-    a version while a checkpoint is written. If `spread` is True, the ranks' hosts share no disk: each host has the files of its ranks in
-    its folder, and every rank calls `written`.
-    Raises `DiskFull` or `LearnerError` on a write error; earlier checkpoints stay.
+    Must be called on all ranks. Rank 0 calls `written` with the complete folder, and calls `spare` immediately before it deletes, because a
+    user may pin a version while the checkpoint is being written. If `spread` is True, the ranks' hosts share no disk: the folder on each
+    host contains the files of that host's ranks, and every rank calls `written`.
+
+    Raises `DiskFull` or `LearnerError` on a write error. Earlier checkpoints are kept.
     """
     ranks = engine.ranks
     final = root / f"{meta.step:06d}"
@@ -113,7 +115,8 @@ def save(
 
 
 def _manifest(part: Path, ranks: Ranks) -> dict[str, str]:
-    """Returns the manifest of a checkpoint whose files are on several hosts. If several hosts have a file, the first host's counts."""
+    """Returns the manifest of a checkpoint whose files are on several hosts. If several hosts have the same file, the first host's hash is
+    used."""
     own = folder_manifest(part) if ranks.is_first_on_host else {}
     whole: dict[str, str] = {}
     for data in reversed(ranks.gather_bytes(json.dumps(own).encode())):
@@ -124,7 +127,7 @@ def _manifest(part: Path, ranks: Ranks) -> dict[str, str]:
 def newest(root: Path, *, alert: Callable[[str], None] = log.warning) -> Checkpoint | None:
     """Returns the newest intact checkpoint below `root`, or None if there is no checkpoint. Calls `alert` for each damaged newer one.
 
-    Raises `LearnerError` if all are damaged: only the user can decide to restart from the base policy.
+    Raises `LearnerError` if every checkpoint is damaged, because only the user can decide to restart from the base policy.
     """
     folders = _folders(root)
     for folder in reversed(folders):
@@ -142,12 +145,14 @@ def numbered(root: Path, number: int) -> Checkpoint | None:
 
 
 def restore(checkpoint: Checkpoint, engine: PolicyEngine, *, critic: Critic | None = None) -> None:
-    """Loads weights, optimizer and random state. All ranks call it.
+    """Loads the weights, the optimizer state and the random state. Must be called on all ranks.
 
-    If the number of ranks and the ZeRO stage are those that wrote the checkpoint, the next update is bitwise identical; otherwise it is
-    equal up to rounding.
-    The random state is loaded only if the number of ranks is the same. Raises `LearnerError` if the checkpoint does not fit the recipe's
-    model and critic, or contains anything but tensors and plain values.
+    If the number of ranks and the ZeRO stage are the same as when the checkpoint was written, the next update is bitwise identical to that
+    of an uninterrupted run. Otherwise, the update is equal up to rounding. The random state is loaded only if the number of ranks is the
+    same.
+
+    Raises `LearnerError` if the checkpoint does not fit the recipe's model and critic, or if it contains anything other than tensors and
+    plain values.
     """
     ranks, folder = engine.ranks, checkpoint.folder
     same_ranks = ranks.size == checkpoint.meta.ranks
@@ -190,7 +195,7 @@ def _prune(root: Path, keep: int, spare: Collection[int]) -> None:
 
 
 def _make_room(root: Path, spare: Callable[[], Collection[int]]) -> None:
-    """Deletes all checkpoints but the newest and those numbered `spare`, if the disk has no space for one more of the same size."""
+    """Deletes all checkpoints except the newest and those that `spare` returns if the disk has no space for another of the same size."""
     folders = _folders(root)
     if len(folders) < 2:
         return

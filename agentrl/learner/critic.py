@@ -1,4 +1,4 @@
-"""The critic of PPO, which estimates the expected return from each sampled token on."""
+"""The PPO critic, which estimates the expected return from each sampled token onward."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Critic:
         return values[batch.expand]
 
     def learn(self, batch: MicroBatch, returns: Tensor, old: Tensor, *, denominator: float) -> Tensor:
-        """Adds the gradient of a micro-batch's value loss; returns this rank's share of the loss, float64 []."""
+        """Adds the gradient of a micro-batch's value loss, and returns this rank's share of the loss, a float64 scalar."""
         loss = value_loss(self.values(batch), old, returns).sum() / denominator
         self.deepspeed.backward(loss * self.ranks.size)
         return loss.detach().double()
@@ -76,8 +76,8 @@ class Critic:
 class SharedCritic:
     """A value head on the policy's trunk, inside the policy's engine (`critic.trunk=shared` or `detached`). Every method is a collective.
 
-    The policy's optimizer steps train the head too. `learn` and `step` are for its warm-up, during which the trunk is frozen: its weights
-    stay bitwise the same, and its optimizer state stays that of a policy that has taken no step.
+    The policy's optimizer steps train the head too. `learn` and `step` are for the head's warm-up, during which the trunk is frozen: the
+    trunk's weights stay bitwise the same, and its optimizer state stays that of a policy that has taken no step.
     """
 
     def __init__(self, engine: PolicyEngine) -> None:
@@ -107,14 +107,14 @@ class SharedCritic:
         """Applies only the head's accumulated gradient. Returns what `PolicyEngine.step` returns."""
         result = self.engine.step(number, head_alone=True)
         for state in self.engine.optimizer.state.values():
-            if not state["exp_avg"].any():  # it got no gradient yet, so its bias correction must not count this step
+            if not state["exp_avg"].any():  # it has received no gradient yet, so its bias correction must not count this step
                 state["step"] = state["step"] * 0
         return result
 
 
 @torch.no_grad()
 def critic_advantages(batch: MicroBatch, values: Tensor, config: CriticConfig) -> tuple[Tensor, Tensor]:
-    """Computes advantages and returns [N] of the batch's trained tokens from `batch.rewards` and their values [N]."""
+    """Computes the advantages [N] and the returns [N] of the batch's trained tokens from `batch.rewards` and the tokens' values [N]."""
     rewards, mask = rows_of(batch.rewards.to(values.dtype), batch.sequence)
     rows, _ = rows_of(values, batch.sequence)
     advantages, returns = gae(rewards, rows, mask, gamma=config.gamma, lam=config.lam)
@@ -122,16 +122,16 @@ def critic_advantages(batch: MicroBatch, values: Tensor, config: CriticConfig) -
 
 
 def advantage_moments(advantages: Sequence[Tensor], ranks: Ranks) -> tuple[float, float]:
-    """Returns mean and standard deviation of the advantages of all tokens on all ranks, for whitening. A collective.
+    """Returns the mean and the standard deviation of the advantages of all tokens on all ranks, for whitening. A collective.
 
-    Equal advantages become zeros. A single non-finite advantage makes both results non-finite, so the step is skipped.
+    Whitening turns equal advantages into zeros. A single non-finite advantage makes both results non-finite, so the step is skipped.
     """
     _, mean, variance = _moments(advantages, ranks)
     return mean, math.sqrt(variance) + EPS
 
 
 def critic_metrics(pairs: Sequence[tuple[Tensor | None, Tensor | None]], ranks: Ranks) -> dict[str, float]:
-    """Returns the means of returns and values, and the explained variance 1 - Var(R - V) / Var(R); it is 1 for a perfect critic."""
+    """Returns the mean return, the mean value and the explained variance 1 - Var(R - V) / Var(R), which is 1 for a perfect critic."""
     known = [(returns, values) for returns, values in pairs if returns is not None and values is not None]
     count, return_mean, variance = _moments([returns for returns, _ in known], ranks)
     _, value_mean, _ = _moments([values for _, values in known], ranks)
@@ -142,7 +142,7 @@ def critic_metrics(pairs: Sequence[tuple[Tensor | None, Tensor | None]], ranks: 
 
 
 def _moments(tensors: Sequence[Tensor], ranks: Ranks) -> tuple[float, float, float]:
-    """Returns number, mean and variance (divided by n) of all elements on all ranks."""
+    """Returns the number, the mean and the variance (divided by n) of all elements on all ranks."""
     sums = torch.zeros(3, dtype=torch.float64)
     for tensor in tensors:
         values = tensor.detach().double().cpu()

@@ -1,11 +1,11 @@
-"""Reports from the learner to its driver: progress through a pipe on which neither side blocks, and the exit reason through memory.
-Both are on the learner's host (`agentrl.protocols.cluster`).
+"""Reports from the learner to its driver: progress through a pipe on which neither side blocks, and the exit reason through a file in
+memory. The pipe and the file are on the learner's host (`agentrl.protocols.cluster`).
 
-Rank 0 reports progress for all ranks: it waits for the others in collectives, so one stuck rank stops its reports. The exit reason
+Rank 0 reports progress for all ranks. Rank 0 waits for the others in collectives, so its reports stop if any rank is stuck. The exit reason
 arrives even if the disk is full.
 
-This module also contains the log `failures/updates.jsonl` of the run folder (groups and optimizer steps excluded from training), and
-converts the learner's disk errors.
+This module also reads and writes the log `failures/updates.jsonl` in the run folder (groups and optimizer steps excluded from training),
+and converts the learner's disk errors.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from agentrl.errors import AgentRLError, DiskFull, LearnerError, LearnerHalted, 
 from agentrl.learner.update_guard import UpdateFailure
 from agentrl.records import codec
 
-_LONGEST = 1 << 14  # maximum characters of a line
+_LONGEST = 1 << 14  # maximum length of a line, in characters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitReason:
-    """The error that ended one process of the learner."""
+    """The error that made one process of the learner exit."""
 
     kind: Literal["user", "halted", "disk", "failed", "other"]
     message: str
@@ -66,7 +66,8 @@ class ExitReason:
 
 
 def best_reason(lines: bytes) -> ExitReason | None:
-    """Returns the most informative reason, or None. If one rank fails, the others report only that it is missing."""
+    """Returns the most informative reason in `lines`, or None if they contain none. If one rank fails, the others report only that it is
+    missing."""
     reasons = list(_reasons(lines))
     for kinds in (("user", "halted", "disk"), ("failed",)):
         for reason in reasons:
@@ -82,7 +83,8 @@ def _reasons(lines: bytes) -> Iterator[ExitReason]:
 
 
 def send_exit_reason(address: str | None, reason: ExitReason) -> None:
-    """Appends a reason to the file at `address` (`agentrl.protocols.cluster.REASONS`). Errors are ignored: the log has the reason too."""
+    """Appends a reason to the file at `address` (`agentrl.protocols.cluster.REASONS`). Errors are ignored, because the log
+    also contains the reason."""
     line = json.dumps(asdict(reason))
     if len(line) > _LONGEST:
         line = json.dumps(asdict(ExitReason(kind=reason.kind, message=reason.message[: _LONGEST // 8], fix=reason.fix[: _LONGEST // 8])))
@@ -100,7 +102,7 @@ _ALERT_CHARACTERS = 400
 
 
 class ProgressReporter:
-    """The learner's end of the reports: `report("computing a micro-batch", tokens)`.
+    """Sends reports from the learner to the driver, for example `report("computing a micro-batch", tokens)`.
 
     `address` is the address of a pipe (`agentrl.protocols.cluster.PROGRESS`); None disables reports.
     """
@@ -108,19 +110,19 @@ class ProgressReporter:
     def __init__(self, address: str | None = None) -> None:
         self._pipe: int | None = None
         if address is not None:
-            with contextlib.suppress(OSError):  # the driver ended, so this process ends soon
+            with contextlib.suppress(OSError):  # the driver has exited, so this process exits soon
                 self._pipe = os.open(address, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 
     def __call__(self, work: str, size: float = 1.0) -> None:
         self._send([time.monotonic(), size, work[:_WORK_CHARACTERS]])
 
     def alert(self, text: str) -> None:
-        """Sends an alert for the run's user."""
+        """Sends an alert to the run's user."""
         self._send(text[:_ALERT_CHARACTERS])
 
     def _send(self, value: object) -> None:
         if self._pipe is not None:
-            with contextlib.suppress(OSError):  # the pipe is full until the driver reads it; later reports follow
+            with contextlib.suppress(OSError):  # the pipe is full; reports resume after the driver has read from it
                 os.write(self._pipe, f"{json.dumps(value)}\n".encode())
 
 
@@ -128,16 +130,16 @@ SILENT = ProgressReporter()
 
 
 class ProgressLines:
-    """The driver's end of the reports: the lines of one learner, which arrive in pieces."""
+    """Receives the reports of one learner in the driver. The lines arrive in pieces."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def forward(self, data: bytes, liveness: Liveness, alert: Callable[[str], None], *, offset_s: float = 0.0) -> None:
-        """Forwards the reports in `data` to `liveness`, and alerts to `alert`. Malformed lines are ignored.
+        """Forwards the progress reports in `data` to `liveness` and the alerts to `alert`. Malformed lines are ignored.
 
         Args:
-            offset_s: added to the times of the reports, which come from the clock of the learner's machine.
+            offset_s: added to the reports' times, which come from the clock of the learner's machine.
         """
         *lines, rest = (self._rest + data).split(b"\n")
         self._rest = rest[:_LONGEST]
@@ -172,7 +174,7 @@ FILE = "failures/updates.jsonl"
 
 
 class UpdateFailureLog:
-    """The setbacks of a run, one JSON line each, in the order of the steps. The learner writes it, the driver reads it."""
+    """The log of a run's setbacks, one JSON line each, in step order. The learner writes the log, and the driver reads it."""
 
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / FILE
@@ -184,7 +186,7 @@ class UpdateFailureLog:
                 append_lines(self.path, map(_line, setbacks), durable=True)
 
     def remove_from(self, step: int) -> None:
-        """Removes the entries from `step` on, because these steps run and are logged again after a crash or halt."""
+        """Removes the entries of `step` and later steps, because these steps are run and logged again after a crash or halt."""
         setbacks = self.read()
         if any(setback.step >= step for setback in setbacks):
             with disk_errors_raised(str(self.path)):

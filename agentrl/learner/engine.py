@@ -59,7 +59,7 @@ class PolicyEngine:
 
     @property
     def lm(self) -> Any:
-        """The Hugging Face model. Under ZeRO-3 its parameters are empty between forward passes."""
+        """The Hugging Face model. Under ZeRO-3, its parameters are empty between forward passes."""
         return self.scorer.lm
 
     @property
@@ -72,7 +72,7 @@ class PolicyEngine:
         return score_tokens(self.deepspeed, batch, self.temperature)
 
     def probe(self, rows: tuple[tuple[int, ...], ...]) -> Probe:
-        """Returns the current weights' logprobs of token rows, and those of the most likely next tokens."""
+        """Returns the current weights' logprobs for token rows, and those of the most likely next tokens after each row."""
         logprobs, next_logprobs, next_ids = zip(*map(self._row, rows), strict=True)
         return Probe(token_ids=rows, logprobs=logprobs, next_ids=next_ids, next_logprobs=next_logprobs, temperature=self.temperature)
 
@@ -83,14 +83,14 @@ class PolicyEngine:
     def step(self, number: int, *, head_alone: bool = False, refuse_above: float = math.inf) -> tuple[bool, float]:
         """Clips and applies the accumulated gradient with the learning rate of step `number`, then clears it.
 
-        Returns whether it was applied, and its global norm before clipping. A gradient whose norm is not finite or exceeds `refuse_above`
-        is not applied: weights and optimizer state stay unchanged. If `head_alone` is True, only the value head is trained.
+        Returns whether the gradient was applied, and its global norm before clipping. A gradient whose norm is not finite or exceeds
+        `refuse_above` is not applied: weights and optimizer state stay unchanged. If `head_alone` is True, only the value head is trained.
         """
         rate = learning_rate(self.recipe.learner, self.recipe.step_limit, number)
         return apply_gradient(self.deepspeed, self.optimizer, rate, head_alone=head_alone, refuse_above=refuse_above)
 
     def parameters(self) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
-        """Yields name, local tensor and full shape of every trained parameter, in model order.
+        """Yields the name, the local tensor and the full shape of every trained parameter, in model order.
 
         Tied parameters appear once, under their first name.
         """
@@ -100,7 +100,7 @@ class PolicyEngine:
 
     @contextmanager
     def gathered(self, parameter: Tensor) -> Iterator[Tensor]:
-        """Yields the full parameter on every rank, valid inside the context."""
+        """Yields the full parameter on every rank. The tensor is valid only inside the context."""
         if not hasattr(parameter, "ds_id"):
             yield parameter.detach()
             return
@@ -110,14 +110,12 @@ class PolicyEngine:
             yield parameter.detach()
 
     def _row(self, row: tuple[int, ...]) -> tuple[tuple[float, ...], tuple[float, ...], tuple[int, ...]]:
-        """Returns the logprobs of a row's tokens, and the logprobs and ids of likely next tokens.
+        """Returns the logprobs of a row's tokens, and the logprobs and ids of the most likely next tokens.
 
-        The logprobs of token t+1 given tokens <= t are at temperature 1, those of the next tokens at the rollouts' temperature.
+        The logprobs of token t+1 given tokens <= t are at temperature 1, and those of the next tokens at the rollouts' temperature.
         """
         ids, layout = single_sequence(row, self.ranks.device)
-        targets = torch.cat((ids[0, 1:], ids[0, :1])) & (
-            FIRST - 1
-        )  # without the tags of images; the last position's target is a placeholder
+        targets = torch.cat((ids[0, 1:], ids[0, :1])) & (FIRST - 1)  # without image tags; the last position's target is a placeholder
         positions = torch.arange(len(row), device=ids.device)
         with torch.no_grad():
             logprobs, _, next_logprobs, next_ids = self.deepspeed(ids, layout, positions, targets, 1.0, None, self.temperature)
@@ -125,7 +123,7 @@ class PolicyEngine:
 
 
 def score_tokens(module: Any, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
-    """Returns logprobs and entropies [N] of the batch's trained tokens from a `TokenScorer`, bare or in a DeepSpeed engine."""
+    """Returns logprobs and entropies [N] of the batch's trained tokens from a `TokenScorer`, either bare or in a DeepSpeed engine."""
     logprobs, entropy, *_ = module(batch.input_ids, batch.layout, batch.positions, batch.targets, temperature, batch.supports)
     if batch.layout.shard is not None:
         logprobs, entropy = batch.layout.shard.gather(torch.stack((logprobs, entropy)))
@@ -135,7 +133,7 @@ def score_tokens(module: Any, batch: MicroBatch, temperature: float) -> tuple[Te
 def apply_gradient(
     engine: Any, optimizer: torch.optim.AdamW, rate: float, *, head_alone: bool = False, refuse_above: float = math.inf
 ) -> tuple[bool, float]:
-    """Takes one optimizer step of a DeepSpeed engine; see `PolicyEngine.step`."""
+    """Performs one optimizer step of a DeepSpeed engine. See `PolicyEngine.step`."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group[RATE_SCALE] if RATE_SCALE in group else 0.0 if head_alone else rate
     if isinstance(optimizer, GuardedAdamW):
@@ -150,9 +148,9 @@ def apply_gradient(
 
 
 def _deepspeed() -> Any:
-    """Imports DeepSpeed without its optimizer Muon, which saves a second.
+    """Imports DeepSpeed without setting up a compiler for its Muon optimizer, which saves a second.
 
-    At ZeRO stages above 0 DeepSpeed imports Muon, which is not used here. Its import sets up a compiler for its kernel.
+    At ZeRO stages above 0, DeepSpeed imports Muon, which is not used here. Importing it would set up a compiler for Muon's kernel.
     """
     import deepspeed
     from deepspeed.runtime import compiler
@@ -182,9 +180,9 @@ def make_optimizer(parameters: list[Tensor], recipe: Recipe, *, head: Sequence[T
 
 
 def _zero_stage(recipe: Recipe) -> int:
-    """Returns the ZeRO stage of a recipe.
+    """Returns the ZeRO stage that is used for a recipe.
 
-    bfloat16 needs float32 master weights, which DeepSpeed keeps from stage 1 on. On one rank, stage 1 equals stage 0.
+    bfloat16 needs float32 master weights, which DeepSpeed keeps from stage 1 on. On one rank, stage 1 is equivalent to stage 0.
     """
     stage: int = recipe.learner.zero_stage
     return max(stage, 1) if recipe.policy.dtype == "bfloat16" else stage
@@ -196,7 +194,7 @@ def deepspeed_config(recipe: Recipe, ranks: Ranks, size: int) -> dict[str, Any]:
     offloaded = {"device": "cpu", "pin_memory": ranks.device.type == "cuda"}
     bucket = min(size + size % 2, _BUCKET_ELEMENTS)  # DeepSpeed needs an even number
     return {
-        # The number of micro-batches varies between steps: backward() accumulates, step() applies, and DeepSpeed counts nothing.
+        # The number of micro-batches varies between steps: backward() accumulates, step() applies, and DeepSpeed does not count them.
         "managed_gradient_accumulation": False,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -209,7 +207,7 @@ def deepspeed_config(recipe: Recipe, ranks: Ranks, size: int) -> dict[str, Any]:
             **({"offload_optimizer": offloaded} if offload != "none" else {}),
             **({"offload_param": offloaded} if offload == "parameters" else {}),
         },
-        "zero_force_ds_cpu_optimizer": False,  # torch's is as fast, and needs no compilation at run time
+        "zero_force_ds_cpu_optimizer": False,  # torch's optimizer is as fast and needs no compilation at run time
         "bf16": {"enabled": recipe.policy.dtype == "bfloat16"},
         "steps_per_print": 2**31,
         "wall_clock_breakdown": False,
@@ -217,7 +215,8 @@ def deepspeed_config(recipe: Recipe, ranks: Ranks, size: int) -> dict[str, Any]:
 
 
 class KLReferenceModel:
-    """Version 0 (`folder`), unsharded on every rank, without optimizer. Needs the memory of the weights. A collective only in teams."""
+    """Version 0 (`folder`), unsharded on every rank, without an optimizer. Each rank needs memory for the weights. `logprobs` is a
+    collective only in teams."""
 
     def __init__(self, folder: Path, recipe: Recipe, ranks: Ranks) -> None:
         self._temperature = recipe.rollout.sampling.temperature
@@ -232,7 +231,7 @@ class KLReferenceModel:
 class AdapterFreePolicy:
     """The policy without its adapters, which is version 0 of a run that trains adapters.
 
-    It uses the policy's base weights and no extra memory. Under ZeRO-3 it is a collective.
+    It uses the policy's base weights and no extra memory. Under ZeRO-3, `logprobs` is a collective.
     """
 
     def __init__(self, engine: PolicyEngine) -> None:
@@ -240,7 +239,7 @@ class AdapterFreePolicy:
 
     @torch.no_grad()
     def logprobs(self, batch: MicroBatch) -> Tensor:
-        """Returns what `KLReferenceModel.logprobs` does."""
+        """Returns what `KLReferenceModel.logprobs` returns."""
         with lora.disabled(self._engine.lm):
             return self._engine.logprobs(batch)[0]
 

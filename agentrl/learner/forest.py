@@ -1,7 +1,7 @@
-"""Lays token sequences out as a forest of prefixes, in which a prefix that several sequences share is stored once.
+"""Lays out token sequences as a forest of prefixes, in which a prefix that several sequences share is stored once.
 
-In lexicographic order each sequence shares the longest prefix with its neighbours and adds one run of new tokens. Concatenating these
-runs walks the prefix tree in preorder, so the descendants of token j are the interval from j to some end.
+In lexicographic order, each sequence shares its longest common prefix with a neighbour and adds one run of new tokens. Concatenating these
+runs traverses the prefix tree in preorder, so token j and its descendants form an interval that starts at j.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Branch:
 
     @property
     def shared(self) -> int:
-        """P: the number of tokens that it shares with the sequences before it."""
+        """P: the number of tokens that the sequence shares with the sequences before it."""
         return len(self.path) - self.new
 
 
@@ -36,7 +36,7 @@ class Forest:
 
     token_ids: Ints  # [T]
     positions: Ints  # [T] position in the sequence, from 0
-    ends: Ints  # [T] token i >= j is a descendant of token j exactly if i < ends[j]
+    ends: Ints  # [T] token i >= j is a descendant of token j if and only if i < ends[j]
     branches: tuple[Branch, ...]  # in layout order
     paths: tuple[Ints, ...]  # forest indices of each sequence's tokens, in the order of the arguments
 

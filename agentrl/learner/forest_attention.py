@@ -1,8 +1,8 @@
 """Attention over a forest of prefixes: each token attends to itself and its ancestors.
 
 The attention is registered with transformers, so any model that uses its attention interface can train on forests. Two kernels compute the
-same numbers. On CPU each branch is a row of a batched scaled dot product: its new tokens are the queries, its complete path the keys. On
-CUDA one FlexAttention call skips the blocks without an ancestor and descendant pair.
+same results. On CPU, each branch is a row of a batched scaled dot product: its new tokens are the queries, and its complete path provides
+the keys. On CUDA, one FlexAttention call skips the blocks that contain no pair of an ancestor and a descendant.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from agentrl.learner.ulysses import TokenShard, sharded_attention
 NAME = "agentrl_forest"
 _WASTE = 1.3  # largest ratio of padded to real query-key pairs in a batch of branches ...
 _SLACK = 2**15  # ... plus this many pairs, which cost less than another kernel call
-_PIECE = 128  # most queries of one row
+_PIECE = 128  # maximum number of queries in a row
 _FLOAT_MASK = 2**22  # elements of the largest mask that is stored as floats (16 MiB)
 _BLOCK = 128  # FlexAttention's tile
 
 
 class ForestLayout:
-    """The data about one forest on one device that attention needs. It is built once and used by every layer."""
+    """The data that attention needs about one forest, on one device. It is built once and used by every layer."""
 
     def __init__(self, forest: Forest, device: torch.device, stretch: TokenShard | None = None) -> None:
         """`stretch`: the part of the tokens that this rank holds and that `positions` covers; None means all tokens."""
@@ -64,7 +64,7 @@ class ForestLayout:
 
 
 class _Batch:
-    """Branches of similar shape as the rows of one padded batch."""
+    """Branches of similar shape, which form the rows of one padded batch."""
 
     def __init__(self, branches: Sequence[Branch], device: torch.device) -> None:
         longest, widest = max(branch.new for branch in branches), max(len(branch.path) for branch in branches)
@@ -81,11 +81,10 @@ class _Batch:
         self._masks: dict[tuple[int, int | None, torch.dtype], Tensor] = {}
 
     def mask(self, heads: int, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Returns [B, 1, heads * L, K] to add to the scores: 0 if the query sees the key, else -inf.
+        """Returns the mask [B, 1, heads * L, K] to add to the scores: 0 if the query sees the key, else -inf.
 
-        Padded queries see the keys of real ones.
-
-        A mask above `_FLOAT_MASK` elements is boolean, and the kernel converts it in every layer, forward and backward.
+        Padding queries see the keys of the real queries. A mask with more than `_FLOAT_MASK` elements is boolean, and the kernel converts
+        it in every layer, in the forward and in the backward pass.
         """
         if (heads, window, dtype) not in self._masks:
             at = self.shared[:, None] + torch.arange(self.queries.shape[1], device=self.queries.device)
@@ -101,7 +100,7 @@ class _Batch:
 
 
 def _pieces(branches: Sequence[Branch]) -> list[Branch]:
-    """Cuts long branches into pieces: the row of a piece ends with it, so less of it is masked."""
+    """Cuts long branches into pieces. The row of a piece ends with the piece, so less of the row is masked."""
     pieces = []
     for branch in branches:
         for at in range(0, branch.new, _PIECE):
@@ -140,7 +139,7 @@ def forest_attention(
     forest: ForestLayout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Implements transformers' attention interface: query [1, Hq, T, D], key and value [1, Hkv, T, D] to [1, T, Hq, D].
+    """Implements transformers' attention interface: query [1, Hq, T, D], key and value [1, Hkv, T, D] become [1, T, Hq, D].
 
     If `forest` is None, the tokens are plain causal sequences.
     """
@@ -157,11 +156,11 @@ def forest_attention(
 
 
 def _by_branch(query: Tensor, key: Tensor, value: Tensor, forest: ForestLayout, scaling: float | None, window: int | None) -> Tensor:
-    """Computes attention for one branch at a time. Query heads that share a key head become additional queries of that head, so keys are
-    gathered once."""
+    """Computes attention branch by branch. Query heads that share a key head become additional queries of that head, so the keys are
+    gathered only once."""
     heads, kv_heads, width = query.shape[1], key.shape[1], query.shape[3]
     group = heads // kv_heads
-    # One gather for all batches has one sum as its gradient; a gather per batch would add as many tensors over all tokens.
+    # The gradient of one gather for all batches is one sum. With a gather per batch, it would add one full-length tensor per batch.
     queries = torch.split(F.embedding(forest.queries, _rows(query)), [batch.queries.numel() for batch in forest.batches])
     sizes = [batch.keys.numel() for batch in forest.batches]
     keys, values = (torch.split(F.embedding(forest.keys, _rows(tensor)), sizes) for tensor in (key, value))
@@ -196,7 +195,7 @@ def _flex() -> Any:
 
 
 def register() -> str:
-    """Registers the attention with transformers; returns its name."""
+    """Registers the attention with transformers and returns its name."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, forest_attention)

@@ -1,8 +1,8 @@
-"""Converts the images in token sequences to inputs of a vision-language model.
+"""Converts the images in token sequences to inputs for a vision-language model.
 
-One call of the model's processor gives the pixels of a forest's images and their token ids. The ids must equal the recorded ids,
-which the server expanded. So server and learner compute with the same pixels. The features of the vision tower replace the embeddings of
-exactly the recorded image tokens: an image token that the policy sampled stays a token.
+One call to the model's processor returns the pixels of a forest's images and the images' token ids. The ids must equal the recorded ids,
+which the server expanded, so that the server and the learner compute with the same pixels. The features from the vision tower replace the
+embeddings of the recorded image tokens only: an image token that the policy sampled remains a token.
 """
 
 from __future__ import annotations
@@ -26,22 +26,23 @@ _CHECKED = "f" * 64
 
 
 class ImageInputs:
-    """The images of a run for one model, loaded from `folder` in the run folder's `versions`."""
+    """Converts a run's images for one model. `folder` contains the model and is in the run folder's `versions`."""
 
     def __init__(self, folder: Path, token: int) -> None:
         self.token, self._media = token, MediaFolder(folder.parent.parent)
-        self._own: dict[str, Any] = {}  # the image of `largest_gap`
+        self._own: dict[str, Any] = {}  # the image that `largest_gap` uses
         self._processor = load_processor(folder)
 
     @classmethod
     def of(cls, lm: Any) -> ImageInputs | None:
-        """Returns the images of a loaded model; None if it reads only text."""
+        """Returns the image inputs for a loaded model, or None if the model reads only text."""
         folder = Path(lm.name_or_path)
         token = image_token(folder) if lm.name_or_path else None
         return None if token is None else cls(folder, token)
 
     def embeddings(self, trunk: Any, input_ids: Tensor) -> Tensor:
-        """Returns the embeddings [1, T, H] of token ids [1, T] of a forest, with gradient. Raises `LearnerError` for a mismatch."""
+        """Returns the embeddings [1, T, H] of token ids [1, T] of a forest, with gradient. Raises `LearnerError` if the image
+        tokens or features do not match the recorded tokens."""
         ids = input_ids[0].tolist()
         blocks = list(image_blocks(ids))
         plain = input_ids & (FIRST - 1)
@@ -59,7 +60,7 @@ class ImageInputs:
         return embedded.masked_scatter(mask[..., None], features)
 
     def _features(self, trunk: Any, names: list[str], recorded: list[int], device: torch.device) -> Tensor:
-        """Returns the features [N, H] of images; those of a blank image if there are no names."""
+        """Returns the features [N, H] of the images in `names`, or those of a blank image if `names` is empty."""
         from PIL import Image
 
         images = [self._own.get(name) or open_png(self._media.read(name)) for name in names] or [Image.new("RGB", _SIZE, "white")]
@@ -79,7 +80,7 @@ class ImageInputs:
 
     @torch.no_grad()
     def largest_gap(self, lm: Any) -> float:
-        """Returns the largest difference between a logprob and that of the model's own forward pass, for a text with an image."""
+        """Returns the largest difference between logprobs computed here and by the model's own forward pass, for a text with an image."""
         from PIL import Image
 
         image = Image.effect_noise(_SIZE, 80.0).convert("RGB")

@@ -1,14 +1,15 @@
-"""`python -m agentrl.learner.launch PARENT_PID RANKS MODULE ARGS...` starts the ranks. It dies with its parent, and each rank dies with it.
+"""`python -m agentrl.learner.launch PARENT_PID RANKS MODULE ARGS...` starts the ranks. The process dies with its parent, and
+each rank dies with the process.
 
-If there are several hosts, `RANKS` is `RANKS/NODE/NODES@HOST:PORT` on each: the ranks of this host, its number, the number of hosts, and
-the address of host 0, which listens there.
+If there are several hosts, `RANKS` is `RANKS/NODE/NODES@HOST:PORT` on each: the number of ranks on this host, the host's index, the
+number of hosts, and the address at which host 0 listens.
 
-torchrun starts several ranks. A single rank needs neither torchrun nor a store: without their imports, this process starts a second of
-CPU time earlier and takes 40 MB of memory instead of 220.
+If there are several ranks, torchrun starts them. A single rank needs neither torchrun nor a store. Without importing them, this process
+saves a second of CPU time at startup and uses 40 MB of memory instead of 220 MB.
 
-Several ranks find each other through a store that torchrun hosts. By default it listens on every network interface, and the dynamic
-rendezvous unpickles its contents, so any process that can reach the port could run a program. Here the store listens on one address, the
-loopback address if there is one host, and the rendezvous is static, which unpickles nothing. The network between several hosts must be
+Several ranks find each other through a store that torchrun hosts. By default, the store listens on every network interface, and the dynamic
+rendezvous unpickles its contents, so any process that can reach the port could run a program. Here, the store listens on one address, which
+is the loopback address if there is one host, and the rendezvous is static and unpickles nothing. The network between several hosts must be
 private.
 """
 
@@ -35,7 +36,7 @@ _SINGLE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """The ranks of this host among those of the learner."""
+    """The share of the learner's ranks that runs on this host."""
 
     ranks: int
     node: int = 0
@@ -45,7 +46,7 @@ class Placement:
 
     @classmethod
     def parse(cls, text: str) -> Placement:
-        """Reads `RANKS` or `RANKS/NODE/NODES@HOST:PORT`. Raises `ValueError`."""
+        """Reads `RANKS` or `RANKS/NODE/NODES@HOST:PORT`. Raises `ValueError` for any other text."""
         counts, _, address = text.partition("@")
         if "/" not in counts:
             return cls(ranks=int(counts))
@@ -55,7 +56,7 @@ class Placement:
 
 
 def listen_at(host: str, port: int = 0) -> int:
-    """Makes the `TCPStore` of this process listen on an address of this host; returns its port."""
+    """Makes the `TCPStore` of this process listen at `host`, an address of this host. Returns the port."""
     import torch.distributed
 
     distributed: Any = torch.distributed  # its stores have no type hints
@@ -109,17 +110,17 @@ def _run_torchrun(placement: Placement, worker: list[str]) -> None:
 
 
 def address_towards(host: str) -> str:
-    """Returns the address of this host from which packets to `host` are sent. Raises `OSError` if there is no route."""
+    """Returns the local address from which packets to `host` are sent. Raises `OSError` if there is no route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # sends nothing
         return str(probe.getsockname()[0])
 
 
 def interface_of(address: str) -> str:
-    """Returns the name of the network interface that has an IPv4 address. Raises `OSError` if there is none."""
+    """Returns the name of the network interface with the given IPv4 address. Raises `OSError` if there is none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has no address
+            with contextlib.suppress(OSError):  # the interface has no address
                 answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
                 if socket.inet_ntoa(answer[20:24]) == address:
                     return name

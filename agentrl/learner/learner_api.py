@@ -1,12 +1,12 @@
 """The driver's HTTP routes for a learner that does not share the driver's disk: ledger, registry and records
 (`agentrl.learner.remote_access`).
 
-    POST /learner/METHOD    {"id": ..., ...}: a call, which is executed only once for each id
+    POST /learner/METHOD    {"id": ..., ...}: a call, which is executed only once per id
     POST /learner/group     {"index": ...}: one group of the ledger
     PUT  /updates/STEP/RANK     the tokens that a rank recorded (`agentrl.experience.token_records`), for readers
 
 Calls are executed one at a time, in the order of their arrival. The key is checked again when a call's turn comes, so after a
-call of a new learner, no call of the learner that it replaced is executed.
+call from a new learner, no call from the learner that it replaced is executed.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAX_CALL = 512 << 20
-"""Maximum bytes of a call. The largest calls contain the uses of a step or the setbacks of an update."""
+"""Maximum size of a call, in bytes. The largest calls contain the uses of a step or the setbacks of an update."""
 _BODY_S = 120.0
 _READS = frozenset(
     {"entries", "get", "latest", "verify", "pinned", "pending_rollback", "find_server"}
-)  # executed again when they are repeated
+)  # executed again if a call is repeated
 
 
 class LearnerApi:
@@ -48,13 +48,13 @@ class LearnerApi:
 
     Args:
         store: the driver's store. Calls that use it run on its thread.
-        registry: used from threads.
+        registry: used from several threads.
     """
 
     def __init__(self, folder: Path, store: DriverStore, registry: VersionRegistry) -> None:
         self._folder, self._store, self._registry = folder, store, registry
         self._calls: dict[str, asyncio.Task[Any]] = {}
-        self._turn = asyncio.Lock()  # the order of the calls; its waiters get it in turn
+        self._turn = asyncio.Lock()  # keeps the calls in order: waiting calls acquire it in order of arrival
         self._records = asyncio.Lock()
         self._methods: dict[str, Callable[[Any], Awaitable[Any]]] = {
             "entries": self._entries,
@@ -108,7 +108,7 @@ class LearnerApi:
     async def _tokens(self, request: Request) -> Response:
         step, rank = (int(request.path_params[name]) for name in ("step", "rank"))
         content = await bytes_of(request, _BODY_S, most=token_records.MAX_FILE)
-        async with self._records:  # they are pruned together
+        async with self._records:  # saving a file may remove other files
             check_key_again(request)
             await asyncio.to_thread(token_records.save_file, self._folder, step, rank, content)
         return json_response({})
@@ -190,12 +190,12 @@ class LearnerApi:
         return await asyncio.to_thread(self._registry.prune, max(1, int(data["keep"])))
 
     async def _access(self, function: Callable[[FolderAccess], T]) -> T:
-        """Calls `function` with the access to the run folder, on the store's thread, and returns its result."""
+        """Calls `function` with a `FolderAccess` on the store's thread, and returns its result."""
         return await self._store.call(lambda store: function(FolderAccess(self._folder, store, self._registry)))
 
 
 class LearnerSessions:
-    """Keys of a run's learners on other hosts. One key is valid at a time."""
+    """Keys for a run's learners on other hosts. Only one key is valid at a time."""
 
     def __init__(self, service: RunService, files: FileService) -> None:
         self._service, self._files = service, files
@@ -206,7 +206,7 @@ class LearnerSessions:
         return self._service.url
 
     async def start(self) -> str:
-        """Returns a new key, for the learner that starts now. From now on, requests of earlier learners get status 409."""
+        """Returns a new key for the learner that is about to start. From then on, requests from earlier learners receive status 409."""
         self._service.revoke(LEARNER)
         await self._files.stop_arrivals()
         return self._service.new_key(LEARNER)

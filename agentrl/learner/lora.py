@@ -1,7 +1,7 @@
-"""Low-rank adapters (LoRA, https://arxiv.org/abs/2106.09685), through peft: W is frozen, the layer computes W + alpha / rank * B A.
+"""Low-rank adapters (LoRA, https://arxiv.org/abs/2106.09685), with peft: W is frozen, and the layer computes W + alpha / rank * B A.
 
 B starts at zero, so version 0 is the base policy. There is no dropout, because the behaviour policy samples without it. The model is
-changed in place and keeps its class, so the forest attention and the output head still apply.
+changed in place and keeps its class, so the forest attention and the output head still work.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ _PREFIX = "base_model.model."  # prefix of tensor names in an adapter's file, fo
 
 
 def attach(lm: Any, config: LoraConfig, *, seed: int) -> None:
-    """Adds an adapter to a Hugging Face model. After that, only its matrices are trained. The same seed gives the same matrices.
+    """Adds an adapter to a Hugging Face model. After that, only the adapter's matrices are trained. The same seed produces the
+    same matrices.
 
-    All linear layers except the output head are adapted: Schulman et al. 2025, "LoRA Without Regret", thinkingmachines.ai/blog/lora. Raises
-    `UserError` for a layer whose update cannot be merged.
+    All linear layers except the output head are adapted; see Schulman et al. 2025, "LoRA Without Regret", thinkingmachines.ai/blog/lora.
+    Raises `UserError` if the update of a layer cannot be merged.
     """
     from peft import inject_adapter_in_model
 
@@ -38,7 +39,7 @@ def attach(lm: Any, config: LoraConfig, *, seed: int) -> None:
     for path, layer in _adapted(lm):
         if type(layer.base_layer) is not nn.Linear:
             raise UserError(f"learner.lora: {path} of this model is not a plain linear layer", fix="remove learner.lora")
-        layer.to(lm.dtype)  # peft keeps adapters of a bfloat16 model in float32, but the optimizer has float32 masters
+        layer.to(lm.dtype)  # peft keeps adapters of a bfloat16 model in float32, but the optimizer already has float32 masters
 
 
 @contextmanager
@@ -73,7 +74,8 @@ def exclude_frozen_weights(module: nn.Module) -> None:
 
 
 def save(folder: Path, weights: Mapping[str, Tensor], config: LoraConfig, *, base: str) -> None:
-    """Writes an adapter in the format of peft and vLLM: the trained matrices by their names in the model, and the name of the `base` model.
+    """Writes an adapter in the format that peft and vLLM read: the trained matrices, under their names in the model, and the name of
+    the `base` model.
 
     The weight file, whose hash is recorded, contains everything that merging needs.
     """

@@ -1,8 +1,9 @@
 """`python -m agentrl.learner.main --run-dir DIR [--driver URL]`: one rank of a run's learner, started by `agentrl.learner.launch`.
 
-With `--driver`, DIR is a mirror of the run folder on this host (`agentrl.cluster.mirror`), and the variable AGENTRL_DRIVER_KEY has the key.
+With `--driver`, DIR is a mirror of the run folder on this host (`agentrl.cluster.mirror`), and the variable AGENTRL_DRIVER_KEY contains
+the key.
 
-Its imports are light, because the process must set its parent death signal before it spends seconds importing torch.
+The imports of this module are light, because the process must set its parent death signal before it spends seconds importing torch.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from agentrl.learner.driver_reports import ExitReason, send_exit_reason
 
 
 def main() -> int:
-    """Returns 0 when all steps are done or a stop was requested, 1 on an error. The log and the driver get the reason."""
+    """Returns 0 if all steps are done or a stop was requested, and 1 on an error, which is logged and sent to the driver."""
     parser = argparse.ArgumentParser(description="Runs one rank of a run's learner. agentrl.learner.launch starts it.")
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--root", type=Path, help="the project's root, for user-supplied parts in the recipe")
@@ -33,7 +34,7 @@ def main() -> int:
     die_with_parent(arguments.parent)
     if arguments.driver is not None:
         arguments.run_dir.mkdir(parents=True, exist_ok=True)
-    hold_shared_lock(arguments.run_dir)  # until this process ends
+    hold_shared_lock(arguments.run_dir)  # until this process exits
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     log = logging.getLogger("agentrl.learner")
     try:

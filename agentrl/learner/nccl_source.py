@@ -1,7 +1,7 @@
-"""The learner's side of vLLM's NCCL weight transfer: full tensors from a DeepSpeed engine into the server's memory.
+"""The learner's side of vLLM's NCCL weight transfer: sends full tensors from a DeepSpeed engine to the server's memory.
 
-vLLM has no weight source for DeepSpeed. Under ZeRO-3 a parameter is empty until it is gathered, and gathering is a collective: every
-rank iterates over the parameters in the order of `metadata()`.
+vLLM has no weight source for DeepSpeed. Under ZeRO-3, a parameter is empty until it is gathered, and gathering is a collective, so
+every rank must iterate over the parameters in the order of `metadata()`.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ _POLL_S = 0.005
 
 
 class PausedServerClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]  # vLLM's types are not followed
-    """vLLM's client with the server's key. It starts an update only while the server is paused, and sets the version at the end of the
-    update.
+    """vLLM's client with the server's key. It starts an update only while the server is paused, and sets the version when the update
+    is finished.
 
     Pass it to `NCCLTrainerWeightTransferEngine` and set `version` before each `send_weights()`.
     """
 
     def __init__(self, base_url: str, *, key: str, timeout_s: float, waiting: Callable[[], None] = lambda: None) -> None:
-        """`waiting` is called at each check whether the server is paused."""
+        """`waiting` is called after each check that finds the server not yet paused."""
         super().__init__(base_url, timeout=timeout_s)
         self._headers = access(key)
         self.version = 0
         self._waiting = waiting
 
     def start_weight_update(self) -> None:
-        """Waits for the pause, then starts the update. Raises `TimeoutError` if the server is not paused in time."""
+        """Waits until the server is paused, then starts the update. Raises `TimeoutError` after the timeout."""
         deadline = time.monotonic() + self.timeout
         with self._client() as http:
             while not http.get("/is_paused").raise_for_status().json()["is_paused"]:
@@ -62,7 +62,7 @@ class PausedServerClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]  # vLL
 class DeepSpeedWeightSource(WeightSource):  # type: ignore[misc]  # vllm is not seen by the type checker
     """Named full parameters of a `PolicyEngine`, in metadata order, on every rank.
 
-    With tied embeddings the output head is sent too, under its own name, because a server may hold a packed copy of it.
+    With tied embeddings, the output head is sent too, under its own name, because a server may hold a packed copy of it.
     """
 
     def __init__(self, engine: PolicyEngine) -> None:
@@ -70,11 +70,11 @@ class DeepSpeedWeightSource(WeightSource):  # type: ignore[misc]  # vllm is not 
         self._aliases = _aliases(engine)
 
     def metadata(self) -> list[ParamMeta]:
-        """Returns name, dtype and full shape of the tensors, without gathering."""
+        """Returns the name, the dtype and the full shape of each tensor, without gathering it."""
         return [ParamMeta(name, parameter.dtype, shape) for name, parameter, shape in self._entries()]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields `(name, full tensor on the engine's device)`. The caller owns the tensor; the gathered memory is freed at once."""
+        """Yields pairs `(name, full tensor on the engine's device)`. The caller owns the tensor; the gathered memory is freed at once."""
         for name, parameter, _ in self._entries():
             with self._engine.gathered(parameter) as full:
                 tensor = full.clone() if hasattr(parameter, "ds_id") else full
@@ -90,10 +90,10 @@ class DeepSpeedWeightSource(WeightSource):  # type: ignore[misc]  # vllm is not 
 def connect(
     engine: PolicyEngine, client: PausedServerClient, *, master_address: str, master_port: int, server_ranks: int
 ) -> NCCLTrainerWeightTransferEngine:
-    """Opens the NCCL channel to a server started with `--weight-transfer-config '{"backend": "nccl"}'`. All ranks call it.
+    """Opens the NCCL channel to a server started with `--weight-transfer-config '{"backend": "nccl"}'`. Must be called on all ranks.
 
-    For each update set `client.version` and call `send_weights()` on the result, on all ranks, while the server is paused. Rank 0 listens
-    at the master address for the server's workers, one on each of its `server_ranks` GPUs.
+    For each update, set `client.version` and call `send_weights()` on the returned engine, on all ranks, while the server is paused. Rank 0
+    listens at the master address for the server's workers, one on each of the server's `server_ranks` GPUs.
     """
     info = NCCLTrainerInitInfo(rank=engine.ranks.rank, master_address=master_address, master_port=master_port, world_size=server_ranks + 1)
     channel: NCCLTrainerWeightTransferEngine = NCCLTrainerWeightTransferEngine.trainer_init(
@@ -103,7 +103,7 @@ def connect(
 
 
 def _aliases(engine: PolicyEngine) -> dict[str, str]:
-    """Returns first name -> second name of tied parameters."""
+    """Returns a mapping from the first name of each tied parameter to its second name."""
     first: dict[int, str] = {}
     second: dict[str, str] = {}
     for name, parameter in engine.lm.named_parameters(remove_duplicate=False):

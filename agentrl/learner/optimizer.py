@@ -1,6 +1,6 @@
-"""Optimizer steps that skip gradients that are not finite or too large, and the schedule of the learning rate.
+"""Optimizer steps that skip gradients that are too large or not finite, and the learning rate schedule.
 
-DeepSpeed computes the norm and applies the gradient in one call. At every ZeRO stage it discards a gradient cleanly if the norm is not
+DeepSpeed computes the norm and applies the gradient in one call. At every ZeRO stage, it discards a gradient cleanly if the norm is not
 finite, so `skip_steps_above` reports the norm of a gradient to skip as infinite.
 """
 
@@ -18,7 +18,7 @@ from agentrl.config.recipe import LearnerConfig
 
 BETAS = (0.9, 0.999)
 EPS = 1e-8
-RATE_SCALE = "rate_scale"  # key of a parameter group whose learning rate is this multiple of the others'
+RATE_SCALE = "rate_scale"  # key in a parameter group; its value is the ratio of the group's learning rate to that of the others
 
 
 class GuardedAdamW(torch.optim.AdamW):
@@ -31,11 +31,11 @@ class GuardedAdamW(torch.optim.AdamW):
     def __init__(self, params: Iterable[Any], *, lr: float, max_norm: float, fused: bool | None = None) -> None:
         super().__init__(params, lr=lr, betas=BETAS, eps=EPS, fused=fused)
         self.max_norm = max_norm
-        self.grad_norm = float("nan")  # before clipping, of the latest step
+        self.grad_norm = float("nan")  # of the latest step, before clipping
         self.skip_above = math.inf
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Clips and applies the gradients, unless their norm is not finite or above `skip_above`."""
+        """Clips and applies the gradients, unless their norm is not finite or exceeds `skip_above`."""
         gradients = [parameter.grad for group in self.param_groups for parameter in group["params"] if parameter.grad is not None]
         norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients]))
         self.grad_norm = norm.item()
@@ -48,7 +48,8 @@ class GuardedAdamW(torch.optim.AdamW):
 
 
 def parameter_groups(parameters: Iterable[Tensor], weight_decay: float) -> list[dict[str, Any]]:
-    """Splits parameters into matrices, which decay, and vectors (norm weights, biases), which do not. One group if nothing decays."""
+    """Splits parameters into matrices, which decay, and vectors (norm weights, biases), which do not. Returns one group if
+    `weight_decay` is 0."""
     parameters = list(parameters)
     if weight_decay == 0.0:
         return [{"params": parameters, "weight_decay": 0.0}]
@@ -57,7 +58,9 @@ def parameter_groups(parameters: Iterable[Tensor], weight_decay: float) -> list[
 
 
 def learning_rate(learner: LearnerConfig, steps: float, step: int) -> float:
-    """Returns the rate of step `step` (from 0) of `steps`, which may be infinite: a linear rise over `warmup_steps`, then `lr_schedule`."""
+    """Returns the learning rate of step `step` (from 0). The rate rises linearly over `warmup_steps`, then follows `lr_schedule`.
+
+    `steps`, the number of steps, may be infinite."""
     warmup = learner.warmup_steps
     if step < warmup:
         return learner.lr * (step + 1) / (warmup + 1)
@@ -75,7 +78,7 @@ def learning_rate(learner: LearnerConfig, steps: float, step: int) -> float:
 def skip_steps_above(optimizer: Any, *, above: float) -> Iterator[list[float]]:
     """Context in which a ZeRO optimizer (stage 1, 2 or 3) skips a step whose gradient norm exceeds `above`.
 
-    Yields a list that receives the norm before clipping, over all ranks; NaN if it is not finite.
+    Yields a list to which the norm over all ranks, before clipping, is appended. The entry is NaN if the norm is not finite.
     """
     norms: list[float] = []
     name = "_get_norm_groups" if hasattr(optimizer, "_get_norm_groups") else "scaled_global_norm"
@@ -103,7 +106,7 @@ def _infinite(like: Any) -> Any:
 def _combined(measured: Any) -> float:
     """Returns the model's norm.
 
-    Stage 3 reports one norm per group, the other stages a single norm. A negative norm means that it is not finite.
+    Stage 3 reports one norm per group, the other stages a single norm. A negative number stands for a norm that is not finite.
     """
     values = [float(value) for value in (measured if isinstance(measured, list) else [measured])]
     return math.hypot(*values) if all(math.isfinite(value) and value >= 0 for value in values) else math.nan

@@ -37,19 +37,19 @@ def split_minibatches(batch: Batch, count: int) -> list[Batch]:
 
 
 def plan_micro_batches(samples: Sequence[Sample], *, rank: int, ranks: int, max_tokens: int) -> list[Rows]:
-    """Returns the micro-batches of one rank: at most `max_tokens` tokens each. Shared tokens count once.
+    """Returns the micro-batches of one rank, with at most `max_tokens` tokens each. Shared tokens count once.
 
-    Samples in lexicographic order share the longest prefixes with their neighbours, so consecutive runs become micro-batches. All ranks get
-    the same number of micro-batches, as ZeRO's collectives require (a rank's last may be empty). The runs are as even as that allows. A
-    sample longer than `max_tokens` gets its own micro-batch.
+    Samples in lexicographic order share the longest prefixes with their neighbours, so consecutive runs become micro-batches. All ranks
+    have the same number of micro-batches, as ZeRO's collectives require, so the last micro-batch of a rank may be empty. The sizes of the
+    runs differ as little as that allows. A sample longer than `max_tokens` becomes a micro-batch by itself.
     """
     if not samples:
         return []
-    ordered = sorted(samples, key=lambda sample: sample.token_ids)  # stable, so equal on every rank
+    ordered = sorted(samples, key=lambda sample: sample.token_ids)  # a stable sort, so the order is the same on every rank
     lengths = [len(sample.token_ids) for sample in ordered]
     shared = [0, *(common_prefix(a.token_ids, b.token_ids) for a, b in pairwise(ordered))]
     count = -(-len(_cut(lengths, shared, max_tokens)) // ranks) * ranks
-    low, high = 1, max_tokens  # find the smallest budget with at most `count` runs
+    low, high = 1, max_tokens  # find the smallest budget that yields at most `count` runs
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if len(_cut(lengths, shared, middle)) <= count else (middle + 1, high)
@@ -59,7 +59,7 @@ def plan_micro_batches(samples: Sequence[Sample], *, rank: int, ranks: int, max_
 
 
 def _cut(lengths: Sequence[int], shared: Sequence[int], budget: int) -> list[tuple[int, int]]:
-    """Returns the bounds of consecutive runs that each contain at most `budget` tokens, or one sample."""
+    """Returns the bounds of consecutive runs that each contain at most `budget` tokens or a single sample."""
     bounds: list[tuple[int, int]] = []
     start, size = 0, lengths[0]
     for at in range(1, len(lengths)):
@@ -74,14 +74,14 @@ def _cut(lengths: Sequence[int], shared: Sequence[int], budget: int) -> list[tup
 class MicroBatch:
     """Samples laid out as a forest, with the indices of their trained tokens.
 
-    The model computes the T tokens of the forest, the output head U distinct predictions (samples may share trained tokens too); `expand`
-    maps each of the samples' N trained tokens to its prediction. In a team (`layout.stretch`) a rank holds its part of the T tokens and the
-    U predictions; `expand` and the fields after it cover the whole micro-batch.
+    The model processes the T tokens of the forest, and the output head computes U distinct predictions (samples may share trained tokens
+    too). `expand` maps each of the samples' N trained tokens to its prediction. In a team (`layout.shard`), a rank holds its part of the T
+    tokens and of the U predictions; `expand` and the fields after it cover the whole micro-batch.
     """
 
     input_ids: Tensor  # [1, T]
     layout: ForestLayout
-    positions: Tensor  # [U] index into [T] of the token before each predicted one
+    positions: Tensor  # [U] index into [T] of the token before each predicted token
     targets: Tensor  # [U] ids of the predicted tokens
     supports: Tensor | None  # [U, K] ids that each token was drawn from, padded with -1; None or a row of -1 means the vocabulary
     expand: Tensor  # [N] index into [U]
@@ -89,16 +89,17 @@ class MicroBatch:
     advantages: Tensor  # [N] float32, NaN if a sample has rewards and no critic has computed its advantages yet
     rewards: Tensor  # [N] float32, NaN if a sample has advantages
     versions: Tensor  # [N] int64 policy version that sampled the token
-    sequence: Tensor  # [N] int64 index in the optimizer step of the token's sample
-    rollout_tokens: Tensor  # [N] int64 trained tokens of all samples of the token's episode
+    sequence: Tensor  # [N] int64 index of the token's sample in the optimizer step
+    rollout_tokens: Tensor  # [N] int64 number of trained tokens in all samples of the token's episode
 
 
 def build_micro_batch(rows: Rows, device: torch.device, numbers: Sequence[int] | None = None, *, team: Team | None = None) -> MicroBatch:
-    """Returns the tensors of some samples.
+    """Returns the micro-batch of the samples in `rows`.
 
     If there are no samples, the tensors contain two untrained tokens, so that the rank still joins collectives.
 
-    `numbers` are the samples' indices within the optimizer step; None counts from 0. All ranks of a `team` pass the same samples.
+    `numbers` are the samples' indices within the optimizer step; None means 0, 1, and so on. All ranks of a `team` must pass the same
+    samples.
     """
     forest = build_forest([row.token_ids for row in rows] or [(0, 0)])
     lengths = [sum(row.loss_mask) for row in rows]
@@ -135,7 +136,7 @@ def build_micro_batch(rows: Rows, device: torch.device, numbers: Sequence[int] |
 
 
 def check_vocabulary(samples: Sequence[Sample], size: int) -> None:
-    """Raises `LearnerError` for a token outside an embedding of `size` rows, including tokens of a support."""
+    """Raises `LearnerError` if a token in the samples or in their supports is outside an embedding of `size` rows."""
     for sample in samples:
         supported = () if sample.supports is None else sample.supports.token_ids
         for ids in (sample.token_ids if max(sample.token_ids, default=0) < FIRST else plain_ids(sample.token_ids), supported):
@@ -148,7 +149,7 @@ def check_vocabulary(samples: Sequence[Sample], size: int) -> None:
 
 
 def single_sequence(row: Sequence[int], device: torch.device) -> tuple[Tensor, ForestLayout]:
-    """Returns one plain sequence: its ids [1, T] and its layout."""
+    """Returns the ids [1, T] and the layout of one plain sequence."""
     forest = build_forest([row])
     return torch.from_numpy(forest.token_ids)[None].to(device), ForestLayout(forest, device)
 
@@ -156,8 +157,8 @@ def single_sequence(row: Sequence[int], device: torch.device) -> tuple[Tensor, F
 def _predictions(rows: Rows, forest: Forest) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Returns positions, targets and supports of the distinct predictions, and the index of each trained token's prediction.
 
-    Samples that agree up to a token share its prediction only if it has the same support in both: two attempts may sample the same tokens
-    from different weights.
+    Two samples that agree up to and including a token share its prediction only if the token has the same support in both, because two
+    attempts may sample the same tokens from different weights.
     """
     known: dict[bytes, int] = {b"": 0}  # number of each distinct support; 0 is the whole vocabulary
     triples = [np.empty((0, 3), np.int64)]

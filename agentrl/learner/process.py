@@ -31,16 +31,16 @@ log = logging.getLogger(__name__)
 
 _TAIL_BYTES = 1 << 18
 _FIRST_S = 1800.0
-"""Deadline for the first work of each kind, such as loading the model, compiling for the first batch, writing the first checkpoint."""
+"""Deadline in seconds for the first work of each kind: loading the model, compiling for the first batch, writing the first checkpoint."""
 _POLL_S = 0.5
 
 
 class LearnerProcess:
     """`recipe.learner.ranks` workers (`agentrl.learner.main`) and the process that starts them.
 
-    Its progress has a deadline (`liveness`): a learner that makes no progress is killed and counts as failed. Output is appended to
-    `run_dir/logs/learner.log`. The processes die with the driver, even if it is killed. Call `start` from a thread that lives as long as
-    the learner should, because the parent death signal follows the thread.
+    The learner's progress has a deadline (`liveness`): a learner that makes no progress is killed and counts as failed. Output is appended
+    to `run_dir/logs/learner.log`. The processes die with the driver, even if it is killed. Call `start` from a thread that lives as long as
+    the learner should, because the parent death signal is sent when that thread exits.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class LearnerProcess:
         sessions: LearnerSessions | None = None,
         alert: Callable[[str], None] = log.warning,
     ) -> None:
-        """`root`: project root, for user-supplied parts. `launcher`: None starts it on this machine. `sessions`: keys for a learner that
-        does not share the driver's disk. `alert`: called with messages of the learner for the user.
+        """`root`: project root, for user-supplied parts. `launcher`: None starts the learner on this machine. `sessions`: keys for
+        a learner that does not share the driver's disk. `alert`: called with the learner's messages for the user.
         """
         self._sessions = sessions
         self.run_dir = run_dir
@@ -71,16 +71,16 @@ class LearnerProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs."""
+        """Whether the process is running."""
         return self._process is not None and self._process.returncode is None
 
     @property
     def returncode(self) -> int | None:
-        """The exit code; None if it runs or was never started."""
+        """The exit code, or None if the process is running or was never started."""
         return None if self._process is None else self._process.returncode
 
     async def start(self) -> None:
-        """Starts the processes and returns at once. Raises `LearnerError` if they already run or no host can start them."""
+        """Starts the processes and returns at once. Raises `LearnerError` if they are already running or no host can start them."""
         if self.alive:
             raise LearnerError("the learner is already running")
         self._progress = ProgressLines()
@@ -115,10 +115,10 @@ class LearnerProcess:
         return PartCommand(name=name, argv=tuple(self._command(placement)), environment=environment, log=log, exclusive=True)
 
     async def wait(self, *, timeout_s: float | None = None) -> None:
-        """Waits until the learner ends, and kills it if it makes no progress.
+        """Waits until the learner exits, and kills it if it makes no progress.
 
-        Raises `LearnerHalted` if it stopped at a limit, `UserError` if it rejects the model or the recipe, `DiskFull` if the disk is full,
-        `LearnerError` with the cause for any other failure, and `TimeoutError` if it still runs after `timeout_s`.
+        Raises `LearnerHalted` if it stopped at a limit, `UserError` if it rejected the model or the recipe, `DiskFull` if the disk is full,
+        `LearnerError` with the cause for any other failure, and `TimeoutError` if it is still running after `timeout_s`.
         """
         if self._process is None:
             raise LearnerError("the learner was never started")
@@ -138,7 +138,7 @@ class LearnerProcess:
         self.liveness.pause()
 
     def check(self) -> None:
-        """Raises as `wait` does if the learner failed."""
+        """Raises the same errors as `wait` if the learner failed."""
         process, code = self._process, self.returncode
         if process is None or code in (None, 0):
             return
@@ -153,7 +153,7 @@ class LearnerProcess:
         )
 
     async def stop(self, *, grace_s: float = 60.0) -> None:
-        """Signals the workers to finish the current step, waits `grace_s` seconds, then kills all processes. Idempotent."""
+        """Signals the workers to finish the current step, waits up to `grace_s` seconds, then kills all processes. Idempotent."""
         if self._process is None:
             return
         if self.alive:
@@ -166,7 +166,7 @@ class LearnerProcess:
     async def kill(self) -> None:
         """Kills the learner and returns when none of its processes is left. Idempotent.
 
-        Raises `LearnerError` if a process has not ended within a minute: a new learner must not write at the same time.
+        Raises `LearnerError` if a process has not exited within a minute, because a new learner must not write at the same time.
         """
         if self._process is not None:
             try:
@@ -175,7 +175,7 @@ class LearnerProcess:
                 raise LearnerError(str(error)) from error
 
     def log_tail(self) -> str:
-        """Returns the end of the log since the last start."""
+        """Returns the last part of the log output since the last start."""
         return tail_bytes(self.log_path, most=_TAIL_BYTES, start=self._log_start)
 
     def _command(self, placement: str) -> list[str]:
@@ -188,10 +188,10 @@ class LearnerProcess:
 
     def _environment(self) -> dict[str, str]:
         learner = self.recipe.learner
-        cores = self._launcher.cores("learner") or self._launcher.cores("learner-0") or os.cpu_count() or 1  # of one host
+        cores = self._launcher.cores("learner") or self._launcher.cores("learner-0") or os.cpu_count() or 1  # per host
         threads = learner.threads or max(1, cores * self.recipe.cluster.learner_nodes // learner.ranks)
         return {
-            # If server and learner compute at the same time, spinning threads make a step 2 to 9 times longer (measured).
+            # If server and learner compute at the same time, spinning threads make a step take 2 to 9 times as long (measured).
             **openmp_environment(threads, alone=self.recipe.max_staleness == 0),
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONUNBUFFERED": "1",

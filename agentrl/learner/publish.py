@@ -1,8 +1,8 @@
 """Publishes a policy version: a Hugging Face folder that servers and `from_pretrained` load, with a probe to verify it.
 
 `versions/000012/` contains model.safetensors and config.json, the tokenizer and chat template of version 0, `update.json` (metrics of
-the update) and `probe.json` (an `agentrl.records.Probe`: the learner's logprobs of a few token rows). With LoRA it contains
-adapter_model.safetensors and adapter_config.json instead; the base weights are in version 0.
+the update) and `probe.json` (an `agentrl.records.Probe`: the learner's logprobs of a few token rows). With LoRA,
+adapter_model.safetensors and adapter_config.json replace the model, tokenizer and template files, and the base weights are in version 0.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log = logging.getLogger("agentrl.learner")
 _LARGEST_DELTA = 0.5  # maximum size relative to the complete file; above it, the complete file is cheaper for the server
 FULL_EVERY = 8  # one version in this many is complete, so a server that restarts applies fewer deltas than this
 PROBE_ROWS = 4
-_BASE_ROWS, _BASE_TOKENS = 2, 12  # of version 0's probe
+_BASE_ROWS, _BASE_TOKENS = 2, 12  # rows and tokens per row in version 0's probe
 _PROBE_TOKENS = 128  # tokens per row; a wrong tensor changes the logprob of any token
 _IMAGE_PROBE_TOKENS = 4096  # an image has up to about 1,000 tokens
 _NOT_COPIED = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.part")
@@ -45,11 +45,11 @@ def version_folder(run_dir: Path, number: int) -> Path:
 def select_probe_rows(
     groups: tuple[Group, ...], *, vocabulary: int, max_model_len: int, image_token: int | None = None
 ) -> tuple[tuple[int, ...], ...]:
-    """Returns the ends of up to `PROBE_ROWS` contexts from different groups; a fixed row if the groups hold no tokens.
+    """Returns the ends of up to `PROBE_ROWS` contexts from different groups, or a fixed row if the groups contain no tokens.
 
-    Only ends are used, because contexts of one family often start alike. A row is shorter than the model's context, because a server must
-    sample one more token to return its logprobs. A row in which the policy sampled the `image_token` is excluded, because servers reject
-    it.
+    Only the ends are used, because contexts from the same family often start alike. A row is shorter than the model's context, because a
+    server must sample one more token to return the row's logprobs. A row in which the policy sampled the `image_token` is excluded, because
+    servers reject it.
     """
     longest = min(_PROBE_TOKENS if image_token is None else _IMAGE_PROBE_TOKENS, max_model_len - 1)
     rows: list[tuple[int, ...]] = []
@@ -62,11 +62,13 @@ def select_probe_rows(
 
 
 def write_base_probe(access: LearnerAccess, engine: PolicyEngine) -> None:
-    """Writes the probe of version 0, whose weights the engine holds, unless it exists. All ranks call it.
+    """Writes the probe of version 0, whose weights the engine holds, unless the probe already exists. Must be called on all
+    ranks.
 
-    Servers are compared with it before anything is sampled. Its rows are greedy continuations, because in bfloat16 the logprobs of unlikely
-    tokens differ more between implementations. They start with tokens from the middle of the vocabulary, because control tokens, which are
-    at its ends, may amplify rounding (SmolLM2 in float32: 2.4e-4 nats from float64 after token 0, 1.5e-5 after ordinary tokens).
+    Servers are checked against this probe before anything is sampled. The probe's rows are greedy continuations, because in bfloat16, the
+    logprobs of unlikely tokens differ more between implementations than those of likely tokens. The rows start with tokens from the middle
+    of the vocabulary, because control tokens, which are at its ends, may amplify rounding errors (SmolLM2 in float32 differs from float64
+    by 2.4e-4 nats after token 0 and by 1.5e-5 nats after ordinary tokens).
     """
     path, ranks = version_folder(access.folder, 0) / "probe.json", engine.ranks
     if ranks.from_first(int(path.exists())):
@@ -94,11 +96,12 @@ def publish_version(
     keep: int,
     as_delta: bool = False,
 ) -> None:
-    """Exports the engine's weights as version `number`, registers it, and deletes old versions' weights. All ranks call it.
+    """Exports the engine's weights as version `number`, registers it, and deletes old versions' weights. Must be called on all
+    ranks.
 
-    The same engine state gives the same bytes. If `as_delta` is True, a version is written as a delta of its parent if the delta has
-    at most half the size, except every `FULL_EVERY`th version. Raises `DiskFull` or `LearnerError` on a write error, and `StoreError` if
-    the number is registered with different weights.
+    The same engine state produces the same bytes. If `as_delta` is True, the version is written as a delta from its parent if the delta is
+    at most half the size of the complete weights, but every `FULL_EVERY`th version is written in full. Raises `DiskFull` or `LearnerError`
+    on a write error, and `StoreError` if the number is already registered with different weights.
     """
     weights = gather_weights(engine)
     probe = engine.probe(rows)
@@ -117,7 +120,9 @@ def publish_version(
 
 
 def gather_weights(engine: PolicyEngine) -> dict[str, Tensor]:
-    """Returns the full CPU tensor of every trained parameter by name, on rank 0; an empty dict elsewhere. A collective."""
+    """Returns a mapping from the name of every trained parameter to its full CPU tensor on rank 0, and an empty dict on other ranks.
+
+    A collective."""
     weights: dict[str, Tensor] = {}
     for name, parameter, _ in engine.parameters():
         with engine.gathered(parameter) as full:
@@ -151,10 +156,10 @@ def _export(
 
 
 def _shrink(part: Path, version: PolicyVersion, parent: PolicyVersion | None, *, whole: bool) -> None:
-    """Replaces the weights with a delta of at most half their size, if there is one, and keeps a copy of them for the next version's delta.
+    """Replaces the weights with a delta if it is at most half their size, and keeps a copy of the weights for the next version's delta.
 
-    The copy may belong to a different version, or be incomplete after a power failure, so a delta is used only if its base has the parent's
-    checksum.
+    An existing copy may belong to a different version, or be incomplete after a power failure, so a delta is used only if its base has the
+    parent's checksum.
     """
     newest = part.with_name(deltas.NEWEST_WEIGHTS)
     if not whole and parent is not None and newest.exists():

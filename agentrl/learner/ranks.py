@@ -1,4 +1,4 @@
-"""The processes of one learner and their communication: torch.distributed, gloo on CPU and NCCL on CUDA."""
+"""The processes of one learner and their communication: torch.distributed with gloo on CPU and NCCL on CUDA."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Ranks:
     size: int
     device: torch.device
     control: dist.ProcessGroup  # gloo on every device
-    on_host: int = 1  # ranks of each host; those of a host follow each other
+    on_host: int = 1  # ranks per host; the ranks on a host are consecutive
     team: Team | None = None
     report_progress: ProgressReporter = SILENT  # reports each piece of work before it starts; only rank 0 sends
 
@@ -45,7 +45,7 @@ class Ranks:
 
     @property
     def is_first_on_host(self) -> bool:
-        """Whether this is the first rank of its host."""
+        """Whether this is the first rank on its host."""
         return self.rank % self.on_host == 0
 
     @property
@@ -84,7 +84,7 @@ class Ranks:
         return int(tensor.item())
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
-        """Returns the bytes of every rank, in the order of the ranks, on every rank."""
+        """Returns the `data` of all ranks, in rank order. Every rank receives the same list."""
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(sizes, torch.tensor([len(data)]), group=self.control)
         longest = max(1, *(int(size.item()) for size in sizes))
@@ -95,19 +95,20 @@ class Ranks:
         return [part[: int(size.item())].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
     def barrier(self) -> None:
-        """Waits for all ranks."""
+        """Waits until all ranks have called this method."""
         dist.barrier(group=self.control)
 
 
 def resolve_device(device: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cuda"]:
-    """Returns cuda for `auto` if torch has a GPU, else cpu."""
+    """Resolves `auto` to cuda if torch has a GPU, else to cpu. Other devices are returned unchanged."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return device
 
 
 def join(device: Literal["auto", "cpu", "cuda"]) -> Ranks:
-    """Joins the processes of the launcher, which sets RANK, WORLD_SIZE, LOCAL_RANK and, for several ranks, the rendezvous address."""
+    """Joins the launcher's other processes. The launcher sets RANK, WORLD_SIZE, LOCAL_RANK and, if there are several ranks, the rendezvous
+    address."""
     kind = resolve_device(device)
     # Otherwise DeepSpeed guesses its accelerator on import.
     os.environ["DS_ACCELERATOR"] = kind
@@ -117,7 +118,7 @@ def join(device: Literal["auto", "cpu", "cuda"]) -> Ranks:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     import deepspeed
 
-    # DeepSpeed's shared-memory collectives compile for minutes, and a killed process leaves files in /dev/shm.
+    # DeepSpeed's shared-memory collectives take minutes to compile, and a killed process leaves files in /dev/shm.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
     backend = "nccl" if kind == "cuda" else "gloo"

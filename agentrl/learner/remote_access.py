@@ -1,8 +1,8 @@
-"""A `LearnerAccess` of a learner that does not share the driver's disk: a mirror of the run folder, and calls to the driver.
+"""A `LearnerAccess` for a learner that does not share the driver's disk: a mirror of the run folder, and calls to the driver.
 
 The driver has the ledger, the registry, and the newest checkpoints and versions. The learner writes into its mirror and sends what is
-complete, in the order of a learner on the driver's disk: checkpoint, commit, version, registration. A local checkpoint that the driver does
-not have is deleted at the next start. Its step is repeated, with the same result.
+complete, in the same order in which a learner on the driver's disk writes: checkpoint, commit, version, registration. A local checkpoint
+that the driver does not have is deleted at the next start. Its step is repeated, with the same result.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from agentrl.version.rollback import RollbackRequest
 log = logging.getLogger("agentrl.learner")
 
 CALL_S = 300.0
-"""Deadline of a call. Until then, the call is repeated while the driver does not answer."""
-_GROUPS = 4  # groups read at a time
-_TOKENS_S = 20.0  # to send the recorded tokens of a step
+"""Deadline for a call, in seconds. Until then, the call is repeated if the driver does not respond."""
+_GROUPS = 4  # groups read concurrently
+_TOKENS_S = 20.0  # seconds to send the recorded tokens of a step
 
 
 class Calls:
-    """Calls of a learner to its driver. A call that is repeated after a lost answer keeps its id, so the driver executes it once."""
+    """Calls from a learner to its driver. A call that is repeated after a lost response keeps its id, so the driver executes it once."""
 
     def __init__(self, link: Link) -> None:
         self.link = link
 
     def __call__(self, method: str, **arguments: Any) -> Any:
-        """Returns the answer as JSON data. Raises as `Link.call` does."""
+        """Returns the response as JSON data. Raises the same errors as `Link.call`."""
         data = {"id": secrets.token_hex(12), **arguments}
         return self.link.json("POST", f"/learner/{method}", data, timeout_s=CALL_S)
 
@@ -63,7 +63,7 @@ class RemoteStore:
         return tuple(codec.from_json(LedgerEntry, json.dumps(entry)) for entry in self._calls("entries", first=first, step=step))
 
     def groups(self, indices: Iterable[int]) -> tuple[Group, ...]:
-        """Returns groups in the given order. Reads a few at a time."""
+        """Returns the groups in the given order. Reads a few groups at a time."""
         with ThreadPoolExecutor(_GROUPS, thread_name_prefix="groups") as pool:
             return tuple(pool.map(self._group, indices))
 
@@ -93,11 +93,11 @@ class RemoteRegistry:
         self._calls, self._mirror = calls, mirror
 
     def add(self, version: PolicyVersion) -> None:
-        """Registers a version that the driver has."""
+        """Registers a version that the driver already has."""
         self._calls("add", version=codec.to_data(version))
 
     def get(self, number: int) -> PolicyVersion | None:
-        """Returns a version; None if it is not registered."""
+        """Returns a version, or None if it is not registered."""
         return _version(self._calls("get", number=number))
 
     def latest(self, *states: VersionState) -> PolicyVersion | None:
@@ -109,11 +109,11 @@ class RemoteRegistry:
         self._calls("set_state", number=number, state=state.value)
 
     def verify(self, version: PolicyVersion) -> None:
-        """Raises `StoreError` if the driver's weights of a version are not the registered ones."""
+        """Raises `StoreError` if the driver's weights for a version differ from the registered weights."""
         self._calls("verify", version=codec.to_data(version))
 
     def reconcile(self, newest: int) -> tuple[int, ...]:
-        """Removes every version newer than the checkpoint."""
+        """Removes every version newer than `newest`."""
         return tuple(self._calls("reconcile_versions", newest=newest))
 
     def pinned(self) -> frozenset[int]:
@@ -121,7 +121,7 @@ class RemoteRegistry:
         return frozenset(self._calls("pinned"))
 
     def prune(self, keep: int) -> tuple[int, ...]:
-        """Deletes the weights of old versions, at the driver and in the mirror."""
+        """Deletes the weights of old versions, on the driver and in the mirror."""
         numbers = tuple(self._calls("prune", keep=keep))
         self._mirror.drop_extra("versions")
         return numbers
@@ -131,7 +131,7 @@ class RemoteRegistry:
 
 
 class RemoteAccess:
-    """A `LearnerAccess` in a mirror.
+    """A `LearnerAccess` that uses a mirror of the run folder.
 
     Args:
         mirror: contains the recipe; `fetch_base` adds version 0.
@@ -148,17 +148,17 @@ class RemoteAccess:
 
     @classmethod
     def open(cls, folder: Path, url: str, key: str) -> RemoteAccess:
-        """Returns the access of a learner whose mirror is in `folder`. Fetches the recipe."""
+        """Returns the access for a learner whose mirror is `folder`. Fetches the recipe into the mirror."""
         mirror = Mirror(folder, Link(url, key))
         mirror.fetch("recipe.json")
         return cls(mirror)
 
     def fetch_base(self, ranks: Collective) -> None:
-        """Fetches version 0. All ranks call it."""
+        """Fetches version 0. Must be called on all ranks."""
         _once_per_host(ranks, lambda: self._mirror.fetch("versions/000000"))
 
     def prepare(self, alert: Callable[[str], None], ranks: Collective) -> None:
-        """Fetches the newest intact checkpoint and deletes local ones that the driver does not have."""
+        """Fetches the newest intact checkpoint and deletes local checkpoints that the driver does not have."""
         _once_per_host(ranks, lambda: self._fetch_newest(alert))
 
     def _fetch_newest(self, alert: Callable[[str], None]) -> None:
@@ -170,7 +170,7 @@ class RemoteAccess:
             alert(f"checkpoint {name} is damaged at the driver, so the previous checkpoint is used\n  fix: check the driver's disk")
 
     def need_checkpoint(self, number: int, ranks: Collective) -> None:
-        """Fetches a checkpoint, if the driver has it."""
+        """Fetches a checkpoint if the driver has it."""
 
         def fetch() -> None:
             with contextlib.suppress(NotFound):
@@ -179,7 +179,8 @@ class RemoteAccess:
         _once_per_host(ranks, fetch)
 
     def checkpoint_written(self, folder: Path, spare: Spare, ranks: Collective) -> None:
-        """Sends a checkpoint. If the driver's disk is nearly full, older checkpoints are deleted there first. Each host sends its files."""
+        """Sends a checkpoint. If the driver's disk is nearly full, older checkpoints are deleted there first. Each host sends its own
+        files."""
         name = f"checkpoints/{folder.name}"
         if ranks.hosts > 1:
             self._send_parts(name, folder, spare, ranks)
@@ -193,7 +194,7 @@ class RemoteAccess:
     def _send_parts(self, name: str, folder: Path, spare: Spare, ranks: Collective) -> None:
         own = self._mirror.index.list_folder(folder) if ranks.is_first_on_host else FolderListing(files=())
         by_name: dict[str, FileChunks] = {}
-        for data in reversed(ranks.gather_bytes(codec.to_json(own))):  # if several hosts have a file, the first host's counts
+        for data in reversed(ranks.gather_bytes(codec.to_json(own))):  # if several hosts have the same file, the first host's is used
             by_name |= {file.name: file for file in codec.from_json(FolderListing, data).files}
         whole = FolderListing(files=tuple(by_name[file] for file in sorted(by_name)))
         missing: list[str] = []
@@ -212,7 +213,7 @@ class RemoteAccess:
         ranks.barrier()
 
     def prune_checkpoints(self, keep: int, spare: Spare) -> None:
-        """Deletes old checkpoints at the driver."""
+        """Deletes old checkpoints on the driver."""
         self._calls("prune_checkpoints", keep=keep, spare=sorted(spare()))
 
     def version_written(self, folder: Path) -> None:
@@ -224,7 +225,7 @@ class RemoteAccess:
         self._mirror.link.call("PUT", "/base_probe", (self.folder / BASE_PROBE).read_bytes())
 
     def tokens_recorded(self, step: int, rank: int) -> None:
-        """Sends the tokens that a rank recorded, within `_TOKENS_S` seconds. The first fault is logged."""
+        """Sends the tokens that a rank recorded, within `_TOKENS_S` seconds. Only the first error is logged."""
         try:
             content = token_records.load_file(self.folder, step, rank)
             self._mirror.link.call("PUT", f"/updates/{step}/{rank}", content, timeout_s=_TOKENS_S)
@@ -236,11 +237,11 @@ class RemoteAccess:
             self._tokens_failed = True
 
     def record_uses(self, uses: StepUses) -> None:
-        """Records how the next step used its groups."""
+        """Records how the step after the last recorded one used its groups."""
         self._calls("record_uses", uses=_uses(uses))
 
     def reconcile(self, steps: int, sha256: str) -> None:
-        """Sets the driver's ledger and recorded uses to those of a checkpoint."""
+        """Restores the driver's ledger and recorded uses to those of a checkpoint."""
         self._calls("reconcile", steps=steps, sha256=sha256)
 
     def record_setbacks(self, setbacks: tuple[UpdateFailure, ...]) -> None:
@@ -249,11 +250,11 @@ class RemoteAccess:
             self._calls("record_setbacks", setbacks=[codec.to_data(setback) for setback in setbacks])
 
     def forget_setbacks(self, step: int) -> None:
-        """Removes the setbacks from `step` on."""
+        """Removes the setbacks of `step` and of all later steps."""
         self._calls("forget_setbacks", step=step)
 
     def pending_rollback(self) -> RollbackRequest | None:
-        """Returns the rollback that the gate or a user requests."""
+        """Returns the rollback that the gate or a user requested."""
         data = self._calls("pending_rollback")
         return None if data is None else codec.from_json(RollbackRequest, json.dumps(data))
 
@@ -263,12 +264,13 @@ class RemoteAccess:
         return None if data is None else ServerAddress(url=str(data["url"]), key=str(data["key"]), start=int(data["start"]))
 
     def close(self) -> None:
-        """Closes the connection of this thread."""
+        """Closes this thread's connection to the driver."""
         self._mirror.link.close()
 
 
 def _once_per_host(ranks: Collective, work: Callable[[], object]) -> None:
-    """Calls `work` on the first rank of each host, and returns on all ranks when it is done. `work` hashes gigabytes."""
+    """Calls `work` on the first rank of each host, and returns on all ranks when every host is done. `work` runs only
+    once per host, because it hashes gigabytes."""
     if ranks.is_first_on_host:
         work()
     ranks.barrier()

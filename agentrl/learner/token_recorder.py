@@ -20,7 +20,8 @@ log = logging.getLogger("agentrl.learner")
 class TokenRecorder:
     """Collects the tokens of this rank's micro-batches during a step, and writes them at the end of the step.
 
-    The tensors stay on their device until then, 13 bytes per trained token, so recording adds no synchronization to a micro-batch.
+    Until then, the tensors stay on their device (four float32 values per trained token), so recording adds no synchronization to a
+    micro-batch.
     """
 
     def __init__(self, run_dir: Path, rank: int) -> None:
@@ -34,14 +35,14 @@ class TokenRecorder:
         Args:
             samples: the samples that the indices in `sequence` refer to.
             sequence: [N] index of each token's sample.
-            logprobs: [N] of the trained policy, like `entropy`.
+            logprobs: [N] logprobs under the trained policy; `entropy` is under the same policy.
         """
         unknown = torch.full_like(logprobs, torch.nan, dtype=torch.float32)
         columns = (logprobs, unknown if entropy is None else entropy, result.weight, result.clipped)
         self._parts.append((samples, sequence, torch.stack([column.detach().float() for column in columns])))
 
     def save(self, step: int) -> None:
-        """Writes the step's tokens, and discards them. An error is logged once and does not stop the run.
+        """Writes the step's tokens and discards them. An error does not stop the run, and only the first error is logged.
 
         Args:
             step: number of the version that the step produces.

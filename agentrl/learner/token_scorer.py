@@ -1,4 +1,4 @@
-"""Computes logprobs and entropies of selected tokens, and values if there is a value head, in bounded memory for logits."""
+"""Computes logprobs and entropies of selected tokens, and values if there is a value head, with bounded memory for logits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from agentrl.records.sampling import MAX_SUPPORT
 LOGITS_AT_ONCE = 2**25  # float32 logits in memory at a time: 128 MiB, and a few times that in the backward pass
 
 LIKELIEST = MAX_SUPPORT + 8
-"""Number of most likely tokens in a probe: the largest support, plus some tokens that rounding may exchange with its last ones."""
+"""Number of most likely tokens in a probe: the largest support, plus some tokens that rounding may swap with the support's last ones."""
 
 
 class TokenScorer(nn.Module):
@@ -51,7 +51,7 @@ class TokenScorer(nn.Module):
             layout: which token follows which.
             positions: [N] index into [T] of the predicting token.
             targets: [N] ids of the predicted tokens.
-            supports: [N, K] tokens that each softmax is over; see `LogprobHead.forward`.
+            supports: [N, K] ids of the tokens over which each softmax is computed; see `LogprobHead.forward`.
             ahead: temperature at which to also return logprobs [1, M] and ids [1, M] of the most likely tokens after the last of
                 `positions`, over the whole vocabulary.
         """
@@ -66,7 +66,7 @@ class TokenScorer(nn.Module):
 
 
 class LogprobHead(nn.Module):
-    """The output head followed by log-softmax, chunked. Shares its parameters with the model."""
+    """The output head followed by log-softmax, computed in chunks. Shares its parameters with the model."""
 
     def __init__(self, linear: nn.Linear, logits_at_once: int) -> None:
         super().__init__()
@@ -79,8 +79,8 @@ class LogprobHead(nn.Module):
 
         If `targets` is None, returns logprobs and ids of the most likely tokens.
 
-        `supports` [N, K]: ids of the tokens that a target was drawn from, including the target, padded with -1. None or a row of -1 means
-        the whole vocabulary. The softmax is then over these tokens only, and only K rows of the head are computed.
+        `supports` [N, K]: ids of the tokens that a target was drawn from, including the target, padded with -1. The softmax
+        is over these tokens only, and only K rows of the head are computed. None or a row of -1 means the whole vocabulary.
         """
         if targets is None:
             best = _log_softmax(hidden, self.weight, self.bias, temperature, None).topk(min(LIKELIEST, self.weight.shape[0]), dim=-1)
@@ -112,13 +112,13 @@ class LogprobHead(nn.Module):
 
 
 class _Chunked(torch.autograd.Function):
-    """Computes some rows at a time, forward and backward: at most a few times `rows` x vocabulary floats are in memory at once.
+    """Processes a few rows at a time in both passes, so that at most a few times `rows` x vocabulary floats are in memory at once.
 
-    With z the logits over temperature, p = softmax(z) over the whole vocabulary or a support, and H its entropy,
+    With z the logits divided by the temperature, p = softmax(z) over the whole vocabulary or a support, and H its entropy,
 
         d logprob / d z_j = [j = target] - p_j        d H / d z_j = -p_j (log p_j + H)
 
-    Both are 0 outside of the support. Tokens with supports always take this path.
+    Both derivatives are 0 outside the support. Tokens with supports always take this path.
     """
 
     @staticmethod
@@ -172,7 +172,7 @@ class _Chunked(torch.autograd.Function):
 def _push_back(
     slope: Tensor, hidden: Tensor, weight: Tensor, supports: Tensor | None, to_weight: Tensor | None, to_bias: Tensor | None
 ) -> Tensor:
-    """Returns the gradient of the hidden states from that of logits [n, V] or [n, K]. Adds to the gradients of weight and bias."""
+    """Returns the gradient of the hidden states, given that of the logits, [n, V] or [n, K]. Adds to the gradients of weight and bias."""
     if supports is not None:
         inside = supports >= 0
         rows, ids, slope = inside.nonzero()[:, 0], supports[inside], slope[inside]
@@ -193,14 +193,14 @@ def _push_back(
 
 
 def _log_softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, supports: Tensor | None) -> Tensor:
-    """Returns [N, V], or [N, K] over supports padded with minus infinity; float32, or float64 for a float64 model."""
+    """Returns logprobs [N, V], or [N, K] over supports, padded with minus infinity; float32, or float64 for a float64 model."""
     logits = F.linear(hidden, weight, bias) if supports is None else _logits_inside(hidden, weight, bias, supports)
     logits = logits if logits.dtype == torch.float64 else logits.float()
     return (logits if temperature == 1.0 else logits / temperature).log_softmax(-1)
 
 
 def _logits_inside(hidden: Tensor, weight: Tensor, bias: Tensor | None, supports: Tensor) -> Tensor:
-    """Returns [N, K], padded with minus infinity: one product for each token of a support."""
+    """Returns the logits [N, K] of the supports' tokens, padded with minus infinity. Computes one product per token."""
     inside = supports >= 0
     rows, ids = inside.nonzero()[:, 0], supports[inside]
     logits = torch.bmm(hidden[rows][:, None, :], F.embedding(ids, weight)[:, :, None]).flatten()
@@ -219,14 +219,15 @@ def _entropy(logp: Tensor, supports: Tensor | None) -> Tensor:
 
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
-"""Largest accepted difference of a logprob in `check_scorer`, in nats, by `policy.dtype`."""
+"""Largest accepted difference between logprobs in `check_scorer`, in nats, by `policy.dtype`."""
 
 
 def check_scorer(scorer: TokenScorer, *, tolerance: float) -> None:
     """Checks that the scorer agrees with the model's forward pass over plain sequences.
 
     Raises `UserError` if the model's logits are not its output embedding times the last hidden state, or if its layers mix tokens by
-    anything but attention, because samples are laid out without padding and with shared prefixes stored once.
+    anything other than attention. Samples are laid out without padding and with shared prefixes stored once, so only attention may mix
+    them.
     """
     config = scorer.lm.config
     device = scorer.head.weight.device
@@ -256,7 +257,7 @@ def check_scorer(scorer: TokenScorer, *, tolerance: float) -> None:
 
 
 def value_head(lm: Any) -> nn.Linear:
-    """Returns a linear layer with one output. Its weights start at zero, so its first gradient does not reach the trunk."""
+    """Returns a linear layer with one output. Its weights start at zero, so the first gradient does not reach the trunk."""
     head = nn.Linear(lm.config.get_text_config().hidden_size, 1, dtype=lm.dtype, device=lm.device)
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)

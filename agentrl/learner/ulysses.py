@@ -1,8 +1,8 @@
-"""Sequence parallelism after Ulysses (https://arxiv.org/abs/2309.14509): a team of ranks shares every forest of sequences.
+"""Sequence parallelism as in Ulysses (https://arxiv.org/abs/2309.14509): a team of ranks shares every forest of sequences.
 
-Each rank embeds, projects and transforms a stretch of the tokens. DeepSpeed's all-to-all before attention gives each rank all tokens
+Each rank embeds, projects and transforms a shard of the tokens. DeepSpeed's all-to-all before attention gives each rank all tokens
 for some of the heads, and a second all-to-all after attention reverses this. The team's logprobs are gathered, and each rank computes the
-same loss. The gradient on a rank covers only its own stretch, so the sum over all ranks is the complete gradient, as without teams.
+same loss. The gradient on a rank covers only its own shard, so the sum over all ranks is the complete gradient, as without teams.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def form_teams(ranks: Ranks, size: int) -> Ranks:
 
 
 def check_heads(config: Any, team: Team) -> None:
-    """Raises `UserError` for a model whose key heads cannot be divided among a team."""
+    """Raises `UserError` if the model's key heads cannot be divided evenly among a team."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     if heads % team.size:
         raise UserError(
@@ -46,7 +46,7 @@ def check_heads(config: Any, team: Team) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenShard:
-    """A rank's shard of a forest of `length` tokens. It has `width` tokens from `start` on; the last shards may have fewer."""
+    """A rank's shard of a forest of `length` tokens. A shard has `width` tokens from `start` on; the last shards may have fewer."""
 
     team: Team
     length: int
@@ -77,7 +77,7 @@ class TokenShard:
 def sharded_attention(
     attend: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor, stretch: TokenShard
 ) -> Tensor:
-    """Attends over all tokens of a forest, of which each rank holds a part: [1, H, S, D] to [1, S, H, D].
+    """Computes attention over all tokens of a forest, of which each rank holds a part. Maps [1, H, S, D] to [1, S, H, D].
 
     `attend` maps some heads of all tokens, [1, h, T, D], to [1, T, h, D].
     """
@@ -93,9 +93,9 @@ def sharded_attention(
 
 
 class _Gathered(torch.autograd.Function):
-    """Gathers in the forward pass. The backward pass returns each rank's shard.
+    """Gathers the ranks' results in the forward pass. The backward pass returns each rank's shard.
 
-    It does not sum over ranks, because all ranks compute the same loss, so a sum would count it repeatedly.
+    The backward pass does not sum over ranks. All ranks compute the same loss, so a sum would count the loss several times.
     """
 
     @staticmethod

@@ -1,8 +1,9 @@
-"""Loads a checkpoint that a different number of ranks or a different ZeRO stage wrote.
+"""Loads a checkpoint that was written with a different number of ranks or a different ZeRO stage.
 
-It uses DeepSpeed's universal format: a folder per parameter with its unsharded float32 weights, two moments and step count. DeepSpeed
-converts stages 1 to 3 to it and reads it in engines of those stages; this module splits and joins the single file of stage 0. It
-also adds what DeepSpeed 0.19.8 lacks for a change of stage: stage 3's step counts, and the file names and headers of the other stage.
+This module uses DeepSpeed's universal format: a folder per parameter with its unsharded float32 weights, two moments and step count.
+DeepSpeed converts checkpoints of stages 1 to 3 to this format and loads it into engines of those stages. This module splits and joins the
+single file of stage 0. It also adds what DeepSpeed 0.19.8 lacks for a change of stage: stage 3's step counts, and the file names and
+headers of the other stage.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def tensors_only(what: str) -> Iterator[None]:
 
 
 def read(path: Path) -> Any:
-    """Returns the content of a file, on the CPU. Use inside `tensors_only`."""
+    """Returns the contents of a file, with tensors on the CPU. Use inside `tensors_only`."""
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
@@ -66,7 +67,7 @@ def _first_line(error: Exception) -> str:
 
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_PARAM = "param"  # DeepSpeed's key of the tensor in each of these files
+_PARAM = "param"  # DeepSpeed's key for the tensor in each of these files
 
 
 def layout(stage: int) -> str:
@@ -75,14 +76,14 @@ def layout(stage: int) -> str:
 
 
 def layout_of(folder: Path) -> str:
-    """Returns the layout of the engine that wrote a checkpoint folder."""
+    """Returns the file layout in which a checkpoint folder was written."""
     if any(folder.glob("zero_pp_rank_*_model_states.pt")):
         return "weights"
     return "states" if any(folder.glob("*_optim_states.pt")) else "whole"
 
 
 def load_converted(engine: Any, folder: Path, tag: str, ranks: Ranks) -> None:
-    """Loads `folder/tag` into a DeepSpeed engine of any stage, through a temporary copy. Use inside `tensors_only`.
+    """Loads `folder/tag` into a DeepSpeed engine of any stage, by converting it in a temporary folder. Use inside `tensors_only`.
 
     Raises `LearnerError` if the checkpoint cannot be converted or has different parameters.
     """
@@ -104,7 +105,7 @@ def load_converted(engine: Any, folder: Path, tag: str, ranks: Ranks) -> None:
 
 
 def _to_universal(source: Path, target: Path, engine: Any) -> str | None:
-    """Writes a checkpoint folder in the universal format for `engine`; returns the reason if that is impossible."""
+    """Converts a checkpoint folder to the universal format for `engine`. Returns None, or the reason why that is impossible."""
     target.mkdir(parents=True)
     kind = layout_of(source)
     headers = sorted(source.glob("*_model_states.pt"))[0]
@@ -124,7 +125,7 @@ def _to_universal(source: Path, target: Path, engine: Any) -> str | None:
 
 
 def _split(saved: dict[str, Any], target: Path, engine: Any) -> str | None:
-    """Splits a stage 0 checkpoint. Its optimizer numbers the parameters in the same order as `engine`."""
+    """Splits a stage 0 checkpoint. The checkpoint's optimizer numbers the parameters in the same order as `engine`."""
     groups, names_of = saved["optimizer"]["param_groups"], _names(engine)
     if [len(group["params"]) for group in groups] != [len(names) for names in names_of]:
         return "its optimizer has different parameter groups; resume with the learner.weight_decay and the critic of the run that wrote it"

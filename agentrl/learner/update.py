@@ -36,8 +36,8 @@ class PreparedMicroBatch:
 
     batch: MicroBatch
     samples: tuple[Sample, ...]  # the samples that the indices in `batch.sequence` refer to
-    critic_step: int  # index of the critic's optimizer step that it belongs to
-    critic_tokens: int  # trained tokens of that step, on all ranks
+    critic_step: int  # index of the critic's optimizer step that the micro-batch belongs to
+    critic_tokens: int  # number of trained tokens in that step, over all ranks
     proximal: Tensor | None
     reference: Tensor | None  # logprobs of the KL reference model
     returns: Tensor | None = None  # [N]
@@ -50,7 +50,7 @@ class PreparedMicroBatch:
         return replace(self, batch=replace(self.batch, advantages=advantages), returns=returns)
 
     def whitened(self, mean: float, scale: float) -> PreparedMicroBatch:
-        """Returns a copy whose advantages have mean 0 and deviation 1 over the batch."""
+        """Returns a copy whose advantages have mean 0 and standard deviation 1 over the batch."""
         return replace(self, batch=replace(self.batch, advantages=(self.batch.advantages - mean) / scale))
 
     def value_loss(self, values: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ Plan = list[tuple[Batch, list[PreparedMicroBatch]]]  # the micro-batches of each
 class Updater:
     """Applies batches to an engine. Its `guard` checks each optimizer step and records skipped steps.
 
-    `recorder` records the tokens of each step; None records nothing.
+    `recorder` records the tokens of each step; None disables recording.
     """
 
     def __init__(self, engine: PolicyEngine, *, critic: Critic | None = None) -> None:
@@ -80,12 +80,13 @@ class Updater:
         self._reference = kl_reference_for(engine) if self._objective.kl != "none" else None
 
     def update(self, batch: Batch) -> dict[str, float]:
-        """Trains on `batch` and returns its metrics. All ranks call it with the same batch and get the same result.
+        """Trains on `batch` and returns its metrics. All ranks must pass the same batch, and they receive the same
+        result.
 
-        A minibatch is skipped if its loss, its gradient or an advantage is not finite, or if it exceeds one of `learner.limits`. The
-        weights then stay the same, and `updates_left_out` counts the minibatch. If a limit demands a rollback, `guard.rolling_back` is True
-        afterwards, and the weights must not be used. Raises `LearnerHalted` if a limit demands it or too many steps in a row were skipped.
-        A batch without samples changes nothing.
+        A minibatch is skipped if its loss, its gradient or an advantage is not finite, or if the minibatch violates one of
+        `learner.limits`. In that case, the weights stay the same, and `updates_left_out` counts the minibatch. If a limit demands a
+        rollback, `guard.rolling_back` is True afterwards, and the weights must not be used. Raises `LearnerHalted` if a limit demands it or
+        too many steps in a row were skipped. A batch without samples changes nothing.
         """
         start = time.perf_counter()
         self.guard.begin_step()
@@ -120,7 +121,9 @@ class Updater:
         return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
     def score_penalties(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Returns what `objective.kl=k1_reward` subtracts from each episode's score, by id; empty for other objectives. A collective."""
+        """Returns a mapping from episode id to the penalty that `objective.kl=k1_reward` subtracts from the episode's score.
+
+        The mapping is empty for other objectives. A collective."""
         if self._objective.kl != "k1_reward":
             return {}
         assert self._reference is not None, "a KL term needs the KL reference model"
@@ -135,7 +138,7 @@ class Updater:
         return dict(penalties)
 
     def _schedule_step(self, step: int) -> int:
-        """Returns the step number in the schedules of learning rate and entropy weight. A rollback also sets this number back."""
+        """Returns the step number in the schedules of the learning rate and the entropy weight. A rollback also sets this number back."""
         return step - self.guard.counts.undone
 
     def _progress(self, step: int) -> float:
@@ -143,7 +146,7 @@ class Updater:
         return self._schedule_step(step) / max(1.0, self.engine.recipe.step_limit - 1)
 
     def _micro_batches(self, samples: Sequence[Sample]) -> list[MicroBatch]:
-        """Returns this rank's micro-batches. Each of their tokens has the index of its sample in `samples`."""
+        """Returns this rank's micro-batches. Each token carries the index of its sample in `samples`."""
         ranks = self.engine.ranks
         check_vocabulary(samples, self.engine.lm.config.get_text_config().vocab_size)
         numbers = {id(sample): number for number, sample in enumerate(samples)}
@@ -152,7 +155,8 @@ class Updater:
         return [build_micro_batch(rows, ranks.device, [numbers[id(row)] for row in rows], team=ranks.team) for rows in planned]
 
     def _prepare(self, parts: list[Batch]) -> Plan:
-        """Returns each optimizer step's micro-batches, in the order of the critic's smaller steps, with results from before the step."""
+        """Returns each optimizer step's micro-batches, in the order of the critic's smaller steps, with results computed before the
+        step."""
         recomputes = self._objective.off_policy.recomputes(len(parts))
         critic_steps = 1 if self.critic is None else self.critic.config.minibatches
         return [
@@ -169,7 +173,9 @@ class Updater:
 
     @torch.no_grad()
     def _before(self, batch: MicroBatch, critic_step: int, piece: Batch, recomputes: bool) -> PreparedMicroBatch:
-        """Returns a micro-batch of `piece` with the results of policy, critic and KL reference model; a shared trunk runs once for both."""
+        """Returns a micro-batch of `piece` with the results of the policy, the critic and the KL reference model.
+
+        If the policy and the critic share a trunk, it runs once for both."""
         self.engine.ranks.report_progress("computing reference logprobs", batch.layout.length)
         in_loss = self._reference if self._objective.kl != "k1_reward" else None
         proximal, values = None, None
@@ -202,7 +208,8 @@ class Updater:
         return updated, metrics
 
     def _estimated(self, micro_batches: list[PreparedMicroBatch], critic: Critic | SharedCritic) -> list[PreparedMicroBatch]:
-        """Returns the micro-batches of an optimizer step with advantages and returns. A collective if samples continue each other."""
+        """Returns the micro-batches of an optimizer step with their advantages and returns. A collective if a
+        sample was truncated or continues in another sample."""
         estimated: list[PreparedMicroBatch] = []
         for _, step in groupby(micro_batches, key=attrgetter("critic_step")):
             micros = list(step)
@@ -237,7 +244,7 @@ class Updater:
         return estimated
 
     def _last_values(self, samples: Sequence[Sample], critic: Critic | SharedCritic) -> dict[int, float]:
-        """Returns the value of the last state of each truncated sample, by its number. A collective."""
+        """Returns a mapping from the index of each truncated sample to the value of its last state. A collective."""
         truncated = {number: sample for number, sample in enumerate(samples) if sample.last_state}
         states = [state_sample(sample) for sample in truncated.values()]
         values = torch.zeros(len(states))
@@ -247,7 +254,7 @@ class Updater:
         return dict(zip(truncated, self.engine.ranks.sum(values).tolist(), strict=True))
 
     def _learn_values(self, prepared: Plan, critic: Critic | SharedCritic) -> dict[str, float]:
-        """Takes `critic.epochs` times `critic.minibatches` optimizer steps of the critic for each minibatch."""
+        """Performs `critic.epochs` times `critic.minibatches` optimizer steps of the critic for each minibatch."""
         ranks = self.engine.ranks
         losses, norms = [], []
         for minibatch, micro_batches in prepared * critic.config.epochs:
@@ -273,7 +280,7 @@ class Updater:
         return second_moment_reach(torch.cat(ratios) if ratios else torch.empty(0), self.engine.ranks.sum)
 
     def _optimize(self, minibatch: Batch, micro_batches: list[PreparedMicroBatch], *, changed: bool, reach: float) -> dict[str, float]:
-        """Takes one optimizer step. `changed`: whether the weights changed since the start of the batch. `reach`: `_mask_reach`."""
+        """Performs one optimizer step. `changed`: whether the weights changed since the start of the batch. `reach`: see `_mask_reach`."""
         ranks = self.engine.ranks
         sums = torch.zeros(len(SUM_NAMES) + 3, dtype=torch.float64, device=ranks.device)  # plus 2 losses, 1 count
         maxima = torch.zeros(len(MAX_NAMES), dtype=torch.float64, device=ranks.device)
@@ -350,7 +357,8 @@ def _batch_metrics(batch: Batch) -> dict[str, float]:
 
 
 def index_of_tokens(sequence: Tensor, starts: Tensor) -> Tensor:
-    """Returns the index of each token among the tokens of all samples, which start at `starts`. A sample's tokens are adjacent."""
+    """Returns the index of each token among the tokens of all samples. A sample's tokens are adjacent and start at its entry in
+    `starts`."""
     _, counts = torch.unique_consecutive(sequence, return_counts=True)
     begins = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
     return starts[sequence] + torch.arange(len(sequence)) - begins

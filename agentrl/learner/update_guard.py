@@ -1,4 +1,4 @@
-"""Checks each optimizer step against the limits of the recipe, and skips, rolls back or halts.
+"""Checks each optimizer step against the recipe's limits. On a violation, skips the step, rolls back or halts.
 
 All ranks check the same metrics (already summed over ranks), so they make the same decision without communication.
 """
@@ -18,9 +18,9 @@ from agentrl.version.rollback import BUDGET_STEPS, recent_steps
 SKIP, ROLLBACK, HALT = "skip", "rollback", "halt"
 _SEVERITY = (SKIP, ROLLBACK, HALT)
 MAX_BAD_UPDATES = 3  # optimizer steps skipped in a row: one may be bad luck, three mean damaged weights or experience
-MAX_ROLLBACKS = 2  # within `BUDGET_STEPS`: a third would repeat what failed twice, so the step halts instead
-MAX_BAD_GROUPS = 16  # excluded within `BUDGET_STEPS`: finite numbers are the rule, so more mean a fault of verifier or server
-REFUSE_ALL = -1.0  # largest accepted gradient norm that rejects every gradient
+MAX_ROLLBACKS = 2  # within `BUDGET_STEPS`: a third would repeat what failed twice, so the run halts instead
+MAX_BAD_GROUPS = 16  # excluded within `BUDGET_STEPS`: finite numbers are the rule, so more indicate a fault in the verifier or the server
+REFUSE_ALL = -1.0  # limit on the gradient norm that rejects every gradient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,11 +36,11 @@ class FailureCounts(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateFailure(Record):
-    """A skipped group or optimizer step: a line of `failures/updates.jsonl`."""
+    """A setback, such as a skipped group or optimizer step: a line in `failures/updates.jsonl`."""
 
     step: int
     action: str  # skip, rollback or halt
-    what: str  # group; critic or policy for its optimizer step; gate or user for the rollback that it requested
+    what: str  # group; critic or policy for an optimizer step; gate or user for a requested rollback
     reasons: tuple[Text, ...]
     groups: tuple[int, ...]
     episodes: tuple[str, ...]
@@ -71,7 +71,7 @@ class UpdateGuard:
         return setbacks
 
     def exclude_groups(self, step: int, groups: Sequence[Group], dropped: Mapping[int, str]) -> int:
-        """Records the groups that `assemble` dropped because a number was not finite; returns their number.
+        """Records the groups that `assemble` dropped because a number was not finite, and returns their number.
 
         Raises `LearnerHalted` once there are `MAX_BAD_GROUPS` of them within `BUDGET_STEPS` steps.
         """
@@ -153,7 +153,7 @@ class UpdateGuard:
             )
 
     def _violations(self, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-        """Returns reason and action for each metric that is not finite or beyond its limit. Missing metrics are not checked.
+        """Returns a (reason, action) pair for each metric that is not finite or violates its limit. Missing metrics are not checked.
 
         NaN violates every limit on its metric.
         """

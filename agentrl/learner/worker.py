@@ -1,8 +1,8 @@
 """One rank of a run's learner process.
 
-A step selects its groups in the store, builds the batch, updates, checkpoints, commits the consumption and publishes the new version.
-The rename of the checkpoint completes the step. If the process dies later, the rest is repaired from the checkpoint. If the driver's
-gate or a user rejected a version, the next step is a rollback instead of an update.
+A step selects its groups in the store, builds the batch, updates the weights, writes a checkpoint, commits the use of the groups and
+publishes the new version. Renaming the checkpoint folder completes the step. If the process dies after that, the rest is redone from the
+checkpoint. If the driver's gate or a user rejected a version, the next step is a rollback instead of an update.
 """
 
 from __future__ import annotations
@@ -72,13 +72,13 @@ class Worker:
         self.broadcaster = Broadcaster(access.find_server, recipe, self.engine) if nccl else None
         self.order = GroupOrder.from_recipe(recipe)
         self.consumed_sha256 = step_uses.NO_STEPS
-        self._open_block = 0  # first block that is not consumed completely
+        self._open_block = 0  # first block that has not been consumed completely
         self.rolled_back: tuple[int, ...] = ()
         self.next_step = 0
         self.good = 0
 
     def run(self) -> None:
-        """Repairs the state after a crash, then runs steps until `recipe.step_limit` or a stop request."""
+        """Repairs the state after a crash, then runs steps until `recipe.step_limit` is reached or a stop is requested."""
         self.ranks.report_progress("computing version 0's probe")
         write_base_probe(self.access, self.engine)
         self.ranks.report_progress("resuming")
@@ -94,7 +94,7 @@ class Worker:
         log.info("all %d steps are done", self.next_step)
 
     def close(self) -> None:
-        """Closes store and registry."""
+        """Closes the store and the registry."""
         self.access.close()
 
     def _step(self, groups: tuple[Group, ...], rejected: bool = False) -> None:
@@ -128,7 +128,7 @@ class Worker:
     def _train(self, step: int, groups: tuple[Group, ...]) -> tuple[int, dict[str, float], dict[int, GroupUse]]:
         """Updates the weights, or rolls back if a limit of the recipe requires it.
 
-        Returns the parent of the new version, metrics, and how each group was used.
+        Returns the parent of the new version, the metrics, and a mapping from group index to how the group was used.
         """
         replayed = self._groups_to_replay(step)
         assembled, metrics, failures = self._update(step, groups, replayed)
@@ -144,7 +144,7 @@ class Worker:
         return step, metrics, group_uses(groups, assembled, failures, updated=metrics["optimizer_steps"] > 0)
 
     def _requested_rollback(self, step: int, groups: tuple[Group, ...]) -> tuple[int, dict[str, float], dict[int, GroupUse]]:
-        """Performs the requested rollback. Undone versions sampled the groups of this step, so the step consumes them."""
+        """Performs the requested rollback. The groups of this step were sampled by undone versions, so the step consumes them untrained."""
         request = self.access.pending_rollback()
         if request is None:
             raise LearnerError(f"step {step}: the rollback request disappeared")
@@ -199,10 +199,10 @@ class Worker:
         return assembled, metrics, setbacks
 
     def _roll_back(self, step: int, to: int) -> int:
-        """Undoes all steps since checkpoint `to`; returns its number.
+        """Undoes all steps since checkpoint `to`, and returns its number.
 
-        The groups of the undone steps stay consumed. The old weights are published under the next number, so server and rollouts switch
-        to them as to any other version.
+        The groups of the undone steps stay consumed. The old weights are published under the next number, so the server and the
+        rollouts switch to them as to any other version.
         """
         self.access.need_checkpoint(to, self.ranks)
         checkpoint = checkpoints.numbered(self.checkpoints, to)
@@ -245,7 +245,7 @@ class Worker:
         return folder.name
 
     def _spared_checkpoints(self) -> set[int]:
-        """Returns the checkpoints to which the run may now return."""
+        """Returns the numbers of the checkpoints to which the run may have to return."""
         spared = {self.good} if self.recipe.learner.rolls_back else set()
         if (request := self.access.pending_rollback()) is not None:
             spared.add(request.to)
@@ -267,7 +267,7 @@ class Worker:
             self.broadcaster.send(meta.step)
 
     def _resume(self) -> None:
-        """Loads the newest intact checkpoint and brings store and registry to the same step."""
+        """Loads the newest intact checkpoint and brings the store and the registry to the same step."""
         self.access.prepare(self.ranks.report_progress.alert, self.ranks)
         checkpoint = checkpoints.newest(self.checkpoints, alert=self.ranks.report_progress.alert)
         if checkpoint is not None:
@@ -304,7 +304,7 @@ class Worker:
                     self.registry.set_state(number, VersionState.ROLLED_BACK)
 
     def _rejected(self, step: int) -> bool:
-        """Whether the gate or a user requests a rollback before this step. Rank 0 decides for all ranks."""
+        """Whether this step must perform a rollback that the gate or a user requested. Rank 0 decides for all ranks."""
         return bool(self.ranks.from_first(int(self.ranks.is_first and self._rollback_requested(step))))
 
     def _rollback_requested(self, step: int) -> bool:
@@ -317,7 +317,9 @@ class Worker:
         return True
 
     def _gate_checkpoints(self) -> set[int]:
-        """Returns the checkpoints that the gate may request: of the last promoted version, and of later versions that it must decide on."""
+        """Returns the numbers of the checkpoints that the gate may request.
+
+        These belong to the last promoted version, and to later versions on which the gate has yet to decide."""
         gate = self.recipe.gate
         if gate is None or not gate.rolls_back:
             return set()
@@ -338,7 +340,7 @@ class Worker:
         return True
 
     def _wait_for_groups(self, step: int) -> tuple[Group, ...] | None:
-        """Waits for the step's groups and returns them; None if a stop was requested. Rank 0 decides for all ranks."""
+        """Waits for the step's groups and returns them, or returns None if a stop was requested. Rank 0 decides for all ranks."""
         while True:
             decision = self.ranks.from_first(self._look(step) if self.ranks.is_first else _WAIT)
             self.ranks.report_progress("waiting for groups")
@@ -367,7 +369,7 @@ class Worker:
 def group_uses(
     groups: Sequence[Group], assembled: AssembledBatch, failures: Sequence[UpdateFailure], *, updated: bool = True
 ) -> dict[int, GroupUse]:
-    """Returns how an update used each group: the tokens that it trained, or the reason why it trained none.
+    """Returns a mapping from group index to how an update used the group: the tokens that it trained, or the reason why it trained none.
 
     Args:
         updated: whether the step had optimizer steps of the policy; a critic may warm up first.
@@ -410,15 +412,15 @@ def _tokens(groups: tuple[Group, ...]) -> int:
 
 
 def run_worker(run_dir: Path, *, root: Path | None = None, progress: str | None = None, driver: tuple[str, str] | None = None) -> None:
-    """Runs this rank of the learner of `run_dir` until all steps are done or SIGTERM arrives.
+    """Runs this rank of the learner for the run in `run_dir` until all steps are done or SIGTERM arrives.
 
     Args:
         root: project root, for a user-supplied store, estimator and loss.
         progress: path of the pipe for `ProgressReporter`; None disables reports.
         driver: address and key of the driver, if `run_dir` is a mirror of the run folder.
 
-    Raises `PluginError` if a user-supplied part cannot be resolved or does not implement its protocol, `RecipeError` for an invalid recipe,
-    and `LearnerError` or `StoreError` if the learner cannot continue.
+    Raises `PluginError` if a user-supplied part cannot be resolved or does not implement its protocol, `RecipeError` if the recipe is
+    invalid, and `LearnerError` or `StoreError` if the learner cannot continue.
     """
     start = time.perf_counter()
     transformers.utils.logging.disable_progress_bar()

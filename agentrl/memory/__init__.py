@@ -1,5 +1,5 @@
-"""Memory across episodes: notes that agents write and later episodes search, by scope and version. Attempts at a task never see notes of
-other attempts at the same task.
+"""Memory across episodes: notes that agents write and later episodes search, by scope and version. Attempts at a task never see notes
+from other attempts at the same task.
 """
 
 from agentrl.memory.episode import StoreView, scope_of

@@ -1,4 +1,4 @@
-"""One episode's access to the memory of a run. Its notes are stored only if the episode counts."""
+"""One episode's access to the memory of a run. The episode's notes are stored only if it counts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class SearchableNotes(Protocol):
 
     @property
     def config(self) -> MemoryConfig:
-        """The recipe's settings."""
+        """The recipe's memory settings."""
 
     def search(self, query: str, *, scope: str, version: int, task_key: str) -> tuple[NoteMatch, ...]:
         """See `NoteStore.search`."""
@@ -53,11 +53,11 @@ class StoreView:
 
     @classmethod
     def of(cls, store: SearchableNotes, task: Task, version: int) -> StoreView:
-        """Returns the view of a task. Version 0 is empty. Raises `TaskError` like `scope_of`."""
+        """Returns the view for attempts at a task. Version 0 contains no notes. Raises `TaskError` in the same cases as `scope_of`."""
         return cls(store=store, scope=scope_of(task, store.config.scope), version=version, task_key=task.key)
 
     def begin(self, memo: Memo | None = None) -> EpisodeNotes:
-        """Returns the memory of a new or resumed episode."""
+        """Returns the memory for a new or resumed episode."""
         return EpisodeNotes(self, memo or Memo(scope=self.scope))
 
     def search(self, query: str) -> tuple[NoteMatch, ...]:
@@ -94,7 +94,7 @@ class EpisodeNotes:
             return True, "noted"
 
     def recall(self, query: str, own: Sequence[str] = (), most: int | None = None) -> tuple[bool, str]:
-        """Searches notes of earlier episodes. Returns whether that succeeded, and the result for the agent. See `EpisodeMemory`."""
+        """Searches notes from earlier episodes. Returns whether that succeeded, and the result for the agent. See `EpisodeMemory`."""
         if len(query) > QUERY_CHARS:
             return False, f"the query has {len(query)} characters, but the limit is {QUERY_CHARS}"
         most = RESULTS if most is None else most
@@ -108,7 +108,7 @@ class EpisodeNotes:
 
 
 def printable_note(text: str) -> str:
-    """Returns the text, stripped, with replacement characters for unprintable characters."""
+    """Returns the stripped text, with each unprintable character replaced by the replacement character."""
     printable = "".join(
         char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text.replace("\r\n", "\n")
     )

@@ -1,7 +1,7 @@
 """Audits a run's memory from the records of its episodes: which notes each episode read, and whether it was allowed to read them.
 
-The audit does not rely on the note store. For training episodes it looks up the authors of the notes that were read; for evaluation
-episodes it uses the authors' ids.
+The audit does not rely on the note store. For training episodes, it looks up the authors of the notes that were read. For
+evaluation episodes, it uses the authors' ids.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class MemoryReport:
     """The writes and reads of a run, and the reads that were not allowed."""
 
     version: int  # number of steps in the store
-    kept: Mapping[str, tuple[int, int]]  # scope -> number of stored notes, and of episodes that wrote them
+    kept: Mapping[str, tuple[int, int]]  # scope -> (number of stored notes, number of episodes that wrote them)
     episodes: int  # training episodes
     writers: int
     readers: int
@@ -64,9 +64,11 @@ class MemoryReport:
 
 
 def audit_memory(run: Path, *, on_progress: Callable[[int, int], None] = lambda done, total: None) -> MemoryReport:
-    """Examines every episode of a run with a memory. `on_progress` is called with the numbers of finished and of all groups.
+    """Examines every episode of a run with a memory. `on_progress` is called with the number of finished groups and the number
+    of all groups.
 
-    Raises `UserError` if the folder contains no run with a memory, and `StoreError`.
+    Raises `UserError` if the folder contains no run with a memory or a file of the run is damaged, and `StoreError` if the store cannot be
+    read.
     """
     if not run.is_dir():
         raise UserError(f"there is no run folder {run}", fix="use the folder of a run, such as runs/archive")
@@ -104,7 +106,7 @@ def audit_memory(run: Path, *, on_progress: Callable[[int, int], None] = lambda 
 
 
 class _Reads:
-    """The reads of a run's episodes, group by group in order of their indices."""
+    """The reads of a run's episodes, collected group by group in index order."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.episodes = self.writers = self.readers = self.of_evaluations = self.readers_of_evaluations = 0
@@ -114,7 +116,7 @@ class _Reads:
         self._authors: dict[str, _Author] = {}
 
     def group(self, group: Group, *, step: int | None) -> None:
-        """Adds a training group and the learner step that took it, if any."""
+        """Adds a training group and the learner step that consumed it, if any."""
         version = max(0, self._order.block_of(group.index) - self._behind)
         count = {scored.episode for scored in notes_to_commit(group.episodes)}
         for scored in group.episodes:
@@ -131,7 +133,7 @@ class _Reads:
                 self._authors[episode.id] = _Author(step, knows)
 
     def _why(self, name: str, author: _Author | None, task_key: str, version: int) -> str:
-        """Returns why an attempt at a task must not read a note of this author; empty if it may read it."""
+        """Returns why an attempt at a task must not read a note by this author, or an empty string if it may."""
         if author is None:
             return f"read a note of {name}, which is not an earlier, counted training episode"
         if author.step is None or author.step >= version:
@@ -140,7 +142,7 @@ class _Reads:
         return f"read a note of {name}, which may know the answer to its task" if task_key in author.knows else ""
 
     def evaluated(self, line: Mapping[str, Any]) -> None:
-        """Adds an evaluation transcript, which may only read notes of the same evaluation and split."""
+        """Adds an evaluation transcript. Its episode may read only notes from the same evaluation and split."""
         if line["phase"] == "train" or not isinstance(memory := line.get("memory"), dict):
             return
         read = memory.get("read")
@@ -152,7 +154,7 @@ class _Reads:
 
 
 def _lines(paths: Iterable[Path], required: Mapping[str, type]) -> Iterator[dict[str, Any]]:
-    """Yields the JSON objects of files, one per line. Raises `UserError` if a line lacks a required field."""
+    """Yields the JSON objects in files that contain one object per line. Raises `UserError` if a line lacks a required field."""
     for path in paths:
         try:
             lines = complete_lines(path)

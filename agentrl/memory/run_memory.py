@@ -1,8 +1,9 @@
 """The memory of a run: which version each group reads, the notes of evaluations, and leaked answers.
 
-Version `v` of the memory contains the notes of all steps before step `v`, from which version `v` of the policy was trained. A group reads
-the notes of the version that its block starts from (`agentrl.experience.BlockStarts`). All of them are stored by then. So the notes that
-an attempt finds depend only on the group's index: they are the same for all attempts of a group and in a resumed run.
+Version `v` of the memory contains the notes from all steps before step `v`, the steps that trained version `v` of the policy. A group
+reads the notes in the version that its block starts from (`agentrl.experience.BlockStarts`). All of these notes are stored by then.
+Therefore, the notes that an attempt finds depend only on the group's index: they are the same for all attempts in a group and in a resumed
+run.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ ANSWERS_FILE = "memory_answers.jsonl"
 
 
 class RunMemory:
-    """The notes of a run's training episodes, in its folder."""
+    """The notes of a run's training episodes, stored in the run folder."""
 
     def __init__(self, config: MemoryConfig, folder: Path, experience: DriverStore, order: GroupOrder, starts: BlockStarts) -> None:
         self.config = config
@@ -44,12 +45,12 @@ class RunMemory:
         self._nothing = NoteStore(None, config)
         self._store: NoteStore | None = None  # opened by the first step; evaluations do not use it
         self._version = 0  # version of the store
-        self._open_block = 0  # first block that has groups that are not stored
+        self._open_block = 0  # first block with groups that are not stored yet
         self._reaching = asyncio.Lock()
 
     async def prepare_block(self, block: int) -> None:
-        """Commits the notes that the groups of a block read. Call it when the block may start, because the store then has the episodes
-        that wrote the notes."""
+        """Commits the notes that the groups of a block read. Call this method when the block may start, because the experience store then
+        contains the episodes that wrote the notes."""
         async with self._reaching:
             wanted = self._starts.version_of(block)
             if self._store is None:
@@ -70,8 +71,8 @@ class RunMemory:
         return self._starts.version_of(self._order.block_of(group))
 
     def view(self, task: Task, group: int | None) -> StoreView:
-        """Returns the memory of a group's attempts; empty and read-only outside of groups. Raises `TaskError` if the task has no
-        scope."""
+        """Returns the memory for a group's attempts. The memory is empty and read-only if `group` is None. Raises `TaskError` if the task
+        has no scope."""
         if group is None:
             return StoreView(store=self._nothing, scope="none", version=0, task_key=task.key)
         version = self.version_of(group)
@@ -108,7 +109,8 @@ class RunMemory:
 
 
 class EvaluationNotes:
-    """The notes of one evaluation of one split: empty at first, then the notes of earlier rounds. Deleted when the evaluation ends."""
+    """The notes of one evaluation on one split. A round reads the notes from earlier rounds. All notes are deleted at the end of the
+    evaluation."""
 
     def __init__(self, config: MemoryConfig) -> None:
         self._config = config
@@ -121,7 +123,7 @@ class EvaluationNotes:
         return [range(part * count // parts, (part + 1) * count // parts) for part in range(parts)]
 
     def view(self, task: Task, group: int | None) -> StoreView:
-        """Returns the memory of a task's attempts."""
+        """Returns the memory for a task's attempts."""
         return StoreView.of(self._store, task, self._part)
 
     def end_round(self, scored: Sequence[ScoredEpisode]) -> None:
@@ -135,7 +137,7 @@ class EvaluationNotes:
 
 
 class ReplayedMemory:
-    """The memory of a replayed episode: each call gets its recorded answer, and nothing is written. Also implements `MemoryView`.
+    """The memory of a replayed episode: each call returns its recorded result, and nothing is written. Also implements `MemoryView`.
 
     Args:
         memo: notes of the recorded episode.
@@ -152,15 +154,15 @@ class ReplayedMemory:
         return self
 
     def note(self, text: str) -> tuple[bool, str]:
-        """Returns the recorded answer to a note."""
+        """Returns the recorded result of adding a note."""
         return self._answer(NOTE, "text", text)
 
     def recall(self, query: str, own: Sequence[str] = (), most: int | None = None) -> tuple[bool, str]:
-        """Returns the recorded answer to a query."""
+        """Returns the recorded result of a query."""
         return self._answer(RECALL, "query", query)
 
     def _answer(self, name: str, key: str, value: str) -> tuple[bool, str]:
-        """Returns the recorded answer of the first matching call that was not replayed yet; an error if there is no such call."""
+        """Returns the recorded result of the first matching call that has not been replayed yet, or an error if there is no such call."""
         for number, (call, result) in enumerate(self._left):
             if call.name == name and call.arguments.get(key, "") == value:
                 del self._left[number]
@@ -169,19 +171,19 @@ class ReplayedMemory:
 
 
 def open_memory(recipe: Recipe, folder: Path, experience: DriverStore, order: GroupOrder, starts: BlockStarts) -> RunMemory | None:
-    """Opens and returns the memory of a run; None if the recipe has no memory."""
+    """Opens and returns the memory of a run, or returns None if the recipe has no memory."""
     if recipe.memory is None:
         return None
     return RunMemory(recipe.memory, folder, experience, order, starts)
 
 
 def placeholder_memory(recipe: Recipe) -> EpisodeMemory | None:
-    """Returns an empty memory with the recipe's tools, for checks that have no episode; None if the recipe has no memory."""
+    """Returns an empty memory with the recipe's tools, for checks that have no episode, or None if the recipe has no memory."""
     return None if recipe.memory is None else EmptyMemory(Memo(scope="-"))
 
 
 def memory_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Returns the memory metrics of a step's counted episodes; empty if there is no memory."""
+    """Returns the memory metrics of a step's counted episodes, or an empty dict if there is no memory."""
     memos = [attempt.episode.memory for group in groups for attempt in group.scored if attempt.episode.memory is not None]
     if not memos:
         return {}
@@ -192,7 +194,7 @@ def memory_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def answer_leaks(task: Task, scored: ScoredEpisode) -> list[str]:
-    """Returns how notes of other episodes showed an episode the answer to its own task. Finds only what text matching finds."""
+    """Returns how notes from other episodes showed an episode the answer to its own task, as far as text matching detects it."""
     memo = scored.episode.memory
     if memo is None or not memo.read:
         return []

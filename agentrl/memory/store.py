@@ -1,8 +1,8 @@
-"""Stores notes by scope and version in one SQLite file. Each version adds all notes of a step's episodes in one transaction.
+"""Stores notes by scope and version in one SQLite file. Each version adds all notes from a step's episodes in one transaction.
 
-A search result is a pure function of version, scope, task and query: later notes and notes of other scopes change neither the result nor
-its order. Attempts at a task never see notes of other attempts at the task, or notes that were written after reading such notes.
-So an answer cannot reach a different attempt through the memory, even indirectly.
+A search result is a pure function of version, scope, task and query: later notes and notes in other scopes change neither the result nor
+its order. Attempts at a task never see notes from other attempts at the task, or notes whose author had read such notes. Therefore, an
+answer cannot reach a different attempt through the memory, even indirectly.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from agentrl.records.episode import Memo
 KEEP = 1000  # newest notes kept per scope; older ones are deleted
 RESULTS = 5  # maximum number of notes per search: five full notes take 2,000 characters of the reader's context
 QUERY_CHARS = 200  # maximum length of a query, in characters
-QUERY_WORDS = 16  # number of words of a query that are searched; additional words are ignored
+QUERY_WORDS = 16  # maximum number of query words that are searched; additional words are ignored
 
 _QUERY_S = 60.0
 _LONGEST = 1 << 28  # maximum size of a value in bytes
@@ -85,11 +85,11 @@ def notes_to_commit(episodes: Iterable[ScoredEpisode]) -> list[WrittenNotes]:
 class NoteStore:
     """The notes of a run. Thread-safe. Only one process may write; other processes may read at the same time.
 
-    Every method raises `StoreError` if the file is damaged or full, or has a different version. The notes can be rebuilt from the run's
-    groups.
+    Every method raises `StoreError` if the file is damaged or belongs to a different version of agentrl, or if the disk is full. The notes
+    can be rebuilt from the run's groups.
 
     Args:
-        path: the database file, which is created with its folder if missing. None means in memory.
+        path: the database file, which is created with its folder if missing. None keeps the database in memory.
     """
 
     def __init__(self, path: Path | None, config: MemoryConfig) -> None:
@@ -116,13 +116,14 @@ class NoteStore:
             return _version(self._db)
 
     def commit(self, step: int, episodes: Iterable[WrittenNotes], *, oldest_read: int | None = None) -> bool:
-        """Stores the notes of a step's episodes in one transaction and creates version `step + 1`. Returns False if that exists already.
+        """Stores the notes of a step's episodes in one transaction and creates version `step + 1`. Returns False if that
+        version already exists, else True.
 
         Args:
-            oldest_read: oldest version that may still be read; None means the new one. Deletes notes that neither this version nor a
-                later one shows.
+            oldest_read: oldest version that may still be read; None means the new version. Notes that neither this version
+                nor a later one shows are deleted.
 
-        Raises `StoreError` if the step does not follow the last one.
+        Raises `StoreError` if `step` does not directly follow the last stored step.
         """
         with self._lock, self._access(), transaction(self._db) as db:
             next_step = _version(db)
@@ -137,11 +138,11 @@ class NoteStore:
             return True
 
     def search(self, query: str, *, scope: str, version: int, task_key: str) -> tuple[NoteMatch, ...]:
-        """Returns the notes of a version and scope that an attempt at a task may see, best first; at most `RESULTS`.
+        """Returns at most `RESULTS` notes of a version and scope that an attempt at a task may see, best first.
 
         A note's rank is the sum of log(1 + N / n) over the query's words that it contains, where n of the N visible notes contain the
-        word (inverse document frequency). Among equal ranks the newest note comes first. Words match in their English inflections and
-        without accents. An empty query returns the newest notes.
+        word (inverse document frequency). Among equal ranks, the newest note comes first. English inflections and accents of
+        words are ignored. An empty query returns the newest notes.
         """
         terms = list(dict.fromkeys(re.findall(r"\w+", query.lower())))[:QUERY_WORDS]
         with self._lock, self._access():
@@ -159,7 +160,7 @@ class NoteStore:
             return tuple(NoteMatch(*_text_values(self._db.execute(_NOTE, (note_id,)).fetchone())) for note_id in best)
 
     def counts(self) -> Mapping[str, tuple[int, int]]:
-        """Returns scope -> (number of stored notes, number of episodes that wrote them)."""
+        """Returns a mapping scope -> (number of stored notes, number of episodes that wrote them)."""
         rows = self._rows("SELECT scope, COUNT(*), COUNT(DISTINCT writer) FROM notes GROUP BY scope ORDER BY scope")
         return {str(scope): (notes, writers) for scope, notes, writers in rows}
 
@@ -169,9 +170,9 @@ class NoteStore:
             self._db.close()
 
     def _hidden(self, task_key: str) -> set[int]:
-        """Returns the writers that may know the answer to a task: its attempts, and all writers that read a note of such a writer.
+        """Returns the writers that may know the answer to a task: its attempts, and all writers that read a note by such a writer.
 
-        Cached until the next commit, which a different process may do.
+        The result is cached until the next commit, which may come from a different process.
         """
         if (version := _version(self._db)) != self._informed_at:
             self._informed.clear()
@@ -185,7 +186,7 @@ class NoteStore:
     def _notes_with(self, term: str, where: str, values: Sequence[Any], hidden: set[int]) -> list[int]:
         """Returns the ids of the visible notes that contain a word.
 
-        The cross join makes SQLite look the word up once instead of once for each note of the scope.
+        The cross join makes SQLite look the word up once instead of once for each note in the scope.
         """
         query = f"SELECT id, writer FROM words CROSS JOIN notes ON id = words.rowid WHERE words MATCH ? AND {where}"
         return [note for note, writer in self._db.execute(query, (f'"{term}"', *values)) if writer not in hidden]
@@ -248,7 +249,7 @@ def _add(db: sqlite3.Connection, step: int, written: WrittenNotes) -> None:
 
 
 def _delete_old(db: sqlite3.Connection, *, version: int) -> None:
-    """Deletes the notes that neither this version nor a later one shows. The sources of later notes are kept."""
+    """Deletes the notes that neither `version` nor a later version shows. The sources of later notes are kept."""
     for (scope,) in db.execute("SELECT scope FROM notes GROUP BY scope HAVING COUNT(*) > ?", (KEEP,)).fetchall():
         old = db.execute("SELECT id, text FROM notes WHERE scope = ? AND id < ?", (scope, _oldest_shown(db, scope, version))).fetchall()
         db.executemany("INSERT INTO words (words, rowid, text) VALUES ('delete', ?, ?)", old)
@@ -256,7 +257,7 @@ def _delete_old(db: sqlite3.Connection, *, version: int) -> None:
 
 
 def _oldest_shown(db: sqlite3.Connection, scope: str, version: int) -> int:
-    """Returns the id of the oldest note of a scope that a version shows. A version shows the `KEEP` newest notes."""
+    """Returns the id of the oldest note that a version shows in a scope. A version shows the `KEEP` newest notes."""
     query = "SELECT id FROM notes WHERE scope = ? AND step < ? ORDER BY id DESC LIMIT 1 OFFSET ?"
     row = db.execute(query, (scope, version, KEEP - 1)).fetchone()
     return 0 if row is None else int(row[0])

@@ -1,4 +1,5 @@
-"""Imports models: a Hugging Face folder, a GGUF file, or one in an installed package becomes a folder that can be served and trained."""
+"""Imports models: converts a Hugging Face folder or a GGUF file, which may be in an installed package, to a folder for serving and
+training."""
 
 from agentrl.model.importing import Imported, import_model
 

@@ -36,8 +36,8 @@ class GgufTensor:
     """A tensor's entry in the header."""
 
     name: str
-    shape: tuple[int, ...]  # fastest first
-    kind: int  # ggml's number of the storage type, such as 3 for Q4_1
+    shape: tuple[int, ...]  # fastest-varying dimension first
+    kind: int  # ggml's number for the storage type, such as 3 for Q4_1
     offset: int  # bytes from the start of the data
 
     @property
@@ -58,11 +58,11 @@ class GgufHeader:
 
     @property
     def values(self) -> int:
-        """The number of elements of all tensors."""
+        """The number of elements in all tensors."""
         return sum(tensor.values for tensor in self.tensors)
 
     def text(self, key: str) -> str:
-        """Returns a string of the metadata; empty if there is none."""
+        """Returns the metadata string at `key`, or an empty string if there is none."""
         value = self.metadata.get(key)
         return value if isinstance(value, str) else ""
 
@@ -95,7 +95,7 @@ class _Reader:
         self.path, self.content, self.at, self.size = path, content, 24, len(content)
 
     def header(self, values: int, tensors: int) -> GgufHeader:
-        """Reads metadata and tensor entries."""
+        """Reads the metadata and the tensor entries."""
         metadata: dict[str, Value] = {}
         for _ in range(values):
             key = self.string(MAX_KEY)
@@ -115,13 +115,13 @@ class _Reader:
         return GgufHeader(path=self.path, architecture=architecture, metadata=metadata, tensors=entries, data=data)
 
     def numbers(self, letters: str) -> tuple[int, ...]:
-        """Reads numbers in `struct`'s format."""
+        """Reads numbers in the `struct` format `letters`."""
         form = struct.Struct(f"<{letters}")
         at = self.take(form.size)
         return form.unpack_from(self.content, at)
 
     def take(self, count: int) -> int:
-        """Skips `count` bytes; returns their offset."""
+        """Skips `count` bytes, and returns their offset."""
         at, self.at = self.at, self.at + count
         if self.at > self.size:
             _cut_off(self.path, self.size)
@@ -170,9 +170,9 @@ class _Reader:
 
 
 def check_data(header: GgufHeader) -> dict[str, int]:
-    """Checks that every tensor is within the file; returns the number of tensors by storage type, such as {"Q4_1": 210, "F32": 61}.
+    """Checks that every tensor is within the file. Returns the number of tensors by storage type, such as {"Q4_1": 210, "F32": 61}.
 
-    Needs the package `gguf`. Raises `UserError`.
+    Needs the package `gguf`. Raises `UserError` if the file is truncated or damaged.
     """
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 

@@ -32,7 +32,7 @@ from agentrl.version.model_folder import check_model, check_model_files, read_js
 RECORD = "agentrl_import.json"
 _FORMAT = 1
 _BYTES = {"float32": 4, "bfloat16": 2}
-_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")  # keys of config.json
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")  # keys in config.json
 _SPARE_BYTES = 256 << 20  # disk space to leave free
 _SAMPLE = "A tall\n\n1. café, 17*23 =  4096;\n    1: 'π' <x> don't 𝄞"
 _TOOLS = ("transformers", "tokenizers", "torch", "gguf")
@@ -41,7 +41,7 @@ _OF_A_MODEL = (
     *(RECORD, "*config.json", "tokenizer*.json", "*tokens*.json", "vocab.*", "merges.txt", "chat_template*", "*.safetensors", "*.model"),
     *("*.safetensors.index.json", "*.bin", "*.bin.index.json", "LICEN[CS]E*", "NOTICE*", "COPYING*", "README*", ".gitattributes"),
 )
-"""Names of the files of a model folder; `--force` deletes no others."""
+"""Name patterns of the files in a model folder. `--force` deletes no other files."""
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -68,12 +68,13 @@ def import_model(
     """Writes the model folder `target` from `source`: a Hugging Face folder, a GGUF file, or `package:NAME[/FILE]`.
 
     Args:
-        chat_template: name of a built-in template, or a file relative to `root` (default: the current folder). None keeps the model's.
+        chat_template: name of a built-in template, or a file relative to `root` (default: the current folder). None keeps the model's
+            template.
         force: whether to replace an existing model folder.
         on_stage: called with the name of each stage.
 
-    Raises `UserError` if the model cannot be served or trained exactly, a package is missing, the disk is too small, `target` may not be
-    replaced, or another import is writing it.
+    Raises `UserError` if the model cannot be served or trained exactly, if a package is missing, if the disk has too little space, if
+    `target` may not be replaced, or if another import is writing it.
     """
     try:
         return _import(source, target, chat_template, dtype, force, root or Path.cwd(), on_stage)
@@ -121,7 +122,7 @@ def _alone(target: Path) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             there = path.stat()
-        except (BlockingIOError, FileNotFoundError):  # not found: the holder just ended and removed it
+        except (BlockingIOError, FileNotFoundError):  # not found: the holder has just finished and removed it
             there = None
         if there is None or there.st_ino != os.fstat(handle).st_ino:
             raise UserError(f"another import is writing {target}", fix="wait until it ends, or choose a different folder")
@@ -180,7 +181,7 @@ def _check_installed(source: Source) -> None:
 
 
 def _make(source: Source, part: Path, text: str | None, named: str | None, dtype: Dtype, on_stage: Callable[[str], None]) -> dict[str, Any]:
-    """Fills the folder `part` and returns its record."""
+    """Fills the folder `part` and returns the record of the import."""
     if text is not None and source.is_gguf:
         probe_template(text)
     with tempfile.TemporaryDirectory(prefix="agentrl-import-") as work:
@@ -191,7 +192,7 @@ def _make(source: Source, part: Path, text: str | None, named: str | None, dtype
             kinds = check_data(header)
             _check_header(header)
             values = header.values
-            folder = Path(work)  # contains no other file of the source's folder
+            folder = Path(work)  # contains no other file from the source's folder
             (folder / source.path.name).symlink_to(source.path.resolve())
         else:
             check_model_files(folder, chat_template=False)
@@ -251,7 +252,7 @@ def _check_folder(folder: Path) -> int:
 
 
 def _check_layers(layers: object, tensors: int) -> None:
-    """Raises `UserError` before a library allocates too many layers."""
+    """Raises `UserError` if there are more layers than tensors, before a library allocates the layers."""
     if layers is not None and (not isinstance(layers, int) or layers > tensors):
         raise UserError(
             f"the configuration has {layers!r} layers, but the files contain {tensors} tensors", fix="download or copy it again"
@@ -268,7 +269,7 @@ def _check_disk(part: Path, weights: int) -> None:
 
 
 def _save_tokenizer(folder: Path, header: GgufHeader | None, part: Path, text: str | None, config: Any) -> dict[str, Any]:
-    """Writes the tokenizer with its chat template and returns its record. Raises `UserError` if they do not fit together."""
+    """Writes the tokenizer with its chat template and returns the template's record. Raises `UserError` if the two do not fit together."""
     from transformers import AutoTokenizer
 
     from agentrl.agent.chat import ChatFormat

@@ -1,7 +1,7 @@
 """Loads a source into memory and writes it to a folder, with a check at each step that nothing is lost.
 
-Every number in the source's files must be in the model, and every parameter of the model in the files; the learner must score tokens as
-the model does; and the written folder must contain the same bits.
+Every number in the source's files must be in the model, and every parameter of the model must be in the files. The learner must score
+tokens as the model does, and the written folder must contain the same bits.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ _NEUTRAL = {"rope.scaling.type": "none", "rope.scaling.factor": 1.0, "rope.scali
 
 
 def read_config(folder: Path, file: str | None, header: GgufHeader | None) -> Any:
-    """Returns the configuration of a folder, or of a GGUF file in it. Raises `UserError` for an unsupported architecture."""
+    """Returns the configuration of the model in a folder or in a GGUF file there. Raises `UserError` if the architecture is not
+    supported."""
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(folder, gguf_file=file, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # its parsers raise many kinds
+    except Exception as error:  # its parsers raise many kinds of exceptions
         if header is not None:
             what = f"transformers cannot read a GGUF file of architecture {header.architecture!r}: {one_line_error(error)}"
             raise UserError(what, fix=f"{_FOLDER_INSTEAD}, or use a different model, such as Qwen3 or Llama") from error
@@ -44,7 +45,7 @@ def read_config(folder: Path, file: str | None, header: GgufHeader | None) -> An
 
 
 def _check_all_read(header: GgufHeader, config: Any) -> None:
-    """Raises `UserError` if the file sets something that affects the computation and that transformers ignores."""
+    """Raises `UserError` if the file contains a setting that affects the computation but that transformers ignores."""
     from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
     names = (header.architecture, header.architecture.replace("moe", "_moe"), header.architecture.replace("-", "_"))
@@ -93,7 +94,8 @@ def check_size(config: Any, *, values: int, exact: bool) -> int:
 
 
 def load_model(folder: Path, config: Any, dtype: str, *, file: str | None = None) -> Any:
-    """Loads the model of a folder, or of a GGUF file in it, with the learner's attention. Raises `UserError` if the files lack parts."""
+    """Loads the model of a folder, or of a GGUF file in it, with the learner's attention. Raises `UserError` unless the files
+    contain exactly the model's tensors."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -111,7 +113,7 @@ def load_model(folder: Path, config: Any, dtype: str, *, file: str | None = None
             local_files_only=True,
             **({} if file else {"use_safetensors": True}),
         )
-    except Exception as error:  # its parsers raise many kinds
+    except Exception as error:  # its parsers raise many kinds of exceptions
         raise UserError(
             f"transformers cannot load the weights: {one_line_error(error)}", fix="use a different file of this model"
         ) from error
@@ -130,7 +132,7 @@ def load_model(folder: Path, config: Any, dtype: str, *, file: str | None = None
 def save_model(model: Any, config: Any, folder: Path) -> dict[str, str]:
     """Writes the weights as one file, and the configuration. Returns the fingerprints for `check_saved`. Consumes `model`.
 
-    A model from a GGUF file cannot be saved directly, so its tensors move into a new model without the GGUF's attributes.
+    A model from a GGUF file cannot be saved directly, so its tensors are moved into a new model without the GGUF's attributes.
     """
     import torch
 
@@ -146,7 +148,7 @@ def save_model(model: Any, config: Any, folder: Path) -> dict[str, str]:
 
 
 def fingerprints(model: Any) -> dict[str, str]:
-    """Returns a hash of each parameter's bits, by name."""
+    """Returns a mapping from the name of each parameter to a hash of its bits."""
     import torch
 
     return {
@@ -156,7 +158,8 @@ def fingerprints(model: Any) -> dict[str, str]:
 
 
 def check_saved(folder: Path, dtype: str, prints: Mapping[str, str]) -> None:
-    """Loads a written folder as the learner does. Raises `UserError` unless it has the same bits and its logprobs are the model's."""
+    """Loads a written folder as the learner does. Raises `UserError` unless the weights have the same bits and the learner's
+    logprobs agree with the model's."""
     from transformers import AutoConfig
 
     from agentrl.learner.token_scorer import TOLERANCE, TokenScorer, check_scorer
@@ -170,16 +173,17 @@ def check_saved(folder: Path, dtype: str, prints: Mapping[str, str]) -> None:
 
 
 _PLAIN = ("gpt-2", "phi-2")
-"""Names of GPT-2's rule, transformers' default."""
+"""Names for GPT-2's splitting rule, which is transformers' default."""
 
 _DIGITS_ALONE = ("smollm", "starcoder", "refact", "codeshell")
-"""Names of the rule that splits off every digit, then applies GPT-2's. It differs for `\\n\\n1` and indented numbers."""
+"""Names for the rule that splits off every digit, then applies GPT-2's rule. The result differs from GPT-2's rule for `\\n\\n1` and
+indented numbers."""
 
 _KEY = "tokenizer.ggml.pre"
 
 
 def load_tokenizer(folder: Path, header: GgufHeader) -> Any:
-    """Loads the tokenizer of the GGUF file in `folder`. Raises `UserError` for an unknown splitting rule."""
+    """Loads the tokenizer of the GGUF file in `folder`. Raises `UserError` if its splitting rule is unknown."""
     from tokenizers import pre_tokenizers
     from transformers import PreTrainedTokenizerFast
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS

@@ -1,4 +1,5 @@
-"""Finds the source of a model: a folder, a GGUF file, or a GGUF file in an installed package. Runs and imports none of its code."""
+"""Finds the source of a model: a folder, a GGUF file, or a GGUF file in an installed package. The source's code is not
+imported or run."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ _KINDS = "a Hugging Face folder, a GGUF file, or package:NAME"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _READ = (".safetensors", ".json", ".jinja", ".txt", ".model")
 _LICENCES = ("LICENSE*", "LICENCE*", "NOTICE*", "COPYING*")
-_LISTED = 12  # files of a package in an error message
+_LISTED = 12  # maximum number of package files listed in an error message
 _LARGEST_LICENCE = 1 << 20  # bytes
 
 
@@ -79,7 +80,7 @@ def _folder(path: Path) -> Source:
 
 
 def _is_inside(file: Path, folder: Path) -> bool:
-    """Whether a file to copy is in this folder or in the hub's cache. A link could point to any file."""
+    """Whether a file to copy is in this folder or in the hub's cache. A symbolic link could point to any file."""
     real, root = file.resolve(), folder.resolve()
     return real.is_relative_to(root) or (root.parent.name == "snapshots" and real.is_relative_to(root.parents[1] / "blobs"))
 
@@ -140,7 +141,7 @@ def _in_package(text: str) -> Source:
 
 
 def _distribution(name: str) -> Distribution:
-    """Returns an installed distribution by its name, or by that of one of its modules."""
+    """Returns an installed distribution by its name or by the name of one of its modules."""
     try:
         return distribution(name)
     except (PackageNotFoundError, ValueError):
@@ -152,7 +153,7 @@ def _distribution(name: str) -> Distribution:
 
 
 def _inside(package: Distribution, path: str) -> Path:
-    """Returns the path of a package's file. Raises `UserError` if the file is outside the package's folder."""
+    """Returns the path of a file in a package. Raises `UserError` if the file is outside the package's folder."""
     root = Path(str(package.locate_file(""))).resolve()
     file = Path(str(package.locate_file(path)))
     if PurePosixPath(path).is_absolute() or not file.resolve().is_relative_to(root):

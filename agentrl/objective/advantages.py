@@ -1,7 +1,7 @@
 """Advantages of episodes, in float64.
 
 An estimator (`agentrl.protocols.AdvantageEstimator`) is a function of the scores of a step's groups. `batch_advantages` applies the
-one in the recipe, built-in or user-supplied, and drops groups without a learning signal.
+estimator in the recipe, built-in or user-supplied, and drops groups without a learning signal.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def reinforce_plus_plus(groups: Groups, *, normalize_std: bool = True) -> list[l
 def reinforce_plus_plus_baseline(groups: Groups, *, normalize_std: bool = True) -> list[list[float]]:
     """Applies `reinforce_plus_plus` to the scores minus the mean of their group: the paper's REINFORCE++-baseline.
 
-    The mean of the centred scores is rounding noise, so a group whose centred scores are all zero gets zeros.
+    The mean of the centred scores is rounding noise, so a group whose centred scores are all zero is assigned zeros.
     """
     centred = grpo(groups, normalize_std=False)
     scaled = reinforce_plus_plus(centred, normalize_std=normalize_std)
@@ -79,7 +79,7 @@ def reinforce_plus_plus_baseline(groups: Groups, *, normalize_std: bool = True) 
 
 
 def rewards_for_a_critic(groups: Groups, *, normalize_std: bool = True) -> list[list[float]]:
-    """Returns the scores unchanged: a critic supplies the baseline for each token and the whitening (`agentrl.learner.critic`)."""
+    """Returns the scores unchanged, because a critic supplies the baseline for each token and the whitening (`agentrl.learner.critic`)."""
     return [list(scores) for scores in groups]
 
 
@@ -92,14 +92,15 @@ def batch_advantages(
 ) -> list[GroupAdvantages]:
     """Computes the advantage of each episode of a step with the estimator in `objective.advantage`.
 
-    Unscored or excluded episodes get None and count in no mean. A group is dropped, with the reason, if fewer than `min_group_size`
-    episodes count, if a score is infinite, or if all its advantages would be zero up to rounding (`agentrl.base.numbers`).
+    Unscored or excluded episodes are assigned None and are not included in any mean. A group is dropped, with the reason, if fewer
+    than `min_group_size` episodes count, if a score is not finite, or if all its advantages would be zero up to rounding
+    (`agentrl.base.numbers`).
 
     Args:
         penalties: episode id -> penalty (the KL term of the reward), which is subtracted from the episode's score.
 
     Raises:
-        PluginError: a user-supplied estimator raised or returned a wrong shape.
+        PluginError: a user-supplied estimator raised an exception or returned the wrong shape.
     """
     scores = [_counted(group, penalties or {}) for group in groups]
     reasons = [_drop_reason(counted, min_group_size) for counted in scores]
@@ -116,7 +117,7 @@ def batch_advantages(
 
 
 def _counted(group: Group, penalties: Mapping[str, float]) -> dict[int, float]:
-    """Returns the score of each counted episode after its penalty, by its index in the group."""
+    """Returns a mapping from the index of each counted episode in the group to its score minus its penalty."""
     return {
         index: scored.score.value - penalties.get(scored.episode.id, 0.0)
         for index, scored in enumerate(group.episodes)
@@ -133,7 +134,7 @@ def _drop_reason(scores: Mapping[int, float], min_group_size: int) -> str:
 
 
 def load_estimator(objective: ObjectiveConfig) -> AdvantageEstimator:
-    """Returns the estimator in a recipe. Raises `PluginError` if it cannot be resolved or does not implement the protocol."""
+    """Returns the estimator that a recipe selects. Raises `PluginError` if it cannot be resolved or does not implement the protocol."""
     function = parts.load_part(parts.ADVANTAGE, objective.advantage)
     shipped = objective.advantage.ref in parts.ADVANTAGE.shipped
     estimator: AdvantageEstimator = partial(function, normalize_std=objective.divides_by_std) if shipped else function
@@ -141,7 +142,7 @@ def load_estimator(objective: ObjectiveConfig) -> AdvantageEstimator:
 
 
 def check_advantages(result: object, groups: Groups) -> list[list[float]]:
-    """Returns an estimator's result for these groups as lists of floats. Raises `ValueError` for a wrong shape or type."""
+    """Returns an estimator's result for these groups as lists of floats. Raises `ValueError` if the shape or a type is wrong."""
     if not isinstance(result, Sequence) or len(result) != len(groups):
         raise ValueError(f"{len(groups)} groups need {len(groups)} lists, not {_shape(result)}")
     for number, (values, scores) in enumerate(zip(result, groups, strict=True)):
@@ -173,7 +174,7 @@ def _estimate(function: AdvantageEstimator, scores: list[list[float]], name: str
 
 
 def _centred(scores: Sequence[float], normalize_std: bool) -> list[float]:
-    """Returns the scores minus their mean; NaN for each if the arithmetic overflows, so that `assemble` excludes the group."""
+    """Returns the scores minus their mean, or NaN for each score if the arithmetic overflows, so that `assemble` excludes the group."""
     try:
         mean = fmean(scores)
         return _scaled([score - mean for score in scores], scores, normalize_std)
@@ -193,7 +194,8 @@ def _without_itself(scores: Sequence[float], normalize_std: bool) -> list[float]
 
 
 def _scaled(centred: list[float], scores: Sequence[float], normalize_std: bool) -> list[float]:
-    """Returns `centred` divided by the sample standard deviation of the scores; exact zeros if the scores are equal up to rounding."""
+    """Returns `centred` divided by the sample standard deviation of the scores. If the scores are equal up to
+    rounding, returns exact zeros."""
     if all_equal(scores):
         return [0.0] * len(scores)
     scale = sample_std(scores) + STD_EPS if normalize_std else 1.0
@@ -201,6 +203,6 @@ def _scaled(centred: list[float], scores: Sequence[float], normalize_std: bool) 
 
 
 def sample_std(values: Sequence[float]) -> float:
-    """Returns the standard deviation with n - 1 in the denominator, of at least two values."""
+    """Returns the standard deviation of at least two values, with n - 1 in the denominator."""
     mean = fmean(values)
     return math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))

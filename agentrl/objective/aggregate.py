@@ -3,7 +3,7 @@
     loss = sum_t c_t l_t / D
 
 The weight c_t depends only on the token's rollout, and D is known before the first micro-batch, so micro-batches and ranks add up to
-exactly the loss of one big batch.
+exactly the loss of one large batch.
 
 | aggregation | c_t | D | |
 | --- | --- | --- | --- |
@@ -11,7 +11,7 @@ exactly the loss of one big batch.
 | sequence_mean | 1 / tokens of the rollout | rollouts | every rollout counts the same: GRPO, arXiv:2402.03300, eq. 3 |
 | constant | 1 | rollouts * length | no length bias in either direction: Dr. GRPO, Liu et al. 2025, arXiv:2503.20783 |
 
-A rollout is an attempt at a task with all its trajectories. In the papers it is a single sequence, hence the names.
+A rollout is an attempt at a task with all its trajectories. In the papers, a rollout is a single sequence, hence the names.
 """
 
 from __future__ import annotations
@@ -70,9 +70,10 @@ def token_weights(aggregation: Aggregation, segments: Segments, dtype: torch.dty
 
 
 def loss_denominator(samples: Sequence[Sample], aggregation: Aggregation, *, length: int) -> float:
-    """Returns D over all ranks and micro-batches of an optimizer step. `length` is the constant of `constant`, in tokens.
+    """Returns D over all ranks and micro-batches of an optimizer step. `length` is the constant that `constant` uses, in
+    tokens.
 
-    It is 0.0 if the batch has no trained token; no optimizer step is taken for such a batch.
+    D is 0.0 if the batch has no trained tokens. No optimizer step is performed for such a batch.
     """
     if aggregation == "token_mean":
         return float(sum(sum(sample.loss_mask) for sample in samples))

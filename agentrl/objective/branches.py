@@ -1,23 +1,24 @@
 """Decides which episode trains the turns that several episodes share, and with what advantage.
 
-Episodes that branched from one state start with the same turns, sampled once. If each episode trained them, a shared
-turn would be counted once per episode. Therefore only the first counted episode trains a shared turn, with the mean advantage of the
-episodes that share it. In the other episodes the turn is context.
+Episodes that branched from one state start with the same turns, which were sampled once. If each episode trained them, a shared turn would
+be counted once per episode. Therefore, only the first counted episode trains a shared turn, with the mean advantage of the episodes that
+share it. In the other episodes, the turn is context.
 
 Why the mean: let s be the shared turns and b = 1..B the counted continuations, with advantages A_b. Given s, continuations are
 exchangeable, so for a surrogate that is linear in the advantage
 
     E[A_1 grad log pi(s)] = E[(1/B) sum_b A_b grad log pi(s)].
 
-Both are unbiased, but A_1 has the variance of one continuation, while the mean averages out what happened after s. With a group baseline
-this matters: if all N episodes come from one state, nothing shows whether s was good. The mean is then 0, as it should be, but A_1 is
-noise. If there are several stems, the mean is the stem's mean score minus the group's: a GRPO group whose attempts are stems. In
-GRPO a stem is part of its own baseline, which multiplies its advantage by 1 - 1/stems (with RLOO by (N - B)/(N - 1)).
+Both estimators are unbiased, but A_1 has the variance of one continuation, while the mean averages out what happened after s. This matters
+with a group baseline: if all N episodes come from one state, nothing shows whether s was good. In that case, the mean is 0, as it should
+be, but A_1 is noise. If there are several stems, the mean is the stem's mean score minus the group's mean score, as in a GRPO group whose
+attempts are the stems. In GRPO, a stem is part of its own baseline, which multiplies its advantage by 1 - 1/stems (with RLOO by
+(N - B)/(N - 1)).
 
-The tokens after the branching are unaffected: given s, the siblings' scores do not depend on them, so a baseline may include siblings.
+The tokens after the branch point are unaffected: given s, the siblings' scores do not depend on them, so a baseline may include siblings.
 
-In a sequence mean (`aggregation=sequence_mean`, `loss=gspo`, a preset of `off_policy` per sequence) the shared turns belong to the first
-episode's sequence. With a critic (`advantage=gae`) they keep the first episode's rewards, and the critic's values replace the mean. A
+In a sequence mean (`aggregation=sequence_mean`, `loss=gspo`, a preset of `off_policy` per sequence), the shared turns belong to the first
+episode's sequence. With a critic (`advantage=gae`), they keep the first episode's rewards, and the critic's values replace the mean. A
 penalty on scores (`kl=k1_reward`) covers all of an episode's tokens, including inherited ones, because they are part of what is scored.
 """
 
@@ -48,7 +49,7 @@ def assign_shared_turns(lines: Sequence[CreditedTrajectory], *, mean: bool) -> l
 
     Args:
         lines: all counted trajectories of one group, in the group's order.
-        mean: whether a shared turn gets the mean credit of its trajectories instead of the credit of the first.
+        mean: whether a shared turn receives the mean credit of its trajectories instead of the credit of the first.
     """
     if not any(line.trajectory.inherited for line in lines):
         return list(lines)
@@ -73,6 +74,6 @@ def captured_tokens(groups: Sequence[Group], dropped: Collection[int]) -> int:
 
     A turn that several episodes share counts once.
 
-    The learner counts the tokens that it packed (`tokens_delivered`); the two are equal if every sampled token is trained once.
+    The learner counts the tokens that it packed (`tokens_delivered`); the two numbers are equal if every sampled token is trained once.
     """
     return sum(sampled_tokens(group.scored) for group in groups if group.index not in dropped)

@@ -1,8 +1,8 @@
-"""Credit of each turn of each trajectory of an episode (`objective.credit`).
+"""Credit for each turn in each trajectory of an episode (`objective.credit`).
 
 Notation, in one group: rollout i = 1..N has score s_i (after penalties) and advantage A_i, and trajectories b = 1..B_i with sampled
 tokens, each by an agent with a role (`Trajectory.agent`: main, worker, summary). sigma is 1 if `objective.normalize_std` is False. Every
-mean and deviation counts a rollout once, however many trajectories it has.
+mean and standard deviation counts a rollout once, however many trajectories it has.
 
 | credit | advantage of trajectory b of rollout i |
 | --- | --- |
@@ -14,16 +14,18 @@ mean and deviation counts a rollout once, however many trajectories it has.
 | siblings | (mean of s over D - mean of s over P) / sigma, turn by turn |
 
 roles, verifier: with S_ib the score of a trajectory (s_i or v_ib), u_i is the mean of S_ib over the trajectories of the role in rollout i,
-n the number of rollouts with such a trajectory, and m the mean of u. b_i is m with grpo, and the mean of the others' u with rloo; u_i if n
-is 1. sigma^2 = sum_i mean_b (S_ib - m)^2 / max(n - 1, 1), and 1e-4 is added to sigma: with one trajectory per rollout this is GRPO, or
-RLOO.
+n is the number of rollouts with such a trajectory, and m is the mean of u. With grpo, b_i is m. With rloo, b_i is the mean of u over the
+other rollouts, or u_i if n is 1. sigma^2 = sum_i mean_b (S_ib - m)^2 / max(n - 1, 1), and 1e-4 is added to sigma. With one trajectory per
+rollout, this is GRPO or RLOO.
 
 counterfactual: difference rewards (Wolpert and Tumer 2002, Optimal payoff functions for members of collectives), as advantages in
-Foerster et al. 2018, arXiv:1705.08926. sigma is the deviation of s over the group (n - 1) plus 1e-4, and 1 if all scores are equal.
+Foerster et al. 2018, arXiv:1705.08926. sigma is the standard deviation of s over the group (n - 1) plus 1e-4, and 1 if all scores are
+equal.
 
-siblings: D are the rollouts that share the turn; P those that share the last earlier turn with more rollouts, or the group: the rollouts
-at the branch point. With rloo the second mean is over P without D. The differences along a path add up to s_i minus the group's mean.
-Local advantages of a tree: Hou et al. 2025, arXiv:2506.11902. sigma as for counterfactual.
+siblings: D contains the rollouts that share the turn. P contains the rollouts at the branch point: those that share the last earlier turn
+shared by more rollouts, or the group if there is no such turn. With rloo, the second mean is over P without D. The differences along a path
+add up to s_i minus the group's mean. Local advantages of a tree: Hou et al. 2025, arXiv:2506.11902. sigma is the same as for
+counterfactual.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ Credit = dict[str, list[list[float]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountedEpisode:
-    """A counted episode."""
+    """A counted episode, with its score and its advantage."""
 
     scored: ScoredEpisode
     score: float  # after penalties
@@ -108,7 +110,7 @@ def _by_role(rollouts: Sequence[CountedEpisode], objective: ObjectiveConfig) -> 
 
 
 def _against_role(scores: Mapping[int, list[float]], objective: ObjectiveConfig) -> dict[int, list[float]]:
-    """Returns the advantages of the trajectories of one role, by rollout."""
+    """Returns a mapping from rollout to the advantages of its trajectories with one role."""
     if all_equal([score for own in scores.values() for score in own]):
         return {number: [0.0] * len(own) for number, own in scores.items()}
     means = {number: fmean(own) for number, own in scores.items()}
@@ -165,7 +167,7 @@ def _siblings(rollouts: Sequence[CountedEpisode], objective: ObjectiveConfig) ->
 
 
 def _keys(rollout: CountedEpisode) -> dict[tuple[int, int], TurnKey]:
-    """Returns (trajectory, turn) -> identity of the turn across the rollouts that share it."""
+    """Returns a mapping (trajectory, turn) -> identity of the turn across the rollouts that share it."""
     episode_id, trajectories = rollout.scored.episode.id, rollout.trajectories
     return {
         (i, turn): turn_key(episode_id, i, trajectory, turn)
@@ -175,7 +177,7 @@ def _keys(rollout: CountedEpisode) -> dict[tuple[int, int], TurnKey]:
 
 
 def _before(rollout: CountedEpisode, turn: tuple[int, int]) -> tuple[int, int] | None:
-    """Returns the turn that a turn follows, in its trajectory or in that of its parent."""
+    """Returns the turn that a turn follows, in its own or its parent trajectory, or None if it follows no turn."""
     trajectory, number = turn
     if number:
         return trajectory, number - 1
@@ -189,7 +191,7 @@ def _difference(score: float, other: float) -> float:
 
 
 def _deviation(rollouts: Sequence[CountedEpisode], objective: ObjectiveConfig) -> float:
-    """Returns sigma of the rollouts' scores."""
+    """Returns sigma for the rollouts' scores."""
     scores = [rollout.score for rollout in rollouts]
     return 1.0 if not objective.divides_by_std or all_equal(scores) else sample_std(scores) + STD_EPS
 
@@ -220,14 +222,15 @@ def turn_advantages(
 
         A_{i,k} = sum_{l >= k} (r_{i,l} - mean(R)) / (std(R) + 1e-4),    R = all turn rewards of the group
 
-    Process supervision with GRPO, Shao et al. 2024, arXiv:2402.03300, section 4.1.3. It is added to the advantage of the outcome, as in
-    turn-level credit assignment, Zeng et al. 2025, arXiv:2505.11821. Each trajectory of an episode has its own returns, plus those of its
-    continuation. Equal rewards give zeros.
+    Process supervision with GRPO, Shao et al. 2024, arXiv:2402.03300, section 4.1.3. The result is added to the advantage of the outcome,
+    as in turn-level credit assignment, Zeng et al. 2025, arXiv:2505.11821. Each trajectory of an episode has its own returns, plus those of
+    its continuation. If all rewards are equal, all advantages are 0.
 
     Args:
         rewards: [episode][trajectory][turn].
         normalize_std: whether to divide by the standard deviation (n - 1) of R.
-        following: [episode][trajectory] index of the trajectory that continues it (`continuations`); None means that none is continued.
+        following: [episode][trajectory] index of the trajectory that continues it (`continuations`); None means that no trajectory is
+        continued.
     """
     flat = [reward for episode in rewards for trajectory in episode for reward in trajectory]
     if all_equal(flat):
@@ -245,7 +248,7 @@ def turn_advantages(
 
 
 def _returns(rewards: list[list[float]], following: Sequence[int | None]) -> list[list[float]]:
-    """Returns the sums from each turn to the end of its trajectory and of those that continue it, which have larger indices."""
+    """Returns, for each turn, the sum of rewards to the end of its trajectory and its continuations, which have larger indices."""
     sums: list[list[float]] = [[]] * len(rewards)
     for index in reversed(range(len(rewards))):
         after = following[index]

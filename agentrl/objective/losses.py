@@ -1,8 +1,8 @@
 """Per-token terms of the loss, before aggregation: surrogates, off-policy weights and the KL term.
 
-All tensors are [N], sampled tokens only. `ppo`, `gspo` and `cispo` are the values of `objective.loss` (`agentrl.protocols.Loss`): with A
-the advantage and r an importance ratio whose gradient is r * grad log pi, each returns the term to maximize and a mask of the tokens
-whose gradient its bound removed.
+All tensors are [N], sampled tokens only. `ppo`, `gspo` and `cispo` are the values of `objective.loss` (`agentrl.protocols.Loss`). With A
+the advantage and r an importance ratio whose gradient is r * grad log pi, each function returns the term to maximize and a mask of the
+tokens whose gradient its bound removed.
 
 The decoupled objective (Hilton et al. 2022, arXiv:2110.00641; for language models Fu et al. 2025, arXiv:2505.24298) clips around a
 proximal policy pi_prox, the weights at the start of the step, and multiplies the surrogate by a weight for pi_prox / mu, with mu the
@@ -69,7 +69,7 @@ def cispo(tokens: LossTokens) -> Surrogate:
 
 
 def check_surrogate(result: object, tokens: LossTokens, name: str) -> Surrogate:
-    """Returns a loss's result if it is two tensors of the tokens' shape, float and bool. Raises `PluginError` otherwise."""
+    """Returns a loss's result if it is a float tensor and a bool tensor of the tokens' shape. Otherwise, raises `PluginError`."""
     if not isinstance(result, tuple) or len(result) != 2 or not all(isinstance(part, Tensor) for part in result):
         types = f" of {', '.join(type(part).__name__ for part in result)}" if isinstance(result, tuple) else ""
         wrong = f"a {type(result).__name__}{types}"
@@ -98,8 +98,8 @@ def token_ratio(log_ratio: Tensor, cap: float) -> Tensor:
 def sequence_ratio(log_ratio: Tensor, segments: Segments, cap: float) -> Tensor:
     """Returns s_i = (pi(y_i) / pi_old(y_i)) ** (1 / |y_i|) for every token of sequence i, truncated at `cap`.
 
-    This is GSPO-token (eq. 13): token t carries the gradient s_i * grad log pi(y_t). For a sequence mean with equal advantages it is
-    exactly GSPO's gradient, and advantages may differ between tokens. Zheng et al. 2025, arXiv:2507.18071.
+    This is GSPO-token (eq. 13): token t carries the gradient s_i * grad log pi(y_t). For a sequence mean with equal advantages, it
+    is exactly GSPO's gradient, but advantages may differ between tokens. Zheng et al. 2025, arXiv:2507.18071.
     """
     value = segments.mean(log_ratio).exp().clamp(max=cap).to(log_ratio.dtype)
     return value * (log_ratio - log_ratio.detach()).exp()
@@ -109,7 +109,7 @@ def clip(ratio: Tensor, advantages: Tensor, *, low: float, high: float) -> Surro
     """Returns min(r A, clip(r, 1 - low, 1 + high) A).
 
     PPO, Schulman et al. 2017, arXiv:1707.06347, eq. 7; the asymmetric range is DAPO's clip-higher, Yu et al. 2025, arXiv:2503.14476.
-    With `sequence_ratio` this is GSPO.
+    With `sequence_ratio`, this is GSPO.
     """
     free = ratio * advantages
     bounded = ratio.clamp(1.0 - low, 1.0 + high) * advantages
@@ -142,26 +142,26 @@ Estimator = Literal["k1", "k2", "k3"]
 
 
 def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """Returns d: unbiased, of either sign. As a loss its expected gradient on pi's own tokens is zero, so it belongs in the reward."""
+    """Returns d, which is unbiased and of either sign. Its expected gradient on pi's own tokens is zero, so it belongs in the reward."""
     return logprobs - reference
 
 
 def k2(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """Returns d^2 / 2: biased, never negative; its expected gradient on pi's own tokens is that of KL(pi || pi_ref)."""
+    """Returns d^2 / 2, which is biased and never negative. Its expected gradient on pi's own tokens is that of KL(pi || pi_ref)."""
     return 0.5 * (logprobs - reference).square()
 
 
 def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """Returns exp(-d) - 1 + d: unbiased and never negative, the term of GRPO (Shao et al. 2024, arXiv:2402.03300, eq. 4).
+    """Returns exp(-d) - 1 + d, which is unbiased and never negative: the term in GRPO (Shao et al. 2024, arXiv:2402.03300, eq. 4).
 
     Its expected gradient on pi's own tokens is that of the reverse divergence, KL(pi_ref || pi).
     """
     gap = reference - logprobs
-    return gap.expm1() - gap  # for small gaps exp(gap) - 1 would lose all float32 digits
+    return gap.expm1() - gap  # for small gaps, exp(gap) - 1 would lose all float32 digits
 
 
 def kl_term(estimator: Estimator, logprobs: Tensor, reference: Tensor) -> Tensor:
-    """Returns estimates [N] per token; the gradient flows through `logprobs` only."""
+    """Returns one estimate per token, [N]. The gradient flows through `logprobs` only."""
     return {"k1": k1, "k2": k2, "k3": k3}[estimator](logprobs, reference.detach())
 
 
@@ -182,10 +182,11 @@ SECOND_MOMENT = 0.04
 
 
 def second_moment_reach(log_ratio: Tensor, add: Callable[[Tensor], Tensor], *, at_most: float = SECOND_MOMENT) -> float:
-    """Returns the largest |log rho| that `second_moment` keeps. The largest are masked until the rest has a mean square of `at_most`.
+    """Returns the largest |log rho| that `second_moment` keeps. The tokens with the largest values are masked until the
+    mean square of the rest is at most `at_most`.
 
-    The result is infinite if no token has to be masked. Tokens of equal size are masked together, so the result does not depend on their
-    order. `log_ratio`: this rank's tokens [N]. `add`: sums a tensor over all ranks; every rank calls it the same number of times.
+    The result is infinite if no token has to be masked. Tokens with the same |log rho| are masked together, so the result does not depend
+    on their order. `log_ratio`: this rank's tokens [N]. `add`: sums a tensor over all ranks; every rank calls it the same number of times.
     """
     sizes, _ = log_ratio.detach().double().abs().sort()
     squares = sizes.square().cumsum(0)
@@ -197,7 +198,7 @@ def second_moment_reach(log_ratio: Tensor, add: Callable[[Tensor], Tensor], *, a
 
     if not exceeds(math.inf):
         return math.inf
-    low, high = 0, _bits(math.inf)  # the bit patterns of non-negative floats have the order of the floats
+    low, high = 0, _bits(math.inf)  # the bit patterns of non-negative floats are ordered like the floats
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if exceeds(_float(middle)) else (middle, high)
@@ -216,7 +217,7 @@ def _float(bits: int) -> float:
 def importance_weights(log_ratio: Tensor, segments: Segments, correction: Correction, *, reach: float = math.inf) -> tuple[Tensor, Tensor]:
     """Returns weights [N] without gradient, and a mask of the truncated or masked ratios.
 
-    With rho_t = pi_prox / mu of the token (`level` token) or the product of them over its sequence (`level` sequence):
+    With rho_t = pi_prox / mu of the token (`level` token) or the product of these ratios over its sequence (`level` sequence):
 
         truncate:  w = min(rho, cap)                         slightly biased, bounded variance
         mask:      w = rho if floor <= rho <= cap else 0     tokens too far off-policy are ignored
@@ -224,7 +225,7 @@ def importance_weights(log_ratio: Tensor, segments: Segments, correction: Correc
         none:      w = 1                                     no correction
 
     Truncated: Ionides 2008; Espeholt et al. 2018, arXiv:1802.01561. Masked token by token: IcePop, Ling Team 2025, arXiv:2510.18855.
-    In TRL, both are called the vLLM importance sampling correction, at both levels. Second moment: M2PO, Zheng et al. 2025,
+    TRL calls both of them the vLLM importance sampling correction, at both levels. Second moment: M2PO, Zheng et al. 2025,
     arXiv:2510.01161, with `reach` from `second_moment_reach` over the batch. As in AReaL, it masks tokens on both sides of 1; the authors'
     code masks only tokens on the side where PPO clips. `log_ratio`: [N] log pi_prox - log mu.
     """

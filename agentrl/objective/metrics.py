@@ -28,14 +28,14 @@ def token_statistics(
     kl_reference: Tensor | None,
     weight: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Returns sums [len(SUM_NAMES)] and maxima [len(MAX_NAMES)], float64, of [N] tokens.
+    """Returns the float64 sums [len(SUM_NAMES)] and maxima [len(MAX_NAMES)] over N tokens.
 
     Args:
         log_ratio: log pi - log mu.
-        clipped: tokens where the surrogate's bound is active; `high`: where the ratio is above 1.
+        clipped: tokens where the surrogate's bound is active; `high`: tokens whose ratio is above 1.
         cut: tokens whose importance weight was truncated or masked.
         weight: importance weight of each token: the correction's weight times the ratio, before the clip.
-        same: [N] float64, k3 of KL(mu || pi) of the tokens that pi's weights sampled, NaN for others; None means unknown for all.
+        same: [N] float64, k3 of KL(mu || pi) for the tokens that pi's weights sampled, NaN for the others; None means unknown for all.
     """
     log_ratio = log_ratio.detach().double()
     ratio = log_ratio.exp()
@@ -78,7 +78,7 @@ def summarize(sums: Tensor, maxima: Tensor, *, with_reference: bool = False) -> 
         ratio_mean, _min, _max  r
         clip_fraction           share of tokens where the surrogate's bound is active; _low: ratios below 1, _high: above
         truncated_fraction      share of tokens whose importance weight was truncated or masked
-        ess                     (sum w)^2 / (n sum w^2), with w the importance weight of a token after truncation and mask, before the
+        ess                     (sum w)^2 / (n sum w^2), with w the importance weight of a token after truncation and masking, before the
                                 clip: effective sample size as a share of the tokens
         entropy                 mean entropy of pi
     """
@@ -108,9 +108,9 @@ def summarize(sums: Tensor, maxima: Tensor, *, with_reference: bool = False) -> 
 
 
 def combine_steps(steps: Sequence[Mapping[str, float]], tokens: Sequence[int]) -> dict[str, float]:
-    """Combines the metrics of a batch's optimizer steps: means weighted by the steps' `tokens`, and extremes of extremes.
+    """Combines the metrics of a batch's optimizer steps: means weighted by the steps' `tokens`, maxima of `_max`, minima of `_min`.
 
-    Ignores non-finite values, and metrics that no step has.
+    Ignores non-finite values. A metric that has no finite value is omitted.
     """
     combined: dict[str, float] = {}
     for name in sorted({name for step in steps for name in step}):

@@ -1,4 +1,4 @@
-"""The loss of a recipe: surrogate, off-policy correction, KL term and entropy bonus, aggregated."""
+"""The loss that a recipe defines: surrogate, off-policy correction, KL term and entropy bonus, aggregated."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TrainedTokens:
     kl_reference: Tensor | None = None  # logprobs of the KL reference model, if there is a KL term
     on_policy: Tensor | None = None  # bool: sampled by the weights at the start of the step; None means unknown
     entropy: Tensor | None = None  # entropy of the trained policy in nats; has a gradient if there is an entropy bonus
-    rollout_tokens: Tensor | None = None  # trained tokens of the token's rollout; None means that every sequence is a rollout
+    rollout_tokens: Tensor | None = None  # number of trained tokens in the token's rollout; None means that every sequence is a rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,17 +54,19 @@ def policy_loss(
 ) -> PolicyLoss:
     """Returns sum_t c_t (-w_t J_t + kl_coef * KL_t - entropy_coef * H_t) / denominator over the trained tokens of a micro-batch.
 
-    J is the surrogate of the ratio r = pi / pi_prox, w the correction for pi_prox / mu and KL the KL term (`agentrl.objective.losses`), H
-    the entropy, c and the denominator those of `agentrl.objective.aggregate`.
+    J is the surrogate of the ratio r = pi / pi_prox, w the correction for pi_prox / mu, KL the KL term (`agentrl.objective.losses`) and
+    H the entropy. c and the denominator are those of `agentrl.objective.aggregate`.
 
     If there is no proximal policy, the ratio is pi / mu and w is 1. This is correct for a single optimizer step per batch: with
-    pi_prox = pi the ratio would be 1 everywhere, and stale tokens would never be clipped. If a batch has several optimizer steps, pass the
+    pi_prox = pi, the ratio would be 1 everywhere, and stale tokens would never be clipped. If a batch has several optimizer steps, pass the
     logprobs from the start of the step (the decoupled objective): the clip then bounds the change of this step, and w corrects for
     staleness and for numerical differences between server and learner.
 
-    `surrogate` is `load_loss(objective)`, if the caller has loaded it. `reach` is the second-moment mask's, computed over the whole batch.
-    `progress` is the argument of `ObjectiveConfig.entropy_weight`. Raises `ValueError` if the denominator is not positive or a required
-    tensor is missing, and `PluginError` if the loss returns a wrong shape.
+    `surrogate` is `load_loss(objective)`, if the caller has loaded it. `reach` is that of the second-moment mask, computed over the whole
+    batch. `progress` is the argument of `ObjectiveConfig.entropy_weight`.
+
+    Raises `ValueError` if the denominator is not positive or a required tensor is missing, and `PluginError` if the loss returns the wrong
+    shape.
     """
     if not denominator > 0:
         raise ValueError(f"denominator must be positive, got {denominator}")
@@ -99,16 +101,16 @@ def policy_loss(
 
 
 def load_loss(objective: ObjectiveConfig) -> Loss:
-    """Returns the loss in a recipe. Raises `PluginError` if it cannot be resolved or does not implement the protocol."""
+    """Returns the loss that a recipe selects. Raises `PluginError` if it cannot be resolved or does not implement the protocol."""
     loss: Loss = parts.load_part(parts.LOSS, objective.loss)
     return loss
 
 
 def _mismatch(tokens: TrainedTokens) -> Tensor | None:
-    """Returns k3 of KL(server || learner), float64 [N]; NaN for tokens that they did not compute with the same weights.
+    """Returns k3 of KL(server || learner), float64 [N]; NaN for tokens that the two computed with different weights.
 
-    The learner's logprobs are the proximal policy's. If there is no proximal policy, they are the policy's, and the caller sets `on_policy`
-    only while the policy is unchanged.
+    The learner's logprobs are those of the proximal policy. If there is no proximal policy, they are those of the policy, and the caller
+    sets `on_policy` only while the policy is unchanged.
     """
     if tokens.on_policy is None:
         return None

@@ -34,8 +34,9 @@ def assemble(step: int, groups: Sequence[Group], recipe: Recipe, *, penalties: M
     """Returns one sample per trajectory of every counted episode, and the reason for each group without samples.
 
     A group is dropped if it has a non-finite score or logprob, or a trajectory that starts without a prompt or exceeds the policy's
-    context. It is dropped completely, before any mean is taken, because dropping single episodes would shift its baseline. A group is also
-    dropped if its advantages are not finite in float32. `Batch.group_indices` contains all groups, because the step consumes them.
+    context. Such a group is dropped completely, before any mean is computed, because dropping individual episodes would shift its baseline.
+    A group is also dropped if its advantages are not finite in float32. `Batch.group_indices` contains all groups, because the step
+    consumes them.
 
     Args:
         penalties: episode id -> penalty, which is subtracted from the episode's score; see `counted_samples`.
@@ -67,7 +68,7 @@ def scale_beside_residuals(batch: Batch, recipe: Recipe) -> Batch:
     """Returns the batch of one optimizer step with scaled advantages, so that residuals do not dilute the tokens of other groups.
 
     The loss divides by D, which counts tokens or rollouts of all samples. The tokens and rollouts of residuals were already
-    counted in the step of their first group. Therefore the scaled loss divides by the share of the residuals in D or the share of the other
+    counted in the step of their first group. Therefore, the scaled loss divides by the residuals' share of D or by the share of the other
     samples, whichever is larger.
     """
     samples = batch.samples
@@ -87,7 +88,7 @@ def scale_beside_residuals(batch: Batch, recipe: Recipe) -> Batch:
 def counted_samples(groups: Sequence[Group], *, longest: int | None = None) -> tuple[Sample, ...]:
     """Returns the token sequences of every counted episode, with advantages of zero, for computing penalties on scores.
 
-    `longest`: the policy's context in tokens.
+    `longest`: length of the policy's context in tokens.
     """
     return tuple(
         _sample(scored.episode.id, group.index, trajectory, [0.0] * len(trajectory.turns))
@@ -113,7 +114,7 @@ def _unfit(group: Group, longest: int | None) -> str:
 
 
 def _with_rollout_tokens(samples: Sequence[Sample]) -> list[Sample]:
-    """Sets `rollout_tokens` of the samples of rollouts with several samples."""
+    """Sets `rollout_tokens` in the samples of rollouts that have several samples."""
     lengths: dict[str, list[int]] = {}
     for sample in samples:
         lengths.setdefault(sample.episode_id, []).append(sum(sample.loss_mask))
@@ -125,7 +126,7 @@ def _group_samples(
 ) -> tuple[list[Sample], str]:
     """Returns the samples of a group, and the reason if it has none.
 
-    A group with equal scores has a signal if turns or branches get credit, or if there is an entropy bonus: without the bonus,
+    A group with equal scores has a signal if turns or branches receive credit, or if there is an entropy bonus: without the bonus,
     a policy that became deterministic in some state would stay deterministic.
     """
     if estimate.drop_reason and estimate.drop_reason != "all_equal":
@@ -163,11 +164,11 @@ def _group_samples(
 
 
 def _earned_rewards(trajectories: Sequence[Trajectory], score: float, following: Sequence[int | None]) -> list[list[float]]:
-    """Returns the reward of each turn [trajectory][turn] if a critic computes the advantages.
+    """Returns the reward of each turn, [trajectory][turn], from which a critic computes the advantages.
 
-    The rewards that an environment gave stay at their turns. The rest of the score is the reward of the last turn with a sampled
-    token, in each trajectory that no other trajectory continues. If there is no environment, the rest is the complete score. Sub-agents get
-    the score.
+    Rewards from an environment stay at their turns. The rest of the score is the reward of the last turn with a sampled
+    token, in each trajectory that no other trajectory continues. If there is no environment, the rest is the complete score. For a
+    sub-agent, this turn receives the complete score instead.
     """
     rewards = [[sum(result.reward or 0.0 for result in turn.tool_results) for turn in trajectory.turns] for trajectory in trajectories]
     rest = score - sum(map(sum, rewards))
@@ -179,7 +180,7 @@ def _earned_rewards(trajectories: Sequence[Trajectory], score: float, following:
 
 
 def _turn_credit(group: Group, objective: ObjectiveConfig) -> dict[str, list[list[float]]]:
-    """Returns episode id -> turn-level advantages [trajectory][turn]; empty if `objective.turn_coef` is 0."""
+    """Returns a mapping episode id -> turn-level advantages [trajectory][turn]; empty if `objective.turn_coef` is 0."""
     if not objective.turn_coef:
         return {}
     for scored in group.scored:
@@ -218,8 +219,8 @@ def _sample(
 ) -> Sample:
     """Returns the sample of a trajectory with its turns concatenated.
 
-    `credit` is the advantage of each turn's sampled tokens, or if `rewards` is True, the reward of the last of them. Turns whose `trains`
-    is False are context, like a prompt. If `trains` is empty, all turns are trained.
+    For each turn, `credit` is the advantage of its sampled tokens or, if `rewards` is True, the reward of its last sampled token. Turns
+    whose `trains` is False are context, like a prompt. If `trains` is empty, all turns are trained.
     """
     token_ids: list[int] = []
     mask: list[bool] = []

@@ -1,4 +1,4 @@
-"""Values of a critic: generalized advantage estimation, the value loss, and a batch's tokens as rows."""
+"""Values of a critic: generalized advantage estimation, the value loss, and the conversion of a batch's tokens to rows."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from torch import Tensor
 
 from agentrl.records import Sample
 
-# Of Ziegler et al. 2019, arXiv:1909.08593 (github.com/openai/lm-human-preferences, `PpoHParams`), and of TRL.
+# The values used by Ziegler et al. 2019, arXiv:1909.08593 (github.com/openai/lm-human-preferences, `PpoHParams`), and by TRL.
 VALUE_CLIP = 0.2
 """The value loss is clipped if a value changes by more than this in a step."""
 VALUE_WEIGHT = 0.1
-"""Weight of the value loss, if the critic is a value head on the policy."""
+"""Weight of the value loss if the critic is a value head on the policy."""
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float | Tensor, lam: float | Tensor) -> tuple[Tensor, Tensor]:
-    """Returns advantages and returns of the sampled tokens; tokens between them (tools, users) are skipped.
+    """Computes the advantages and the returns of the sampled tokens; tokens between them (tools, users) are skipped.
 
         delta_t = r_t + gamma_t V_{t'} - V_t,   A_t = delta_t + gamma_t lambda_t A_{t'},   return_t = A_t + V_t
 
-    where t' is the next sampled token of the row; after the last one V and A are 0, because the episode ends.
+    where t' is the next sampled token of the row; after the last sampled token, V and A are 0, because the episode ends.
 
     Schulman et al. 2015, arXiv:1506.02438, eq. 16. A tool's tokens are not actions and take no time steps; the value after a tool call is
     that of the first token sampled after its output.
 
     Args:
-        rewards: [B, T], on sampled tokens; like `values` ignored elsewhere, even if NaN.
+        rewards: [B, T]. Like `values`, ignored at tokens that were not sampled, even if NaN.
         values: [B, T], V_t of the state before token t.
         mask: [B, T], True if the policy sampled the token.
         gamma, lam: in [0, 1]; numbers, or tensors that broadcast to [B, T] for turn-level discounting.
@@ -56,15 +56,15 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float | Tensor,
 def gae_of_episodes(
     samples: Sequence[Sample], values: Sequence[Sequence[float]], last_values: Mapping[int, float], *, gamma: float, lam: float
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """Returns advantages and returns [sample][trained token] of samples that continue each other or were truncated.
+    """Computes the advantages and the returns, each [sample][trained token], of samples that continue one another or were truncated.
 
-    They are computed as in `gae`, but t' of a sample's last token is the first token of the sample that continues it. If the environment
-    truncated the episode, V_{t'} is the value of its last state and A_{t'} is 0: no reward is known after it, but the value is not 0 (Pardo
-    et al. 2018, "Time limits in reinforcement learning", arXiv:1712.00378).
+    The formulas are those of `gae`, but for a sample's last token, t' is the first token of the sample that continues it. If the
+    environment truncated the episode, V_{t'} is the value of its last state and A_{t'} is 0: no reward is known after it, but the value is
+    not 0 (Pardo et al. 2018, "Time limits in reinforcement learning", arXiv:1712.00378).
 
     Args:
         values: [sample][trained token].
-        last_values: number of a truncated sample -> value of its last state.
+        last_values: index of a truncated sample -> value of its last state.
     """
     number_of = {(sample.group_index, sample.episode_id, sample.trajectory): number for number, sample in enumerate(samples)}
     advantages: list[list[float]] = [[] for _ in samples]
@@ -103,7 +103,7 @@ def value_loss(values: Tensor, old: Tensor, returns: Tensor) -> Tensor:
 def rows_of(tokens: Tensor, sequence: Tensor) -> tuple[Tensor, Tensor]:
     """Returns tokens [N] as rows [S, L], one per sequence, padded with 0 on the right, and the mask of real tokens.
 
-    A sequence's tokens must be adjacent and in order; `rows[mask]` restores them.
+    A sequence's tokens must be adjacent and in order; `rows[mask]` restores the tokens.
     """
     _, counts = torch.unique_consecutive(sequence, return_counts=True)
     longest = int(counts.max()) if len(counts) else 0

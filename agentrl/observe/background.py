@@ -1,4 +1,4 @@
-"""Runs a tracker on a separate thread, so that a tracker that hangs, raises or is slow does not stop or slow down the run."""
+"""Runs a tracker on a separate thread, so that a tracker that hangs, raises or is slow neither stops nor slows down the run."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from agentrl.records import Group, SwapReport
 log = logging.getLogger(__name__)
 
 OPEN_S = 60.0
-"""Maximum seconds for opening a tracker."""
+"""Maximum time for opening a tracker, in seconds."""
 CLOSE_S = 10.0
-"""Maximum seconds at the end of the run for a tracker to handle the waiting events and to close."""
+"""Maximum time for a tracker to handle the waiting events and close at the end of the run, in seconds."""
 MAX_EVENTS = 1024
 """Maximum number of waiting events. Additional events are dropped and counted."""
 
 MAX_GROUPS = 64
-"""Maximum number of waiting events when a group is added. It is smaller, because a group holds all of its tokens."""
+"""Maximum number of waiting events at which a group is still added. It is smaller than `MAX_EVENTS`, because a group holds all of its
+tokens."""
 
 Event = Callable[[Tracker], None]
 
@@ -31,8 +32,8 @@ class BackgroundTracker(Tracker):
     """A tracker whose methods return at once. A daemon thread opens the wrapped tracker, passes it the events in order, and closes it.
 
     Args:
-        open_tracker: opens the tracker.
-        name: name of the tracker in messages.
+        open_tracker: opens the wrapped tracker.
+        name: name of the tracker for messages.
 
     Raises:
         PluginError: the tracker did not open within `open_s`. Exceptions of `open_tracker` are raised unchanged.
@@ -40,7 +41,7 @@ class BackgroundTracker(Tracker):
 
     def __init__(self, open_tracker: Callable[[], Tracker], *, name: str, open_s: float = OPEN_S, close_s: float = CLOSE_S) -> None:
         self.dropped = 0
-        """Events that were dropped because the tracker was slower than the run."""
+        """Number of events dropped because the tracker was slower than the run."""
         self._name, self._close_s = name, close_s
         self._events: queue.Queue[Event | None] = queue.Queue(MAX_EVENTS)
         self._opened = threading.Event()
@@ -77,11 +78,11 @@ class BackgroundTracker(Tracker):
         self._add(lambda one: one.evaluating(done, total))
 
     def evaluated(self, phase: str, rates: Mapping[str, Interval]) -> None:
-        """Passes on the rates of an evaluation."""
+        """Passes on the success rates from an evaluation."""
         self._add(lambda one: one.evaluated(phase, rates))
 
     def swapped(self, report: SwapReport) -> None:
-        """Passes on a swap."""
+        """Passes on a weight swap."""
         self._add(lambda one: one.swapped(report))
 
     def judged(self, version: int, outcome: str, reason: str) -> None:
@@ -105,7 +106,7 @@ class BackgroundTracker(Tracker):
     def _add(self, event: Event, *, most: int = MAX_EVENTS) -> None:
         if self._closed:
             return
-        if self._events.qsize() < most:  # no other thread adds
+        if self._events.qsize() < most:  # no other thread adds events
             self._events.put_nowait(event)
             return
         self.dropped += 1

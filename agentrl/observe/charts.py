@@ -1,4 +1,4 @@
-"""The charts of a run, which the report and the pages of `agentrl view` draw with `components/chart.js`."""
+"""The charts of a run. The report and the pages of `agentrl view` draw them with `components/chart.js`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from agentrl.observe.timeline import PARTS, UTILIZATION
 
 Point = tuple[float, float]
 Form = Literal["plain", "count", "whole", "round", "exponent", "rate", "percent"]
-"""The format of the values on an axis. `whole` also places the marks at whole numbers."""
+"""The format of the values on an axis. `whole` also places the ticks at whole numbers."""
 MAX_POINTS, SMALL_POINTS = 1500, 300
-"""Maximum number of points of a large and of a small curve."""
+"""Maximum number of points in a curve of a large chart, and in a curve of a small chart."""
 MAX_SERIES = 4
-"""Maximum number of lines of a small chart."""
+"""Maximum number of lines in a small chart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +26,8 @@ class Series:
     """One line, or one set of marks if `line=False`."""
 
     label: str
-    points: Sequence[Point]  # in order of x
-    colour: int = 0  # 0 means its position in the chart, counted from 1
+    points: Sequence[Point]  # sorted by x
+    colour: int = 0  # number of the colour; 0 means the position of the series in the chart, counted from 1
     line: bool = True
     intervals: Sequence[tuple[float, float, float]] = ()  # x, low, high
 
@@ -40,7 +40,7 @@ class Chart:
     series: Sequence[Series]  # each has at least one point
     note: str = ""
     form: Form = "plain"
-    y_range: Point | None = None  # None means from 0, or from the smallest value if it is negative, to the largest value
+    y_range: Point | None = None  # None means from 0 (or the smallest value, if it is negative) to the largest value
     x_name: str = "step"
     height: int = 150
 
@@ -117,15 +117,15 @@ CHARTS: tuple[_Spec, ...] = (
     ("Episodes excluded", "because of task or infrastructure faults", {"episodes_left_out": "episodes"}, "whole"),
     ("Judges' disagreement", "mean over the episodes with several judges", {"judge_disagreement": "disagreement"}, "plain"),
 )
-# The first metric of these charts is 0 or missing in most runs. Then the charts are not drawn.
+# The first metric of each of these charts is 0 or missing in most runs, and then the chart is not drawn.
 _RARE = frozenset({"attempts_cancelled", "cancelled_tokens_mean", "excluded_policy_reachable"})
 
 
 def reward_chart(table: MetricsTable, rates: Mapping[str, Sequence[Rate | None]]) -> Chart | None:
-    """Returns the training reward and the success on held-out tasks by step; None if there is no point.
+    """Returns a chart of the training reward and of success on held-out tasks by step; None if there are no points.
 
     Args:
-        rates: `heldout` and `heldout_real` -> success before and after training.
+        rates: `heldout` and `heldout_real` -> success rate before and after training.
     """
     reward = table.curve("reward_mean", MAX_POINTS)
     series = [Series(label="mean training reward", points=reward)] if reward else []
@@ -143,10 +143,10 @@ def reward_chart(table: MetricsTable, rates: Mapping[str, Sequence[Rate | None]]
 
 
 def metric_charts(table: MetricsTable, *, audit: str = "the audit is not used in training") -> list[Chart]:
-    """Returns a small chart for each metric of a run that has values.
+    """Returns the small charts of a run. A chart is omitted if its metrics have no values.
 
     Args:
-        audit: note of the chart that compares the reward with its audit.
+        audit: note for the chart that compares the reward with its audit.
     """
     specs = [*CHARTS]
     if table.series("audit_mean"):

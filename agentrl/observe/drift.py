@@ -1,22 +1,22 @@
-"""Drift alerts: changes in the metrics of a run that show that the reward no longer measures what it should.
+"""Drift alerts: changes in the metrics of a run that suggest that the reward no longer measures what it should.
 
-Each rule compares the newest `WINDOW` steps that have its metrics with the `WINDOW` steps before them, except the rules for the jump, the
-exclusions and the sample size. A metric has changed if the two means differ by more than `SPREADS` standard errors (of a difference of
-means: Welch, Biometrika 1947) and by at least the rule's minimum difference. A rule alerts at the first step at which its condition holds,
-but not while it continues to hold.
+Each rule, except those for the jump, the exclusions and the sample size, compares the newest `WINDOW` steps that have its metrics with the
+`WINDOW` steps before them. A metric has changed if the two means differ by more than `SPREADS` standard errors of their difference (Welch,
+Biometrika 1947) and by at least the rule's minimum difference. A rule alerts at the first step at which its condition holds, and not again
+while the condition continues to hold.
 
     reward-audit        the mean reward rises while the audit falls
-    reward-audit-jump   the same within two steps, by a large amount; a policy that learned a cheat may need only two
+    reward-audit-jump   the same with windows of two steps and by a large amount; a policy that learned to cheat may need only two
     length-audit        episodes become a fifth longer while the audit rises by less than `LEAST`
     disagreement        judges disagree more
-    exclusions          a larger share of the attempts ends in a fault that the policy can have provoked
+    exclusions          a larger share of the attempts ends in a fault that the policy may have provoked
     sample-size         few tokens determine the update: the effective sample size (`ess`) is below `LEAST_ESS`
                         (VCPO, arXiv:2602.17616). It misses collapses; see docs/results.md
 
-The rule for exclusions compares the attempts of the newest `WINDOW` steps with all earlier attempts of the newest `HISTORY` steps by a
-one-sided Fisher's exact test. Test t of a run has the level `EXCLUSION_LEVEL` / (t (t + 1)); the levels add up to `EXCLUSION_LEVEL`, so
-that a run of any length with a constant share alerts with at most that probability (union bound). Attempts count as independent, so an
-outage, in which many attempts fail at once, also alerts.
+The rule for exclusions compares the attempts in the newest `WINDOW` steps with the earlier attempts in the newest `HISTORY` steps with a
+one-sided Fisher exact test. Test number t in a run has the level `EXCLUSION_LEVEL` / (t (t + 1)). The levels add up to `EXCLUSION_LEVEL`,
+so a run of any length with a constant share of exclusions alerts with at most that probability (union bound). The test treats attempts as
+independent, so an outage, in which many attempts fail at once, also causes an alert.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ Steps = Sequence[Mapping[str, float]]
 
 WINDOW = 6
 HISTORY = 128
-"""Number of newest steps that the rules read. The bound keeps the cost of a step in a long run as low as in a short run."""
+"""Number of newest steps that the rules read. The bound keeps the cost per step constant in long runs."""
 SPREADS = 4.0
-LEAST = 0.03  # minimum difference of a score or a share
-JUMP = 2  # steps on either side of a jump
-LEAST_AT_ONCE = 0.25  # minimum difference of a score; two steps give no estimate of the spread
+LEAST = 0.03  # minimum difference in a score or a share
+JUMP = 2  # number of steps on either side of a jump
+LEAST_AT_ONCE = 0.25  # minimum difference in a score; two steps are too few to estimate the spread
 LONGER = 0.2  # minimum increase relative to the earlier length
-LEAST_ESS = 0.5  # minimum share of the trained tokens
+LEAST_ESS = 0.5  # minimum effective sample size as a share of the trained tokens
 DISAGREEMENT = "judge_disagreement"
 EXCLUSION_LEVEL = 0.01
 
 
 def drift_alerts(steps: Steps) -> list[str]:
-    """Returns the alerts of the newest step. Each is one sentence with the rule's name."""
+    """Returns the drift alerts for the newest step. Each is one sentence that contains the name of the rule."""
     return [f"drift ({name}): {text}" for name, rule in RULES.items() if (text := rule(steps)) and not rule(steps[:-1])]
 
 
 def limit_alerts(steps: Steps, limits: Sequence[Limit]) -> list[str]:
-    """Returns the alerts of the newest step from `learner.limits` with action=alert: one alert when a metric starts to violate its
+    """Returns the alerts for the newest step from `learner.limits` with action=alert: one for each metric that starts to violate its
     limit."""
 
     def violated(step: Mapping[str, float], limit: Limit) -> bool:
@@ -91,7 +91,7 @@ def length_against_audit(steps: Steps) -> str:
 
 
 def judges_disagree(steps: Steps) -> str:
-    """Returns an alert if the judges' disagreement rises."""
+    """Returns an alert if the disagreement between the judges rises."""
     change = _change(steps, DISAGREEMENT)
     if change is None or not change.rose(LEAST):
         return ""
@@ -110,7 +110,8 @@ def few_tokens_act(steps: Steps) -> str:
 
 
 def exclusions_rose(steps: Steps) -> str:
-    """Returns an alert if the share of policy-reachable faults is higher in the newest steps than before."""
+    """Returns an alert if the share of attempts with policy-reachable faults is higher in the newest steps than in the steps before
+    them."""
     known = [
         (step["excluded_policy_reachable"], step["attempts_ended"]) for step in steps if step.get("excluded_policy_reachable") is not None
     ]
@@ -121,7 +122,7 @@ def exclusions_rose(steps: Steps) -> str:
     (faults, attempts), (earlier_faults, earlier) = (
         tuple(map(sum, zip(*part, strict=True))) for part in (counts[newest:], counts[:newest])
     )
-    tests = max(newest, int(steps[-1].get("step", 0)) - WINDOW)  # number of tests in the run so far
+    tests = max(newest, int(steps[-1].get("step", 0)) - WINDOW)  # number of tests so far in the run
     if fisher_p_value(faults, attempts, earlier_faults, earlier) > EXCLUSION_LEVEL / (tests * (tests + 1)):
         return ""
     return (
@@ -131,8 +132,8 @@ def exclusions_rose(steps: Steps) -> str:
 
 
 def fisher_p_value(hits: int, n: int, other_hits: int, other_n: int) -> float:
-    """Returns the probability of at least `hits` hits among `n`, if `hits + other_hits` hits are randomly distributed over `n + other_n`
-    (Fisher 1922)."""
+    """Returns the probability that at least `hits` of `n` are hits if `hits + other_hits` hits are distributed at random over `n + other_n`
+    trials (Fisher 1922)."""
     total, everything = hits + other_hits, n + other_n
 
     def log_choose(all_: int, some: int) -> float:
@@ -154,7 +155,7 @@ RULES: Mapping[str, Callable[[Steps], str]] = {
 
 
 class _Change:
-    """The earlier and the current mean of a metric, with the standard error of the difference."""
+    """The earlier and the current mean of a metric, with the standard error of their difference."""
 
     def __init__(self, before: Sequence[float], now: Sequence[float]) -> None:
         self.before, self.now = statistics.fmean(before), statistics.fmean(now)
@@ -175,7 +176,7 @@ class _Change:
 
 
 def _change(steps: Steps, name: str, window: int = WINDOW) -> _Change | None:
-    """Returns the change over the newest steps with the metric; None if two windows are not complete yet."""
+    """Returns the change between the two newest windows of steps that have the metric; None if there are not enough such steps."""
     known: list[float] = []
     for step in reversed(steps):
         value = step.get(name)

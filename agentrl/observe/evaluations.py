@@ -1,4 +1,4 @@
-"""Evaluations of suites by version: the gate's section of the report, and the history page."""
+"""Evaluations of suites by version, for the gate's section of the report and for the history page."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from agentrl.observe.rundata import Line, as_list, is_finite, read_lines, read_o
 from agentrl.observe.transcripts import ShownEpisode, show_episode
 
 _PAIRS_SHOWN = 8
-_MAX_BYTES = 64 << 20  # maximum bytes of one file
-_MAX_REASON = 600  # maximum characters of a reason
+_MAX_BYTES = 64 << 20  # maximum size of one file in bytes
+_MAX_REASON = 600  # maximum number of characters in a reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateSection:
-    """The gate's section of the report. It has no rows if the run has no gate."""
+    """The gate's section of the report. `rows` is empty if the run has no gate."""
 
     rows: tuple[tuple[str, ...], ...]  # version, verdict, rate, cost, reason
     chart: Chart | None
-    regressed: tuple[tuple[str, tuple[ShownEpisode, ...]], ...]  # title, episodes of the baseline version and of the blocked one
+    regressed: tuple[tuple[str, tuple[ShownEpisode, ...]], ...]  # title, episodes from the baseline version and from the blocked version
     notes: tuple[str, ...]  # messages about what could not be read
 
 
@@ -32,7 +32,7 @@ class HistoryRow:
     """One evaluation of a suite. `tokens`, `turns` and `seconds` are means per attempt."""
 
     of: str  # the run or model, with its version
-    sha256: str  # hash of its weights, shortened
+    sha256: str  # shortened hash of the weights
     at: str  # UTC
     version: int
     rate: float | None  # pass@1; None if no attempt was scored
@@ -45,7 +45,7 @@ class HistoryRow:
     seconds: float
     attempts: int
     unscored: int
-    changed: str = ""  # differences from the previous evaluation: suite, sampling, ...
+    changed: str = ""  # what differs from the previous evaluation: suite, sampling, ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,12 +57,13 @@ class SuiteHistory:
 
     @property
     def by_version(self) -> bool:
-        """Whether the rows are ordered by distinct versions."""
+        """Whether the versions of the rows are distinct and in ascending order."""
         numbers = [row.version for row in self.rows]
         return numbers == sorted(set(numbers))
 
     def chart(self) -> Chart | None:
-        """Returns a chart of pass@1 with its interval, and of pass@k if cases have several attempts; None if no attempt was scored."""
+        """Returns a chart of pass@1 with its interval and, if cases have several attempts, of pass@k. Returns None if no attempt was
+        scored."""
         xs = [float(row.version) if self.by_version else float(number) for number, row in enumerate(self.rows, 1)]
         scored = [(x, row.rate, row) for x, row in zip(xs, self.rows, strict=True) if row.rate is not None]
         several = tuple((x, row.pass_at_k) for x, _, row in scored if row.k > 1 and row.pass_at_k is not None)
@@ -70,7 +71,7 @@ class SuiteHistory:
         return _success_chart(f"Success on {self.suite}", rates, several, x_name="version" if self.by_version else "evaluation")
 
     def table(self) -> Table:
-        """Returns a row for each evaluation."""
+        """Returns a table with one row per evaluation."""
         columns = ("pass@1", "95% interval", "pass@k", "tokens", "turns", "seconds", "attempts", "unscored", "weights", "when", "changed")
         return Table(title="policy", columns=columns, rows=tuple((row.of, _cells(row)) for row in self.rows))
 
@@ -82,7 +83,7 @@ def write_history_page(path: Path, histories: Sequence[SuiteHistory]) -> None:
 
 
 def read_gate_section(run_dir: Path) -> GateSection:
-    """Reads the gate's section from `gate/` in a run folder: `000012/verdict.json` and the episodes that the verdict names."""
+    """Reads the gate's section from `gate/` in a run folder: the files `*/verdict.json` and the episodes that each verdict lists."""
     notes: list[str] = []
     folder = run_dir / "gate"
     numbers = sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal()) if folder.is_dir() else []
@@ -104,7 +105,7 @@ def read_gate_section(run_dir: Path) -> GateSection:
 def _success_chart(
     title: str, rates: Sequence[tuple[float, float, float, float]], pass_at_k: tuple[tuple[float, float], ...], *, x_name: str
 ) -> Chart | None:
-    """Returns the chart of success. `rates`: x, pass@1, and its interval."""
+    """Returns the chart of success. `rates`: for each point, x, pass@1, and the bounds of its interval."""
     if not rates:
         return None
     points, intervals = tuple((x, rate) for x, rate, _, _ in rates), tuple((x, low, high) for x, _, low, high in rates)
@@ -167,7 +168,7 @@ def _episodes(folder: Path, wanted: set[str], notes: list[str]) -> dict[str, Lin
 
 
 def _figures(verdict: Line, *names: str) -> list[float | None]:
-    """Returns the finite numbers among a verdict's figures; None for any other value."""
+    """Returns the named figures of a verdict, in order, with None for each figure that is not a finite number."""
     figures = verdict.get("figures")
     values = [figures.get(name) if isinstance(figures, dict) else None for name in names]
     return [value if is_finite(value) else None for value in values]

@@ -1,4 +1,4 @@
-"""Writes and reads the stream of events of a run (`agentrl.observe.events`)."""
+"""Writes and reads a run's event stream (`agentrl.observe.events`)."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ from agentrl.observe.events import MAX_LINE, Event, EventsDropped, decode, encod
 log = logging.getLogger(__name__)
 
 FOLDER = "events"
-"""Name of the folder in a run folder."""
+"""Name of the folder for events in a run folder."""
 _LOCK = ".lock"
 SEGMENT_BYTES = 8 << 20
 SEGMENTS = 32
-"""Number of newest segments that are kept."""
+"""Number of segments that are kept. Older segments are deleted."""
 MAX_WAITING = 16384
-"""Maximum number of events in memory that are not written. Additional events are dropped and counted."""
+"""Maximum number of events that wait in memory to be written. Additional events are dropped and counted."""
 MAX_PAGE = 10_000
-"""Maximum number of events of one page."""
-_PAGE_BYTES = 4 << 20  # maximum bytes that one call reads
-_BATCH = 128  # maximum events that are encoded at once
+"""Maximum number of events in one page."""
+_PAGE_BYTES = 4 << 20  # maximum number of bytes that one call reads
+_BATCH = 128  # maximum number of events that are encoded at once
 _FLUSH_S = 0.2
 _RETRY_S = 5.0  # pause after a failed write
 _CLOSE_S = 10.0
-_MOST_FILES = 4096  # maximum files in the folder
+_MOST_FILES = 4096  # maximum number of files that are listed in the folder
 _NAME = re.compile(r"([0-9]{15})\.jsonl\Z")
 
 
 class EventLog:
-    """Appends the events of one run. `record` only adds to a queue; a thread encodes and writes at least every 0.2 s.
+    """Appends the events of one run. `record` only adds to a queue. A thread encodes and writes the waiting events at least every 0.2 s.
 
-    If the disk fails, the run continues. `on_fault` is called once, from the thread, and events are dropped until writing works again.
+    If writing fails, the run continues. `on_fault` is called once, from the thread, and events are dropped until writing succeeds again.
 
     Args:
-        run_dir: the run folder. If a different process records the run's events, nothing is written until that process ends.
+        run_dir: the run folder. If a different process is recording the run's events, nothing is written until that process exits.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class EventLog:
         self._folder, self._on_fault = run_dir / FOLDER, on_fault
         self._segment_bytes, self._segments, self._max_waiting = segment_bytes, segments, max_waiting
         self._waiting = deque[Event]()
-        self._dropped, self._counting = 0, threading.Lock()  # dropped events that no event has reported
+        self._dropped, self._counting = 0, threading.Lock()  # number of dropped events that have not been reported in an event
         self._file: FileIO | None = None
         self._lock: int | None = None
-        self._start = self._size = 0  # offset of the open segment, and its bytes
+        self._start = self._size = 0  # offset and size in bytes of the open segment
         self._failed_at = -_RETRY_S
         self._reported = False
         self._closing = threading.Event()
@@ -98,7 +98,7 @@ class EventLog:
             os.close(self._lock)
 
     def _flush(self) -> None:
-        """Writes the waiting events. Handles every fault."""
+        """Writes the waiting events. Handles every exception."""
         if time.monotonic() - self._failed_at < _RETRY_S:
             return
         try:
@@ -120,7 +120,7 @@ class EventLog:
             if not self._reported:
                 self._reported = True
                 fix = "check the disk, and check that only one process drives the run"
-                with suppress(Exception):  # the thread continues, and writes when the disk has space
+                with suppress(Exception):  # the thread continues, and writes when the disk has space again
                     self._on_fault(f"{self._folder}: events are not recorded: {one_line_error(error)}\n  fix: {fix}")
 
     def _count_dropped(self, count: int) -> None:
@@ -160,7 +160,8 @@ class EventLog:
         self._size = self._file.seek(0, os.SEEK_END)
 
     def _lock_folder(self) -> None:
-        """Locks the folder, because two writers would overwrite each other's segments. Raises `OSError` if a different process writes."""
+        """Locks the folder, because two writers would overwrite each other's segments. Raises `OSError` if a different process holds the
+        lock."""
         if self._lock is not None:
             return
         lock = os.open(self._folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)  # NFS cannot lock a folder
@@ -188,17 +189,17 @@ class EventLog:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventPage:
-    """Events that follow an offset."""
+    """The events after an offset in the stream."""
 
     events: tuple[Event, ...]
     offset: int  # offset at which the next page starts
-    skipped: int = 0  # lines that are not a known event: damaged, too long, or of a different version
-    missed: int = 0  # deleted bytes between the requested offset and the first event
+    skipped: int = 0  # number of lines that are not a known event: damaged, too long, or from a different version
+    missed: int = 0  # number of deleted bytes between the requested offset and the first event
 
 
 def read_events(run_dir: Path, *, after: int = 0, limit: int = 1000) -> EventPage:
-    """Returns at most `limit` events that follow offset `after`, in order. If the last line is still being written, the next call returns
-    it.
+    """Returns at most `limit` events that follow offset `after`, in order. A last line that is still being written is returned by a later
+    call.
 
     An empty page with the same offset means that there are no new events. The page is also empty if the run has no events. Reads at most 4
     MiB.
@@ -227,7 +228,7 @@ def read_events(run_dir: Path, *, after: int = 0, limit: int = 1000) -> EventPag
 
 
 def newest_offset(run_dir: Path, *, back: int = 256 << 10) -> int:
-    """Returns the offset of a line start about `back` bytes before the end of the stream. A reader of the newest events starts there."""
+    """Returns the offset of the start of a line about `back` bytes before the end of the stream, from which to read the newest events."""
     segments = _segments(run_dir / FOLDER)
     if not segments:
         return 0
@@ -241,7 +242,7 @@ def newest_offset(run_dir: Path, *, back: int = 256 << 10) -> int:
 
 
 def _segments(folder: Path) -> list[tuple[int, Path]]:
-    """Returns the segments with their offsets, in order."""
+    """Returns pairs of offset and path for the segments, in order."""
     try:
         with os.scandir(folder) as entries:
             names = [match for entry in islice(entries, _MOST_FILES) if (match := _NAME.match(entry.name))]
@@ -251,7 +252,7 @@ def _segments(folder: Path) -> list[tuple[int, Path]]:
 
 
 def _end(segments: list[tuple[int, Path]]) -> int:
-    """Returns the offset after the last byte."""
+    """Returns the offset after the last byte of the stream."""
     if not segments:
         return 0
     start, path = segments[-1]
@@ -262,9 +263,9 @@ def _end(segments: list[tuple[int, Path]]) -> int:
 
 
 def _lines(run_dir: Path, path: Path, *, seek: int, most: int) -> Iterator[tuple[int, bytes]]:
-    """Yields complete lines with their sizes, `most` bytes in total.
+    """Yields pairs of size and content for the complete lines, at most `most` bytes in total.
 
-    The content of a line that is too long is empty. A segment that was deleted in the meantime has no lines.
+    The content of a line that is too long is empty. Yields nothing if the segment was deleted in the meantime.
     """
     try:
         with open_file(path, inside=run_dir) as file:

@@ -1,8 +1,9 @@
-"""The events of a run, in order, as typed records in `events/` of the run folder.
+"""The events of a run, in order, as typed records in `events/` in the run folder.
 
-One driver writes, and any number of readers follow. The stream is split into segments, `events/000000000000000.jsonl`. The name of a
-segment is the offset of its first byte. Only the newest segments are kept. An offset is a position in the whole stream, so it stays valid
-after a segment was deleted and after a run is resumed. Output of agents is untrusted, and is clipped. The complete episode is in the store.
+One driver writes the stream, and any number of readers follow it. The stream is split into segments, such as
+`events/000000000000000.jsonl`. The name of a segment is the offset of its first byte. Only the newest segments are kept. An offset is a
+position in the whole stream, so it stays valid after segments are deleted and after the run is resumed. The output of agents is untrusted
+and is clipped. The store contains the complete episodes.
 
     page = read_events(run_dir, after=0)
     page = read_events(run_dir, after=page.offset)   # the events since then
@@ -22,13 +23,13 @@ from pydantic import Field, TypeAdapter
 from pydantic_core import from_json, to_json
 
 MAX_LINE = 16 << 10
-"""Maximum bytes of a line. Longer lines are skipped."""
+"""Maximum line length in bytes. Longer lines are skipped."""
 NAME_CHARS = 200
-"""Maximum characters of a name, id or kind in an event."""
+"""Maximum number of characters in a name, id or kind in an event."""
 PREVIEW_CHARS = 400
-"""Maximum characters of the output of an agent or tool in an event."""
+"""Maximum number of characters in the output of an agent or tool in an event."""
 TEXT_CHARS = 2000
-"""Maximum characters of an alert or reason in an event."""
+"""Maximum number of characters in an alert or reason in an event."""
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=-(1 << 62), le=1 << 62)]
@@ -43,11 +44,11 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStarted(Event):
-    """A driver opened the run. A resumed run has several of these events."""
+    """A driver opened the run. A resumed run has one of these events per driver."""
 
     name: str  # name of the run folder
     recipe: str
-    steps: Count  # learner steps of the recipe; 0 means until it is stopped
+    steps: Count  # number of learner steps in the recipe; 0 means that the run continues until it is stopped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,15 +61,15 @@ class StageStarted(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeStarted(Event):
-    """An attempt at a task started, or continues from its saved state."""
+    """An attempt at a task started, or continued from its saved state."""
 
     episode: str
     task_id: str
-    kind: str  # of task
+    kind: str  # kind of the task
     split: str  # train, heldout or heldout_real
     group: Count | None = None  # None outside of training
-    attempt: Count = 0  # retries before this one
-    turns: Count = 0  # turns finished in an earlier process
+    attempt: Count = 0  # number of earlier tries
+    turns: Count = 0  # number of turns finished in an earlier process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,9 +80,9 @@ class TurnEnded(Event):
     trajectory: Count  # index in the episode's tree
     turn: Count  # index in the trajectory
     agent: str
-    prompt_tokens: Count  # new prompt tokens
+    prompt_tokens: Count  # number of new prompt tokens
     sampled_tokens: Count
-    version: Count | None  # newest version that sampled a token; None if there is none
+    version: Count | None  # newest version that sampled a token; None if no version did
     seconds: Number
     finish_reason: str
     text: str = ""  # the start of the message
@@ -90,7 +91,7 @@ class TurnEnded(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolEnded(Event):
-    """A tool call ended with a result."""
+    """A tool call returned a result."""
 
     episode: str
     trajectory: Count
@@ -99,7 +100,7 @@ class ToolEnded(Event):
     tool: str
     ok: bool
     seconds: Number
-    arguments: str = ""  # the start of their JSON
+    arguments: str = ""  # the start of the arguments as JSON
     output: str = ""  # the start of the output
 
 
@@ -108,51 +109,51 @@ class EpisodeEnded(Event):
     """An attempt ended. It may have failed, and may be retried under a different id."""
 
     episode: str
-    stop_reason: str  # "cancelled" if its group did not need it
+    stop_reason: str  # "cancelled" if the group did not need the attempt
     turns: Count
-    tokens: Count  # sampled
+    tokens: Count  # number of sampled tokens
     seconds: Number
-    failure: str = ""  # kind of the failure that excludes it
+    failure: str = ""  # kind of the failure, if one excludes the attempt
     blame: str = ""  # policy, task or infrastructure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeScored(Event):
-    """An attempt was scored, was excluded, or waits for late parts of its score."""
+    """An attempt was scored, was excluded, or is waiting for late parts of its score."""
 
     episode: str
     score: Number | None
     pending: bool = False
-    reason: str = ""  # why it has no score
+    reason: str = ""  # why the attempt has no score
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupStored(Event):
-    """All attempts of a group ended, and the group is in the store with its scores."""
+    """All attempts of a group have ended, and the group is in the store with its scores."""
 
     group: Count
     task_id: str
     kind: str
     scores: tuple[Number | None, ...]  # by attempt; None for an excluded attempt
-    tokens: Count  # sampled
-    cancelled: Count = 0  # cancelled attempts
+    tokens: Count  # number of sampled tokens
+    cancelled: Count = 0  # number of cancelled attempts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionServed(Event):
-    """The servers swapped to a version, and the probe agrees."""
+    """The servers swapped to a version, and the probe confirmed its weights."""
 
     version: Count
     seconds: Number
     stall_s: Number  # time in which no request made progress
-    probe_max_abs_diff: Number | None = None  # nats
+    probe_max_abs_diff: Number | None = None  # in nats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFinished(Event):
     """A learner step was recorded."""
 
-    step: Count  # from 1: the version that it produced
+    step: Count  # counted from 1, so it equals the version that the step produced
     metrics: Mapping[str, Number | None]  # at most 256 entries
 
 
@@ -166,7 +167,7 @@ class EvaluationFinished(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionJudged(Event):
-    """The gate decided about a version."""
+    """The gate decided on a version."""
 
     version: Count
     outcome: str  # reference, promoted, blocked, rolled back or not judged
@@ -190,7 +191,7 @@ class PartRestarted(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventsDropped(Event):
-    """Events are missing here, because they arrived faster than they could be written, or because writing failed."""
+    """Events are missing at this point, because they arrived faster than they could be written or because writing failed."""
 
     count: Count
 
@@ -217,7 +218,7 @@ EPISODE_EVENTS = (EpisodeStarted, TurnEnded, ToolEnded, EpisodeEnded, EpisodeSco
 """The events that a rollout worker sends to the driver."""
 _NAMES = {kind: name for name, kind in KINDS.items()}
 _LIMITS = {"text": TEXT_CHARS, "reason": TEXT_CHARS, "detail": TEXT_CHARS, "arguments": PREVIEW_CHARS, "output": PREVIEW_CHARS}
-_MOST = 256  # maximum entries of a list or object
+_MOST = 256  # maximum number of entries in a list or object
 
 
 def kind_of(event: Event) -> str:
@@ -238,7 +239,7 @@ def encode(event: Event) -> bytes:
 
 
 def decode(line: bytes) -> Event | None:
-    """Returns the event of a line; None if its kind is unknown. Raises `ValueError` if the line is not an event."""
+    """Returns the event in a line; None if its kind is unknown. Raises `ValueError` if the line is not an event."""
     if len(line) > MAX_LINE:
         raise ValueError(f"the line has {len(line)} bytes; an event has at most {MAX_LINE}")
     data = from_json(line, allow_inf_nan=False, cache_strings="keys")
@@ -255,7 +256,7 @@ def decode(line: bytes) -> Event | None:
 
 
 def _limits(kind: type[Event]) -> dict[str, int]:
-    """Returns field -> maximum number of characters."""
+    """Returns a mapping field -> maximum number of characters."""
     limits = {attribute.name: _LIMITS.get(attribute.name, NAME_CHARS) for attribute in fields(kind)}
     return limits | {"text": PREVIEW_CHARS} if kind is TurnEnded else limits
 

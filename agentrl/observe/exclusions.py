@@ -10,17 +10,17 @@ from typing import Any
 from agentrl.records import Blame, ScoredEpisode
 
 LONGEST = 240
-"""Maximum characters of one reason."""
+"""Maximum number of characters in one reason."""
 MOST = 20
-"""Maximum number of reasons that are counted separately. The rarest reasons in excess of it are counted together."""
+"""Maximum number of reasons that are counted separately. If there are more, the rarest are counted together."""
 OTHERS = "other reasons"
 REACHABLE = " (policy-reachable)"
-"""Suffix of a reason that the policy can have provoked (`Failure.policy_reachable`)."""
+"""Suffix of a reason that the policy may have provoked (`Failure.policy_reachable`)."""
 
 # The parts of a reason that differ between episodes: addresses, hashes, and names such as g000012-3-a0 or agentrl-1f3c.
 _NAMES = re.compile(r"0x[0-9a-f]+|\b(?=[0-9a-f]*\d)[0-9a-f]{8,}\b|\b(?=\w{0,63}-)(?=[\w-]{0,63}\d)[\w-]{6,64}\b")
 
-# The learner's counts of groups without a sample (`agentrl.objective.samples.assemble`) -> the reason.
+# Metric in which the learner counts groups without a sample (`agentrl.objective.samples.assemble`) -> the reason.
 _NO_SAMPLE = {
     "groups_all_equal": "all attempts have equal scores, so there is no learning signal",
     "groups_too_few": "fewer than two attempts were scored",
@@ -40,9 +40,9 @@ def printable_text(text: str) -> str:
 
 
 def exclusion_reason(scored: ScoredEpisode) -> str:
-    """Returns why an episode is excluded, in one normalized line; empty if it counts.
+    """Returns the reason why an episode is excluded, as one normalized line; empty if the episode is not excluded.
 
-    `REACHABLE` marks a reason that the policy can have provoked.
+    The reason ends with `REACHABLE` if the policy may have provoked it.
     """
     failure = next((failure for failure in reversed(scored.episode.failures) if failure.blame is not Blame.POLICY), None)
     if failure is not None:
@@ -58,25 +58,25 @@ def _reachable(text: str) -> str:
 
 
 def normalize_reason(text: str, *, most: int = LONGEST) -> str:
-    """Returns a reason for counting: one printable line of at most `most` characters, with `*` for names of episodes and sandboxes."""
+    """Normalizes a reason for counting: one printable line of at most `most` characters, with `*` for names of episodes and sandboxes."""
     line = _NAMES.sub("*", printable_text(" ".join(text[: 4 * LONGEST].split())))
     return line if len(line) <= most else f"{line[: most - 3]}..."
 
 
 def count_exclusions(episodes: Iterable[ScoredEpisode]) -> dict[str, int]:
-    """Returns reason -> number of excluded episodes, the most frequent first."""
+    """Returns a mapping reason -> number of excluded episodes, the most frequent reason first."""
     return most_frequent(Counter(reason for scored in episodes if (reason := exclusion_reason(scored))))
 
 
 def most_frequent(counts: Mapping[str, int]) -> dict[str, int]:
-    """Returns at most `MOST` reasons, the most frequent first. The other reasons are counted as `OTHERS`."""
+    """Returns the counts of at most `MOST` reasons, the most frequent first. The other reasons are counted together as `OTHERS`."""
     ordered = sorted((item for item in counts.items() if item[0] != OTHERS), key=lambda item: (-item[1], item[0]))
     rest = sum(count for _, count in ordered[MOST:]) + counts.get(OTHERS, 0)
     return dict(ordered[:MOST]) | ({OTHERS: rest} if rest else {})
 
 
 def merge_counts(*several: Mapping[str, int]) -> dict[str, int]:
-    """Returns the sum of several counts of reasons."""
+    """Returns the sum of several per-reason counts."""
     total: Counter[str] = Counter()
     for counts in several:
         total.update(counts)
@@ -84,18 +84,18 @@ def merge_counts(*several: Mapping[str, int]) -> dict[str, int]:
 
 
 def format_counts(counts: Mapping[str, int], *, first: int = 3) -> str:
-    """Returns the most frequent reasons with their counts, in one line."""
+    """Returns the `first` most frequent reasons with their counts, in one line."""
     shown = list(most_frequent(counts).items())
     text = "; ".join(f"{count} x {reason}" for reason, count in shown[:first])
     return f"{text}; and {sum(count for _, count in shown[first:])} for other reasons" if len(shown) > first else text
 
 
 def run_problems(lines: Sequence[Mapping[str, Any]], left_out: Mapping[str, int], phases: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the reasons why a run has no outcome, one sentence each; empty if it scored episodes and learned.
+    """Returns the reasons why a run has no outcome, one sentence each; empty if the run scored episodes and learned.
 
     Args:
         lines: the lines of `metrics.jsonl`, one for each finished step.
-        left_out: reason -> excluded episodes of those steps.
+        left_out: reason -> number of episodes excluded in those steps.
         phases: the content of `evaluations.json`.
     """
     problems = [problem] if (problem := why_nothing_learned(lines, left_out)) else []
@@ -111,7 +111,7 @@ def run_problems(lines: Sequence[Mapping[str, Any]], left_out: Mapping[str, int]
 
 
 def why_nothing_learned(lines: Sequence[Mapping[str, Any]], left_out: Mapping[str, int]) -> str:
-    """Returns the reason why no step changed the weights; empty if a step changed them, or if there are no steps."""
+    """Returns the reason why no step changed the weights; empty if a step changed them or if there are no steps."""
     if not lines or any(line.get("weights_changed") for line in lines):
         return ""
     steps = "1 step" if len(lines) == 1 else f"{len(lines)} steps"

@@ -1,7 +1,7 @@
-"""Renders the templates of the report (Jinja2). Their charts and styles are the components of `agentrl view`.
+"""Renders the Jinja2 templates of the report. They share the components for charts and styles with `agentrl view`.
 
-Text from sandboxes and models is untrusted. Autoescaping prevents tags, attributes and scripts. Invisible characters, and characters that
-change the direction of text, are shown as escapes.
+Text from sandboxes and models is untrusted. Autoescaping prevents tags, attributes and scripts. Invisible characters and characters that
+change the direction of text are shown as escapes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from agentrl.observe.stats import format_duration, format_interval, format_rate
 
 _UNCHANGED = frozenset("\n\t")
 COMPONENTS = files("agentrl.observe") / "components"
-"""Folder of the JavaScript modules and styles that the view and the report share."""
-_MODULES = ("visible.js", "dom.js", "format.js", "chart.js", "report.js")  # each module is after those that it imports
+"""Folder with the JavaScript modules and styles that `agentrl view` and the report share."""
+_MODULES = ("visible.js", "dom.js", "format.js", "chart.js", "report.js")  # each module follows the modules that it imports
 _LINKS = re.compile(r"^(?:import [^\n]*\n|export )", re.MULTILINE)
 
 
@@ -33,14 +33,14 @@ def render(template: str, **values: Any) -> str:
 
 
 def template_file(name: str) -> bytes:
-    """Returns the content of a file of the templates, or of the components, without rendering it."""
+    """Returns the content of a file in the folder of the templates or the components, without rendering it."""
     path = files("agentrl.observe") / "templates" / name
     return (path if path.is_file() else COMPONENTS / name).read_bytes()
 
 
 @cache
 def script() -> str:
-    """Returns the modules that draw the charts of a page as one script."""
+    """Returns one script that contains the modules for drawing the charts of a page."""
     return "".join(_LINKS.sub("", (COMPONENTS / name).read_text()) for name in _MODULES)
 
 
@@ -71,12 +71,12 @@ def visible(text: str) -> str:
 
 
 def _shown(value: object) -> object:
-    """Returns the output of an expression in a template: markup of a macro unchanged, anything else as visible text."""
+    """Returns the output of an expression in a template: markup from a macro unchanged, anything else as text with visible escapes."""
     return value if isinstance(value, Markup) else visible(str(value))
 
 
 class _Visible(dict[int, str]):
-    """Character -> its visible form, computed on first use: `\\xNN` for controls, surrogates and bidirectional overrides."""
+    """Maps a character to its visible form, computed on first use: `\\xNN` for controls, surrogates and bidirectional overrides."""
 
     def __missing__(self, number: int) -> str:
         char = chr(number)
@@ -90,9 +90,9 @@ _VISIBLE = _Visible()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """A table with a name in each row."""
+    """A table in which each row starts with a name."""
 
-    title: str  # header of the column of names
+    title: str  # header of the column with the names
     columns: tuple[str, ...]
     rows: tuple[tuple[str, tuple[str, ...]], ...]  # name, cells
-    more: str = ""  # note on rows that are not shown
+    more: str = ""  # note about rows that are not shown

@@ -1,6 +1,6 @@
 """Writes `report.html`: the results of a run in one self-contained file that loads nothing from the network.
 
-This module computes the content; `agentrl/observe/templates` lays it out.
+This module computes the content, and the templates in `agentrl/observe/templates` lay it out.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from agentrl.observe.transcripts import ShownEpisode, choose_pairs, show_episode
 
 _EPISODES_SHOWN = 6
 _SETBACKS_SHOWN = 20
-_MAX_WHY = 600  # maximum characters of a reason
+_MAX_WHY = 600  # maximum number of characters in a reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """The success on one held-out split."""
+    """The success rates on one split, before and after training."""
 
     title: str
     before: Rate | None
@@ -46,12 +46,12 @@ class Head:
 
     @property
     def gain(self) -> float | None:
-        """The gain in percentage points."""
+        """The gain in percentage points; None if a rate is missing."""
         return 100 * (self.after.value - self.before.value) if self.before and self.after else None
 
     @property
     def gain_interval(self) -> tuple[float, float] | None:
-        """The 95% interval of `gain`."""
+        """The 95% interval of `gain`; None if a rate is missing."""
         if self.before is None or self.after is None:
             return None
         low, high = rate_difference(self.before, self.after)
@@ -64,18 +64,18 @@ class Head:
 
     @property
     def on_a_scale(self) -> bool:
-        """Whether both rates are within [0, 1]."""
+        """Whether both rates and their intervals are within [0, 1]."""
         return in_unit_interval(self.before) and in_unit_interval(self.after)
 
     @property
     def intervals(self) -> str:
-        """Both intervals as text, with their numbers of episodes."""
+        """The intervals of both rates as text, each with its number of episodes."""
         rates = (("before ", self.before), (f"{self.now} ".lstrip(), self.after))
         return "; ".join(f"{name}{format_interval(rate)}, n = {rate.n}" for name, rate in rates if rate)
 
 
 def write_report(run_dir: Path) -> Path:
-    """Writes `report.html` into a run folder from the files that exist, also during a run or after an interruption.
+    """Writes `report.html` into a run folder from the files that exist. It can be called during a run or after an interruption.
 
     Raises `StoreError` if there is no such folder.
     """
@@ -119,8 +119,7 @@ def write_report(run_dir: Path) -> Path:
 
 
 def _timeline(run: RunData) -> list[tuple[str, list[tuple[str, float]], float]]:
-    """Returns, for each part, its states with their seconds, starting with the busy state, and the sum of the seconds; empty if no step has
-    a timeline."""
+    """Returns, for each part, the seconds in each state (the busy state first) and their sum. Empty if no step has a timeline."""
     steps = [{key: value for key, value in line.items() if value > 0} for line in run.metrics.rows()]
     rows = []
     for part, spent in time_by_state(steps).items():
@@ -143,7 +142,7 @@ def _facts(run: RunData) -> list[str]:
 
 
 def _status(summary: Summary | None) -> tuple[str, str]:
-    """Returns the status of the run, and the style of its chip."""
+    """Returns the status of the run and the style of the label that shows it."""
     if summary is None:
         return "no summary yet", ""
     if summary.finished:
@@ -154,7 +153,8 @@ def _status(summary: Summary | None) -> tuple[str, str]:
 
 
 def _sessions(summary: Summary) -> list[tuple[str, ...]]:
-    """Returns the starts of a run: number, time, steps done at the start, and how the session ended; empty if there was only one start."""
+    """Returns a row for each start of a run: number, time, steps done by then, how the session ended, and why. Empty if there was only
+    one."""
     rows: list[tuple[str, ...]] = [
         (str(number), one.began, str(one.step), one.ended, printable_text(one.why)[:_MAX_WHY])
         for number, one in enumerate(summary.sessions, 1)
@@ -171,7 +171,7 @@ def _heads(summary: Summary) -> list[Head]:
 
 
 def _evaluated(run: RunData) -> list[Head]:
-    """Returns the results of `agentrl eval` or `agentrl sample`."""
+    """Returns the success rates from `agentrl eval` or `agentrl sample`."""
     titles = {"heldout": "Held-out tasks", "heldout_real": "Held-out tasks on real data", "train": "Training tasks"}
     return [Head(title=title, before=None, after=run.evaluated[split]) for split, title in titles.items() if split in run.evaluated]
 
@@ -201,7 +201,7 @@ def _nonzero(count: int, label: str) -> list[tuple[str, str]]:
 
 
 def _judge_tiles(usage: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Returns the usage and cost of judges; empty if there are no judges."""
+    """Returns the judges' usage and cost; empty if there are no judges."""
     if not usage:
         return []
     tokens = usage.get("prompt_tokens", 0) + usage.get("completion_tokens", 0)
@@ -230,7 +230,7 @@ def _learning_note(run: RunData) -> str:
 
 
 def _sampling(run: RunData, name: str) -> str:
-    """Returns the sampling settings of a section of the recipe."""
+    """Describes the sampling settings in one section of the recipe."""
     section = run.recipe.get(name)
     settings = section.get("sampling") if isinstance(section, dict) else None
     if not isinstance(settings, dict) or not isinstance(settings.get("temperature"), int | float):
@@ -251,8 +251,8 @@ def _kinds(summary: Summary) -> list[tuple[str, Rate | None, Rate | None]]:
 
 
 def _compute(run: RunData) -> list[Chart]:
-    """Returns charts of the success by sampled tokens for each split of the last evaluation: by the budget of an attempt, and by the bound
-    on thinking."""
+    """Returns charts of success against sampled tokens for each split in the last evaluation: one over the token budget of an attempt, and
+    one over the bound on thinking."""
     note = "share of tasks solved, by sampled tokens per task"
     return [
         *_compute_cards(run.compute, "Within a budget", note),
@@ -270,7 +270,7 @@ def _compute_cards(curves: Curves, title: str, note: str) -> Iterator[Chart]:
 
 
 def _drift_note(run: RunData) -> str:
-    """Returns the note of the audit's chart, with all drift alerts of the run."""
+    """Returns the note for the audit's chart, with all drift alerts of the run."""
     steps = run.metrics.rows()
     alerts = [
         f"step {line['step']:g}: {text}" for at, line in enumerate(steps) for text in drift_alerts(steps[max(0, at + 1 - HISTORY) : at + 1])
@@ -279,14 +279,14 @@ def _drift_note(run: RunData) -> str:
 
 
 def _excluded(run: RunData) -> list[tuple[str, int, str]]:
-    """Returns (where, episodes, reason) of the excluded episodes, first of training, then of each evaluation."""
+    """Returns triples (where, number of excluded episodes, reason), first for training, then for each evaluation."""
     counts = [("training", run.summary.left_out_reasons if run.summary else {})]
     counts += [(f"{phase}, {split}", reasons) for phase, split, reasons in run.left_out]
     return [(where, count, printable_text(reason)) for where, reasons in counts for reason, count in reasons.items()]
 
 
 def _setbacks(run: RunData) -> list[tuple[str, ...]]:
-    """Returns the newest updates and groups that were not trained, with reasons."""
+    """Returns a row for each of the newest skipped updates and untrained groups, with the reasons."""
     return [
         (
             str(line["step"]),

@@ -1,4 +1,4 @@
-"""Reads a run folder for the report. A missing or damaged part becomes a note, and all other parts are shown."""
+"""Reads a run folder for the report. A missing or damaged part is reported in a note, and all other parts are shown."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RunData:
     metrics: MetricsTable
     episodes: dict[str, tuple[Line, ...]]  # phase -> transcripts
     setbacks: tuple[Line, ...]  # updates and groups that were not trained, with reasons
-    left_out: tuple[tuple[str, str, dict[str, int]], ...]  # exclusions of evaluations: phase, split, reason -> excluded episodes
+    left_out: tuple[tuple[str, str, dict[str, int]], ...]  # exclusions in evaluations: phase, split, reason -> number of excluded episodes
     compute: Curves  # success by token budget in the last evaluation
     thinking: Curves  # success by bound on thinking
     evaluated: dict[str, Rate]  # split -> result of `agentrl eval` or `agentrl sample`; empty for a training run
@@ -75,7 +75,7 @@ def _read_left_out(phases: Line) -> Iterator[tuple[str, str, dict[str, int]]]:
 
 
 def _read_compute(phases: Line) -> Iterator[Curve]:
-    """Yields the success by token budget in the last phase."""
+    """Yields the curves of success against token budget in the last phase."""
     last = _last(phases)
     for phase, split, result in _results(phases):
         for line in as_list(result.get("compute")) if phase == last else ():
@@ -86,7 +86,7 @@ def _read_compute(phases: Line) -> Iterator[Curve]:
 
 
 def _read_thinking(phases: Line) -> Iterator[Curve]:
-    """Yields the success of k attempts in the last phase, with each bound on thinking and without a bound."""
+    """Yields a curve per number of attempts in the last phase, with one point per bound on thinking and one without a bound."""
     last = _last(phases)
     for phase, split, result in _results(phases):
         bounded = [rate for rate in as_list(result.get("thinking")) if isinstance(rate, dict)] if phase == last else []
@@ -119,7 +119,7 @@ def _results(phases: Line) -> Iterator[tuple[str, str, Line]]:
 
 
 def _read_episodes(path: Path, notes: list[str]) -> tuple[Line, ...]:
-    """Returns the transcripts of one phase. A repeated evaluation replaces the earlier evaluation."""
+    """Returns the transcripts of one phase. If an evaluation was repeated, only its newest transcripts are returned."""
     lines = read_lines(path, _EPISODE, notes, inside=path.parent.parent)
     return tuple({(line["split"], line["task_id"], str(line.get("step")) if path.stem == "train" else ""): line for line in lines}.values())
 

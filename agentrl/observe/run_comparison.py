@@ -1,4 +1,5 @@
-"""Compares runs: the differences of their recipes, their success before and after training, by kind and with intervals, and their costs."""
+"""Compares runs: the differences between their recipes, their success rates with intervals before and after training and by kind of task,
+and their costs."""
 
 from __future__ import annotations
 
@@ -24,14 +25,15 @@ _TITLES |= {"heldout_real_before": "held-out on real data, before", "heldout_rea
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RateRow:
-    """One success rate of each run, and the difference between the last and the first run with its 95% interval."""
+    """One success rate per run, and the difference between the last run and the first run with its 95% interval."""
 
     name: str
     rates: tuple[Rate | None, ...]
 
     @property
     def difference(self) -> tuple[float, float, float] | None:
-        """The difference and its interval, low and high; None if a rate is unknown. The intervals treat the runs as independent."""
+        """The difference and the lower and upper bound of its interval; None if either rate is unknown. The runs are treated as
+        independent."""
         first, last = self.rates[0], self.rates[-1]
         return None if first is None or last is None else (last.value - first.value, *rate_difference(first, last))
 
@@ -41,7 +43,7 @@ class RunComparison:
     """The differences between runs. Every tuple of values has one entry per run, in the order of the runs."""
 
     names: tuple[str, ...]
-    settings: tuple[tuple[str, tuple[Any, ...]], ...]  # dotted key of the recipe, and its values; only keys whose values differ
+    settings: tuple[tuple[str, tuple[Any, ...]], ...]  # dotted key of the recipe, and its value in each run; only keys whose values differ
     rates: tuple[RateRow, ...]  # success on held-out tasks
     kinds: tuple[RateRow, ...]  # success after training, by kind of task
     costs: tuple[tuple[str, tuple[float | None, ...]], ...]
@@ -73,7 +75,7 @@ class RunComparison:
 
 
 def compare_folders(folders: Sequence[Path]) -> RunComparison:
-    """Compares run folders. Raises `UserError` if there are fewer than two, and `StoreError` if a folder does not exist."""
+    """Compares run folders. Raises `UserError` if there are fewer than two folders, and `StoreError` if a folder does not exist."""
     if len(folders) < _LEAST_RUNS:
         raise UserError("a comparison needs at least two runs", fix="agentrl compare RUN RUN")
     runs = [_read(folder) for folder in folders]
@@ -91,7 +93,7 @@ def compare_folders(folders: Sequence[Path]) -> RunComparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """The data of a run that is compared."""
+    """The data of one of the compared runs."""
 
     name: str
     recipe: Line
@@ -135,7 +137,7 @@ def _settings(recipes: Sequence[Line]) -> Iterator[tuple[str, tuple[Any, ...]]]:
 
 
 def flatten(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the dotted keys and values of nested settings, as in overrides."""
+    """Yields pairs of dotted key and value for nested settings. The keys have the format used in overrides."""
     for key, value in data.items():
         if isinstance(value, dict) and value:
             yield from flatten(value, f"{prefix}{key}.")
@@ -186,7 +188,7 @@ def _shown_difference(row: RateRow) -> str:
 
 
 def _printable(text: str) -> str:
-    """Returns one line without terminal control sequences, because names of runs, settings and kinds may come from a third party."""
+    """Returns the text as one line without terminal control sequences. Names of runs, settings and kinds may come from a third party."""
     return " ".join("".join(char if char.isprintable() or char == "\n" else "?" for char in text).split())
 
 

@@ -1,4 +1,4 @@
-"""Creates the events of a run: a tracker creates them in the driver, and a listener in every process that runs episodes."""
+"""Creates the events of a run, with a tracker in the driver and a listener in every process that runs episodes."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from agentrl.protocols import EpisodeListener, Interval, Tracker
 from agentrl.records import Blame, Cancelled, Episode, Group, ScoredEpisode, SwapReport, Task, Turn, sampled_tokens
 
 Record = Callable[[Event], None]
-"""Receives an event, such as `EventLog.record`. Returns at once and never raises."""
+"""A function that receives an event, such as `EventLog.record`. It returns at once and never raises."""
 
 
 class EventTracker(Tracker):
-    """Records the events of the driver."""
+    """Records the events that occur in the driver."""
 
     def __init__(self, record: Record) -> None:
         self._record = record
@@ -57,12 +57,12 @@ class EventTracker(Tracker):
         self._record(GroupStored(group=index, task_id=group.task_id, kind=group.kind, scores=scores, tokens=tokens, cancelled=cancelled))
 
     def evaluated(self, phase: str, rates: Mapping[str, Interval]) -> None:
-        """Records the rates of an evaluation."""
+        """Records the success rates from an evaluation."""
         shown = {split: (rate.value, rate.ci_low, rate.ci_high, rate.n) for split, rate in rates.items()}
         self._record(EvaluationFinished(phase=phase, rates=shown))
 
     def swapped(self, report: SwapReport) -> None:
-        """Records a swap."""
+        """Records a weight swap."""
         seconds, stall_s = report.total_ms / 1e3, report.stall_ms / 1e3
         self._record(VersionServed(version=report.version, seconds=seconds, stall_s=stall_s, probe_max_abs_diff=report.probe_max_abs_diff))
 
@@ -72,7 +72,7 @@ class EventTracker(Tracker):
 
 
 class EpisodeEvents(EpisodeListener):
-    """Records the events of episodes. If an event cannot be built, the error is logged once and never reaches the episode."""
+    """Records the events of episodes. If an event cannot be built, the error is logged once and does not affect the episode."""
 
     def __init__(self, record: Record) -> None:
         self._record = record
@@ -150,7 +150,7 @@ class EpisodeEvents(EpisodeListener):
             )
 
     def cancelled(self, attempt: Cancelled) -> None:
-        """Records the end of an attempt that has no record."""
+        """Records the end of a cancelled attempt, which has no record."""
         with self._boundary():
             turns, tokens, seconds = attempt.turns, attempt.tokens, attempt.wall_s
             self._record(EpisodeEnded(episode=attempt.episode_id, stop_reason="cancelled", turns=turns, tokens=tokens, seconds=seconds))

@@ -1,4 +1,4 @@
-"""Reads run folders: whether a folder is a run, whether a run is driven or how it ended, and its newest step.
+"""Reads run folders: whether a folder contains a run, whether a driver is running or how the last session ended, and the newest step.
 
 The folders may come from a third party.
 """
@@ -15,7 +15,7 @@ from agentrl.observe.rundata import Line, parse_object
 from agentrl.observe.summary import SUMMARY_FILE, read_sessions
 
 RUN_FILES = ("recipe.json", "run.json", "metrics.jsonl", "evaluations.json", "summary.json", "experience.sqlite", "failures/traces.sqlite")
-_LAST = 256 << 10  # bytes at the end of metrics.jsonl that are searched for the newest step
+_LAST = 256 << 10  # number of bytes at the end of metrics.jsonl that are searched for the newest step
 
 
 def is_run(path: Path) -> bool:
@@ -24,10 +24,10 @@ def is_run(path: Path) -> bool:
 
 
 def run_state(path: Path, locks: frozenset[int] | None = None) -> str:
-    """Returns running, finished, interrupted, failed or killed; unknown if the folder has no sessions.
+    """Returns "running", "finished", "interrupted", "failed" or "killed", or "unknown" if the folder has no readable sessions.
 
     Args:
-        locks: inodes of the locked files of this machine; None reads them.
+        locks: inodes of the files that are locked on this machine (`held_locks`); None reads them.
     """
     try:
         if os.lstat(path / DRIVER).st_ino in (held_locks() if locks is None else locks):
@@ -42,7 +42,8 @@ def run_state(path: Path, locks: frozenset[int] | None = None) -> str:
 
 
 def held_locks() -> frozenset[int]:
-    """Returns the inodes of files that processes of this machine have locked. Testing a driver's lock by taking it could stop a driver."""
+    """Returns the inodes of files that processes on this machine have locked. Testing a driver's lock by acquiring it could prevent a
+    driver from starting."""
     try:
         with open("/proc/locks", encoding="ascii") as file:
             fields = [line.split() for line in file if " FLOCK " in line]
@@ -52,7 +53,7 @@ def held_locks() -> frozenset[int]:
 
 
 def last_step(path: Path) -> Line:
-    """Returns the newest line of metrics.jsonl; empty if there is none."""
+    """Returns the content of the newest line in metrics.jsonl; empty if there is none."""
     try:
         with open_file(path / "metrics.jsonl", inside=path) as file:
             size = file.seek(0, os.SEEK_END)
@@ -64,7 +65,8 @@ def last_step(path: Path) -> Line:
 
 
 def changed_at(path: Path) -> float | None:
-    """Returns the time at which a run last changed, in seconds since 1970; None if the folder has none of the files that change."""
+    """Returns the time at which a run last changed, in seconds since 1970; None if the folder contains none of the files that a run
+    changes."""
     times = []
     for name in ("metrics.jsonl", SUMMARY_FILE, "recipe.json", "events"):
         try:

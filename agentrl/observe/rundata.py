@@ -1,4 +1,4 @@
-"""Reads JSON of a run folder, which may come from a third party. A missing or damaged part becomes a note."""
+"""Reads JSON files in a run folder, which may come from a third party. A missing or damaged part is reported in a note."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any, TypeGuard
 from agentrl.base.untrusted_files import open_file, read_bytes
 
 Line = dict[str, Any]
-_MAX_DIGITS = 18  # maximum digits of an integer; longer integers become floats
-_MAX_BYTES = 1 << 30  # maximum bytes of a file
+_MAX_DIGITS = 18  # maximum number of digits in an integer; longer integers become floats
+_MAX_BYTES = 1 << 30  # maximum size of a file in bytes
 _MAX_LINE = 64 << 20
 
 
@@ -32,13 +32,13 @@ def read_lines(
 def iter_lines(
     path: Path, required: Mapping[str, type], notes: list[str], *, most: int = _MAX_BYTES, inside: Path | None = None
 ) -> Iterator[Line]:
-    """Yields the lines of a file that have the `required` keys and types; none if the file is missing. Only one line is in memory at a
-    time.
+    """Yields the lines of a file whose `required` keys have the required types; none if the file is missing. Only one line is in memory at
+    a time.
 
     Args:
-        notes: receives a note on each problem.
-        most: maximum bytes of the file.
-        inside: folder that must contain the file after links are followed; None means the file's own folder.
+        notes: a note about each problem is appended to this list.
+        most: maximum size of the file in bytes.
+        inside: folder that must contain the file after links are resolved; None means the folder of the file.
     """
     bad = 0
     try:
@@ -77,7 +77,7 @@ def note_unreadable(path: Path, error: OSError | ValueError, notes: list[str]) -
 
 
 def parse_object(text: str) -> Line | None:
-    """Returns a JSON object; None for anything else. Very long integers become floats, possibly infinite."""
+    """Parses a JSON object. Returns None for anything else. Very long integers become floats, which may be infinite."""
     try:
         data = json.loads(text, parse_int=lambda digits: int(digits) if len(digits) <= _MAX_DIGITS else float(digits))
     except (ValueError, RecursionError):
@@ -86,17 +86,18 @@ def parse_object(text: str) -> Line | None:
 
 
 def as_mapping(value: Any) -> Line:
-    """Returns the value if it is a JSON object, otherwise an empty dict."""
+    """Returns the value if it is a JSON object, otherwise an empty mapping."""
     return value if isinstance(value, dict) else {}
 
 
 def as_list(value: Any) -> list[Any]:
-    """Returns the value if it is a list, else an empty list."""
+    """Returns the value if it is a list, otherwise an empty list."""
     return value if isinstance(value, list) else []
 
 
 def read_object(path: Path, notes: list[str], *, most: int = _MAX_BYTES, inside: Path | None = None) -> Line:
-    """Returns the JSON object in a file; empty if the file is missing or contains anything else. `most` and `inside`: see `iter_lines`."""
+    """Returns the JSON object in a file; empty if the file is missing or contains anything else. For `most` and `inside`, see
+    `iter_lines`."""
     text = _text(path, notes, most, inside)
     content = {} if text is None else parse_object(text)
     if content is None:

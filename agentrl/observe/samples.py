@@ -11,9 +11,9 @@ from agentrl.base.user_code import printable
 from agentrl.records import Group, Message, ScoredEpisode, Trajectory
 
 MAX_TEXT = 8192
-"""Maximum characters of one message of a sample."""
+"""Maximum number of characters in one message of a sample."""
 MAX_MESSAGES = 256
-"""Maximum messages of a sample. The first messages and the last one are kept."""
+"""Maximum number of messages in a sample. The first messages and the last message are kept."""
 Said = dict[str, Any]
 
 
@@ -25,15 +25,15 @@ class Sample:
     task: str
     kind: str
     score: float | None
-    reason: str  # why it has no score
+    reason: str  # why the episode has no score
     stop_reason: str
-    tokens: int  # sampled
+    tokens: int  # number of sampled tokens
     seconds: float
     messages: tuple[Said, ...]  # as in the chat API: role, content, tool_calls, tool_call_id
 
     @property
     def facts(self) -> dict[str, Any]:
-        """All fields except the messages, by name."""
+        """The fields by name, except the messages."""
         names = ("episode", "task", "kind", "score", "reason", "stop_reason", "tokens", "seconds")
         return {name: getattr(self, name) for name in names}
 
@@ -47,19 +47,20 @@ class Sample:
 
 
 class Samples:
-    """Collects the first attempt of the first groups after each step: at most `most` episodes, so that a slow service gets few."""
+    """Collects the first attempt of the first groups that finish after each step, at most `most` episodes, so that few are sent to a slow
+    service."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._samples: list[Sample] = []
 
     def add(self, group: Group) -> None:
-        """Adds a sample of a group, if there are fewer than `most`."""
+        """Adds the first attempt of a group if there are fewer than `most` samples."""
         if len(self._samples) < self._most and group.episodes:
             self._samples.append(sample_of(group, group.episodes[0]))
 
     def take(self) -> list[Sample]:
-        """Returns the samples since the last call."""
+        """Returns and removes the samples that were added since the last call."""
         taken, self._samples = self._samples, []
         return taken
 

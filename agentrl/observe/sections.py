@@ -1,4 +1,4 @@
-"""Two sections of the report: failures by tag, and the tasks that gave a learning signal. Invalid input is ignored."""
+"""Two sections of the report: failures by tag, and which tasks gave a learning signal. Invalid input is ignored."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from agentrl.observe.rundata import as_list
 from agentrl.observe.transcripts import ShownEpisode, show_failure
 
 _EXAMPLES = 8
-_COLUMNS = 10  # maximum columns of phases or versions
-_ROWS = 20  # maximum rows of tasks or kinds
+_COLUMNS = 10  # maximum number of columns for phases or versions
+_ROWS = 20  # maximum number of rows for tasks or kinds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailuresSection:
-    """The failures of a run."""
+    """The report's section about the failures of a run."""
 
     note: str
     chart: Chart | None  # share of training episodes with each of the most frequent tags, by step
@@ -29,16 +29,16 @@ class FailuresSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Entry:
-    """The episodes and tags of one step, phase or version."""
+    """The counts of episodes and tags in one step, phase or version."""
 
     name: str
-    value: float  # number of the step or version
+    value: float  # number of the step or version; 0 for a phase
     episodes: int
     tags: Mapping[str, int]
 
 
 def failures_section(failures: Mapping[str, Any]) -> FailuresSection | None:
-    """Returns the section of `failures/failures.json`; None if there are no failures."""
+    """Builds the section from the content of `failures/failures.json`; None if there are no failures."""
     tags = _counts(failures.get("tags"))
     if not tags:
         return None
@@ -72,7 +72,7 @@ def _failures_chart(steps: list[_Entry], names: list[str]) -> Chart | None:
 
 
 def _by_tag(title: str, entries: list[_Entry], names: list[str]) -> Table:
-    """Returns a table of the failures by tag in each entry. If there are many entries, evenly spaced entries are shown."""
+    """Returns a table of the failures by tag, with a column per entry. If there are too many entries, evenly spaced ones are shown."""
     if len(entries) > _COLUMNS:
         step = (len(entries) - 1) / (_COLUMNS - 1)
         entries = [entries[round(step * number)] for number in range(_COLUMNS)]
@@ -98,7 +98,7 @@ def _counts(value: Any) -> dict[str, int]:
 
 @dataclass(slots=True)
 class _GroupCount:
-    """The number of groups of a kind or of a task."""
+    """The numbers of groups of a kind or a task, by outcome."""
 
     groups: int = 0
     differed: int = 0
@@ -113,11 +113,11 @@ class _GroupCount:
 
 
 def learning_tables(lines: Iterable[Mapping[str, Any]]) -> list[Table]:
-    """Returns tables of the groups with and without different scores by kind of task, and of the tasks that never gave a learning signal;
-    empty if there are no groups."""
+    """Returns two tables: groups whose scores differ or are equal, by kind of task, and the tasks that never gave a learning signal. A
+    table without rows is omitted."""
     kinds: dict[str, _GroupCount] = {}
     tasks: dict[str, _GroupCount] = {}
-    for line in {line["group"]: line for line in lines}.values():  # a group that a resumed run repeated counts once
+    for line in {line["group"]: line for line in lines}.values():  # a group that a resumed run repeated is counted once
         lowest, highest = line.get("lowest"), line.get("highest")
         if line["counted"] > 0 and isinstance(lowest, int | float) and isinstance(highest, int | float):
             for counts, name in ((kinds, line["kind"]), (tasks, line["task"])):

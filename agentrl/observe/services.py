@@ -1,8 +1,8 @@
 """Trackers for third-party services, which a recipe selects by name: wandb and trackio, MLflow, and a Prometheus endpoint.
 
-The package of a tracker is imported only if a recipe names the tracker. The options are those of the package, such as `project` and `mode`
-of wandb. Environment variables such as WANDB_API_KEY, TRACKIO_DIR and MLFLOW_TRACKING_URI have their normal effect. A resumed run continues
-the same run of the service, whose id is in `trackers.json` in the run folder.
+The package of a tracker is imported only if a recipe names the tracker. The options are those that the package accepts, such as `project`
+and `mode` for wandb. Environment variables such as WANDB_API_KEY, TRACKIO_DIR and MLFLOW_TRACKING_URI have their normal effect. A resumed
+run continues the same run in the service. The id of that run is stored in `trackers.json` in the run folder.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from agentrl.records import Group
 
 IDS_FILE = "trackers.json"
 MAX_METRICS = 512
-"""Maximum number of metrics of a step that the Prometheus endpoint shows."""
+"""Maximum number of metrics per step that the Prometheus endpoint exposes."""
 SAMPLES = 4
-"""Default number of episodes per step that wandb and trackio get."""
-_MAX_TEXT = 2000  # maximum characters of an alert
+"""Default number of episodes per step that are sent to wandb and trackio."""
+_MAX_TEXT = 2000  # maximum number of characters in an alert
 _TITLE = "agentrl"
 _LOOPBACK = "127.0.0.1"
 _NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_]")
 
 
 Show = Callable[[Sequence[Sample]], Any]
-"""Converts samples to a value that the service's `log` accepts."""
+"""A function that converts samples to a value that the service's `log` accepts."""
 
 
 class ExperimentRun(Tracker):
-    """A run of wandb, or of trackio, which has the same interface. It uses the methods `log`, `alert` and `finish` of `init`'s result.
+    """A run in wandb or trackio, which have the same interface: the methods `log`, `alert` and `finish` of the object that `init` returns.
 
     Args:
-        show: converts episodes; they are logged with their step as `episodes`.
-        samples: episodes per step; 0 logs none.
+        show: converts the episodes of a step, which are logged with the step under the key `episodes`.
+        samples: number of episodes per step; 0 logs none.
     """
 
     def __init__(self, run: Any, show: Show, *, samples: int) -> None:
@@ -58,23 +58,23 @@ class ExperimentRun(Tracker):
         self._samples.add(group)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Logs the metrics of a finished step, with samples of its episodes."""
+        """Logs the metrics of a finished step, with the episodes sampled since the previous step."""
         samples = self._samples.take()
         self._run.log(dict(metrics) | ({"episodes": self._show(samples)} if samples else {}), step=step)
 
     def alert(self, text: str) -> None:
-        """Sends an alert through the alerts of the service."""
-        with redirect_stdout(sys.stderr):  # trackio prints it; standard output may be the run's JSON
+        """Sends an alert through the service."""
+        with redirect_stdout(sys.stderr):  # trackio prints the alert, but standard output may be the run's JSON
             self._run.alert(title=_TITLE, text=printable(text, _MAX_TEXT))
 
     def close(self) -> None:
-        """Finishes the run of the service."""
+        """Finishes the run in the service."""
         with redirect_stdout(sys.stderr):
             self._run.finish()
 
 
 def open_wandb(run_dir: Path, recipe: Recipe, *, samples: int = SAMPLES, **options: Any) -> ExperimentRun:
-    """Opens the tracker `wandb`: `samples` episodes per step are logged in a table. `options` are arguments of `wandb.init`.
+    """Opens the tracker `wandb`: `samples` episodes per step are logged in a table. `options` are passed to `wandb.init`.
 
     Raises `UserError` if wandb is not installed.
     """
@@ -90,7 +90,7 @@ def open_wandb(run_dir: Path, recipe: Recipe, *, samples: int = SAMPLES, **optio
 
 
 def open_trackio(run_dir: Path, recipe: Recipe, *, samples: int = SAMPLES, **options: Any) -> ExperimentRun:
-    """Opens the tracker `trackio`: `samples` episodes per step become traces. `options` are arguments of `trackio.init`.
+    """Opens the tracker `trackio`: `samples` episodes per step are logged as traces. `options` are passed to `trackio.init`.
 
     Raises `UserError` if trackio is not installed.
     """
@@ -109,7 +109,7 @@ def open_trackio(run_dir: Path, recipe: Recipe, *, samples: int = SAMPLES, **opt
 
 
 class MlflowRun(Tracker):
-    """A run of MLflow, through the client of its tracking server or store."""
+    """A run in MLflow, through the client of the tracking server or store."""
 
     def __init__(self, mlflow: Any, client: Any, run_id: str) -> None:
         self._mlflow, self._client, self._run_id = mlflow, client, run_id
@@ -123,7 +123,7 @@ class MlflowRun(Tracker):
         self._client.log_batch(self._run_id, metrics=[entity(_mlflow_name(key), value, now_ms, step) for key, value in finite.items()])
 
     def alert(self, text: str) -> None:
-        """Sets the tag `alert` to the newest alert, and counts alerts in `alerts`."""
+        """Sets the tag `alert` to the newest alert, and counts the alerts in the metric `alerts`."""
         self._alerts += 1
         self._client.set_tag(self._run_id, "alert", printable(text, _MAX_TEXT))
         self._client.set_tag(self._run_id, "alerts", str(self._alerts))
@@ -150,10 +150,10 @@ def open_mlflow(run_dir: Path, recipe: Recipe, *, experiment: str = _TITLE, trac
 
 
 class PrometheusEndpoint(Tracker):
-    """Serves the metrics of the newest step, and counters of the run, at http://127.0.0.1:PORT/metrics in Prometheus' text format.
+    """Serves the metrics of the newest step, and the run's counters, at http://127.0.0.1:PORT/metrics in the Prometheus text format.
 
-    A metric `part/x` of a step becomes the gauge `agentrl_part_x`. No metric has labels except `agentrl_stage`, which has one series, and
-    `agentrl_success`, which has one for each split. The endpoint has no authentication and answers only on the loopback interface.
+    A step's metric `part/x` becomes the gauge `agentrl_part_x`. Only `agentrl_stage`, which has one series, and `agentrl_success`, which
+    has one series per split, have labels. The endpoint has no authentication and listens only on the loopback interface.
     """
 
     def __init__(self, prometheus: Any, port: int) -> None:
@@ -173,7 +173,7 @@ class PrometheusEndpoint(Tracker):
         self.url = f"http://{_LOOPBACK}:{self._server.server_port}/metrics"
 
     def collect(self) -> Iterator[Any]:
-        """Yields the metric families; called at each scrape, on the server's threads."""
+        """Yields the metric families. Called at each scrape, on a thread of the server."""
         with self._lock:
             metrics, rates, counts, stage = dict(self._metrics), dict(self._rates), dict(self._counts), self._stage
         for name, value in metrics.items():
@@ -190,7 +190,7 @@ class PrometheusEndpoint(Tracker):
         return family
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Replaces the metrics of the earlier step."""
+        """Replaces the metrics of the previous step."""
         named = {"step": float(step)} | {_NOT_IN_NAMES.sub("_", key)[:200]: float(value) for key, value in metrics.items()}
         with self._lock:
             self._metrics = dict(list(named.items())[:MAX_METRICS])
@@ -200,7 +200,7 @@ class PrometheusEndpoint(Tracker):
         self._count(alerts=1)
 
     def stage(self, name: str, detail: str = "") -> None:
-        """Sets the stage."""
+        """Sets the current stage."""
         with self._lock:
             self._stage = name
 
@@ -209,7 +209,7 @@ class PrometheusEndpoint(Tracker):
         self._count(groups=1, episodes=len(group.episodes), episodes_excluded=len(group.episodes) - len(group.scored))
 
     def evaluated(self, phase: str, rates: Mapping[str, Interval]) -> None:
-        """Replaces the rates of the splits."""
+        """Replaces the success rates of the splits."""
         with self._lock:
             self._rates |= {split: rate.value for split, rate in rates.items()}
 
@@ -234,17 +234,17 @@ def open_prometheus(run_dir: Path, recipe: Recipe, *, port: int = 9464) -> Prome
 
 
 def _config(recipe: Recipe) -> dict[str, Any]:
-    """Returns the recipe as JSON data, in which secrets are references."""
+    """Returns the recipe as JSON data. Secrets appear as references."""
     return recipe.model_dump(mode="json")
 
 
 def _mlflow_name(key: str) -> str:
-    """Returns a metric's name with the characters that MLflow allows."""
+    """Replaces the characters in a metric's name that MLflow does not allow, and limits its length."""
     return re.sub(r"[^\w./ -]", "_", key, flags=re.ASCII)[:250]
 
 
 def _read_ids(run_dir: Path) -> dict[str, str]:
-    """Returns tracker -> id of the service's run; empty if there is no id yet, or if the file is damaged."""
+    """Returns a mapping tracker -> id of the run in its service; empty if there is no id yet or the file is damaged."""
     try:
         ids = json.loads((run_dir / IDS_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -257,7 +257,7 @@ def _write_id(run_dir: Path, tracker: str, number: str) -> None:
 
 
 def stored_id(run_dir: Path, tracker: str) -> str:
-    """Returns the id of the service's run, created on first use."""
+    """Returns the id of the run in a tracker's service, creating it on first use."""
     number = _read_ids(run_dir).get(tracker) or uuid.uuid4().hex[:12]
     _write_id(run_dir, tracker, number)
     return number

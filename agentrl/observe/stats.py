@@ -24,7 +24,7 @@ class Rate:
 
     @classmethod
     def from_successes(cls, successes: int, n: int) -> Self:
-        """Returns the share of successes with Wilson's score interval (Wilson 1927), which is accurate near 0 and 1 and for small n.
+        """Returns the share of successes with the Wilson score interval (Wilson 1927), which is accurate near 0 and 1 and for small n.
 
         Raises `ValueError` if n is 0 or if successes are not within [0, n].
         """
@@ -35,9 +35,10 @@ class Rate:
 
     @classmethod
     def from_scores(cls, scores: Sequence[float]) -> Self:
-        """Returns the mean score with Wilson's interval if every score is 0 or 1, otherwise with Student's t interval.
+        """Returns the mean score, with the Wilson interval if every score is 0 or 1, otherwise with Student's t interval.
 
-        The interval of a single graded score is the score. Raises `ValueError` if there are no scores, or if a score is not finite.
+        For a single graded score, both bounds of the interval equal the score. Raises `ValueError` if there are no scores, or if a score is
+        not finite.
         """
         if not scores or not all(math.isfinite(score) for score in scores):
             raise ValueError(f"a rate needs at least one score, and all scores must be finite; got {len(scores)} scores")
@@ -49,9 +50,10 @@ class Rate:
 
 
 def rate_difference(before: Rate, after: Rate) -> tuple[float, float]:
-    """Returns the 95% interval of `after.value - before.value`, computed from both intervals, for any n (MOVER, Zou and Donner 2008).
+    """Returns the 95% interval of `after.value - before.value`, computed from the intervals of both rates, for any n (MOVER, Zou and Donner
+    2008).
 
-    Treats the two as independent. If both come from the same tasks, the interval is conservative.
+    Treats the two rates as independent. If both come from the same tasks, the interval is conservative.
     """
     change = after.value - before.value
     low = math.hypot(after.value - after.ci_low, before.ci_high - before.value)

@@ -1,6 +1,6 @@
-"""The outcome of a run in small files, for users and programs: `summary.json`, and `sessions.jsonl` with the starts of the run.
+"""The outcome of a run in small files, for users and programs: `summary.json`, and `sessions.jsonl` with the run's sessions.
 
-`sessions.jsonl` has one line for each start of a driver and one for each end. If a driver was killed, there is no line for its end.
+`sessions.jsonl` has one line for each start of a driver and one for each exit. If a driver was killed, there is no line for its exit.
 """
 
 from __future__ import annotations
@@ -22,96 +22,98 @@ from agentrl.observe.stats import Rate
 
 SUMMARY_FILE, SESSIONS_FILE = "summary.json", "sessions.jsonl"
 _MAX_BYTES, _MAX_SESSIONS = 4 << 20, 16 << 20
-_MAX_WHY = 2000  # maximum characters of a reason
+_MAX_WHY = 2000  # maximum number of characters in a reason
 Ended = Literal["finished", "interrupted", "failed", "killed"]
 
 
 class Session(BaseModel):
-    """One start of a run, the first or a `--resume`."""
+    """One session of a run: the first, or one that was started with `--resume`."""
 
     model_config = ConfigDict(frozen=True)
 
     began: str
     """Start time in UTC."""
     step: int = Field(ge=0)
-    """Learner steps done at the start."""
+    """Number of learner steps done before the session."""
     ended: Ended = "killed"
-    """`interrupted`: by the user; `failed`: by a fault; `killed`: no end was recorded. The newest session may still be running."""
+    """How the session ended. `interrupted`: the user stopped it. `failed`: a fault stopped it. `killed`: no end was recorded, so if this is
+    the newest session, it may still be running."""
     why: str = ""
     """The reason if the session failed."""
     attempts_failed: int = Field(0, ge=0)
-    """Attempts since the last recorded step that ended in a fault that the policy did not cause."""
+    """Number of attempts after the last recorded step that ended in a fault not caused by the policy."""
 
 
 class Summary(BaseModel):
-    """The content of `summary.json`. A figure that the run did not reach is null, never 0."""
+    """The content of `summary.json`. A figure that the run did not produce is null, never 0."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str
     """The recipe's name."""
     finished: bool
-    """All steps and the evaluation after them were done; see `problems` for whether they gave a result."""
+    """Whether all steps and the evaluation after them are done. `problems` shows whether they produced a result."""
     problems: tuple[str, ...] = ()
-    """Why there is no result: no episode was scored, nothing was learned, an evaluation has no score, or a fault ended the run early.
-    The exit code is 1 if there are any."""
+    """Reasons why there is no result: no episode was scored, nothing was learned, an evaluation has no score, or a fault stopped the run
+    early. The exit code is 1 if there are any reasons."""
     interrupted: bool = False
-    """A person or a fault ended the run early; `--resume` continues it."""
+    """Whether a user or a fault stopped the run early. `--resume` continues it."""
     sessions: tuple[Session, ...] = ()
-    """The starts of the run, the first and every `--resume`, and how each ended."""
+    """The sessions of the run: the first, and one for every `--resume`."""
     heldout_before: Rate | None = None
-    """Mean score on held-out tasks, version 0."""
+    """Mean score of version 0 on held-out tasks."""
     heldout_after: Rate | None = None
     """The same after the last step."""
     heldout_real_before: Rate | None = None
-    """Mean score on held-out tasks over real data, version 0."""
+    """Mean score of version 0 on held-out tasks over real data."""
     heldout_real_after: Rate | None = None
     """The same after the last step."""
     steps: int = Field(ge=0)
-    """Learner steps done."""
+    """Number of learner steps done."""
     episodes: int = Field(ge=0)
-    """Stored training episodes, including those of an unfinished step."""
+    """Number of stored training episodes, including those of an unfinished step."""
     episodes_left_out: int = Field(ge=0)
-    """Training episodes excluded from the loss: a task or infrastructure failure, or no score."""
+    """Number of training episodes excluded from the loss because of a task or infrastructure failure or a missing score."""
     attempts_failed: int = Field(0, ge=0)
-    """Attempts that ended in a fault that the policy did not cause, including attempts that were retried."""
+    """Number of attempts that ended in a fault not caused by the policy, including attempts that were retried."""
     left_out_reasons: dict[str, int] = {}
-    """Reason -> excluded episodes, the most frequent first; names of episodes and sandboxes are `*`."""
+    """Reason -> number of excluded episodes, the most frequent first. Names of episodes and sandboxes are replaced with `*`."""
     attempts_cancelled: int = Field(0, ge=0)
-    """Spare attempts that were cancelled because their group had enough; they are not counted as episodes."""
+    """Number of spare attempts cancelled because their group already had enough attempts. They are not counted as episodes."""
     attempts_not_begun: int = Field(0, ge=0)
-    """Spare attempts that were not started because their group had enough."""
+    """Number of spare attempts not started because their group already had enough attempts."""
     groups_stopped: int = Field(0, ge=0)
-    """Groups that ended early because their first attempts had equal scores."""
+    """Number of groups that were stopped early because their first attempts had equal scores."""
     failures: dict[str, int] = {}
-    """Tag -> failed episodes of training and evaluations, the most frequent first; `agentrl failures` shows them."""
+    """Tag -> number of failed episodes in training and evaluations, the most frequent first. `agentrl failures` shows the episodes."""
     tasks_quarantined: int = Field(0, ge=0)
-    """Broken tasks that were quarantined; `quarantine.jsonl` lists them."""
+    """Number of broken tasks that were quarantined. `quarantine.jsonl` lists them."""
     tasks_withheld: int = Field(0, ge=0)
-    """Training tasks withheld because a suite has them or near duplicates; `withheld.jsonl` lists them."""
+    """Number of training tasks withheld because a suite contains them or near duplicates of them. `withheld.jsonl` lists them."""
     judges: dict[str, float] = {}
     """Usage and cost of the run's judges, except those with an external ledger: the fields of `agentrl.judge.ledger.JudgeUsage`, such as
-    `calls`, `prompt_tokens` and `money`. Empty without judges."""
+    `calls`, `prompt_tokens` and `money`. Empty if there are no such judges."""
     tokens_trained: int = Field(ge=0)
-    """Sampled tokens that entered the loss."""
+    """Number of sampled tokens that entered the loss."""
     tokens: dict[str, int] = {}
-    """The ledger's counts: `sampled` tokens of stored groups are `trained`, `excluded` or `open`, that is, not used by a step yet."""
+    """The ledger's token counts. The `sampled` tokens of stored groups are `trained`, `excluded` or `open` (not used by a step yet)."""
     delivered_share: float | None = Field(None, ge=0)
-    """Tokens that the learner received per sampled token, counted at both ends; 1 in a correct run."""
+    """Number of tokens that the learner received, divided by the number of tokens that were sampled; 1 in a correct run."""
     updates_left_out: int = Field(0, ge=0)
-    """Optimizer steps that were skipped: a value was not finite, or beyond a limit."""
+    """Number of optimizer steps skipped because a value was not finite or violated a limit."""
     groups_left_out: int = Field(0, ge=0)
-    """Groups not trained on because a score, logprob or advantage was not finite."""
+    """Number of groups not trained on because a score, logprob or advantage was not finite."""
     rollbacks: int = Field(0, ge=0)
-    """Times the weights were reset to an earlier version."""
+    """Number of times that the weights were reset to an earlier version."""
     weight_swaps: int = Field(ge=0)
-    """Versions loaded into the running server."""
+    """Number of versions loaded into the running server."""
     swap_stall_ms_p50: float | None = None
-    """Median time for which a swap delayed requests."""
+    """Median time for which a swap delayed requests, in milliseconds."""
     swap_probe_max_abs_diff: float | None = None
-    """Largest logprob difference between server and learner over all swaps, in nats."""
+    """Largest absolute logprob difference between the server and the learner in all swaps, in nats."""
     wall_s: dict[str, float] = {}
-    """Seconds by stage, in order of their start; `prepare` starts with the command. Resumed runs add up."""
+    """Stage -> seconds, in the order in which the stages started. `prepare` starts with the command. The sessions of a resumed run are
+    added up."""
     sandbox_backend: str
     seed: int
     versions: dict[str, str] = {}
@@ -127,7 +129,7 @@ class Summary(BaseModel):
 
     @classmethod
     def read(cls, run_dir: Path) -> Self:
-        """Reads `summary.json`. Raises `FileNotFoundError` if it is missing, `StoreError` if it does not validate."""
+        """Reads `summary.json`. Raises `FileNotFoundError` if it is missing, and `StoreError` if it does not validate."""
         path = run_dir / SUMMARY_FILE
         try:
             return cls.model_validate_json(read_bytes(path, most=_MAX_BYTES, inside=run_dir))
@@ -136,13 +138,14 @@ class Summary(BaseModel):
 
 
 def record_start(folder: Path) -> None:
-    """Records the start of a driver and the number of learner steps done."""
+    """Records the start of a driver and the number of learner steps already done."""
     steps = {line["step"] for line in read_json_lines(folder / "metrics.jsonl")}
     append_lines(folder / SESSIONS_FILE, [json_line({"began": datetime.now(UTC).isoformat(timespec="seconds"), "step": len(steps)})])
 
 
 def record_end(folder: Path, how: Ended, *, why: str = "", figures: Mapping[str, float] = MappingProxyType({})) -> None:
-    """Records how the driver ended, once. `figures` come from `agentrl.failure.FaultRate`, since the last step."""
+    """Records how the driver exited, unless it is already recorded. `figures` come from `agentrl.failure.FaultRate` and cover the time
+    since the last step."""
     if not any(b'"began"' in line for line in complete_lines(folder / SESSIONS_FILE)[-1:]):
         return
     failed = int(figures.get("attempts_failed", 0))
@@ -150,9 +153,9 @@ def record_end(folder: Path, how: Ended, *, why: str = "", figures: Mapping[str,
 
 
 def read_sessions(folder: Path) -> tuple[Session, ...]:
-    """Returns the starts of a run, the oldest first; empty if the file is missing. Invalid lines are ignored.
+    """Returns the sessions of a run, the oldest first; empty if the file is missing. Invalid lines are ignored.
 
-    Raises `OSError`. Raises `ValueError` if the file is not a regular file in its folder or is too large.
+    Raises `OSError` if the file cannot be read, and `ValueError` if it is not a regular file in its folder or is too large.
     """
     sessions: list[Session] = []
     try:

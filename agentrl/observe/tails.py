@@ -1,4 +1,4 @@
-"""Reads growing JSON-lines files of a run incrementally: each refresh reads the lines that were added since the last refresh."""
+"""Reads growing JSON-lines files of a run incrementally: each refresh reads the lines that were added since the previous refresh."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from agentrl.base.untrusted_files import open_file
 from agentrl.observe.rundata import is_finite, note_unreadable, parse_object
 
 MAX_LINE = 1 << 20
-"""Maximum bytes of a line. Longer lines are skipped."""
+"""Maximum line length in bytes. Longer lines are skipped."""
 MAX_CELLS = 4_000_000
-"""Maximum numbers of a run's metrics in memory, 8 bytes each. The later steps of a longer run are not shown."""
+"""Maximum number of metric values per run in memory, at 8 bytes each. Steps beyond that limit are not shown."""
 MAX_KEYS = 2000
 MAX_ROWS = 500_000
 MAX_NUMBER = 1e100
-"""Larger numbers are not shown, so that sums and squares of the shown numbers are finite."""
+"""Numbers with a larger absolute value are not shown, so that sums and squares of the shown numbers are finite."""
 MAX_BYTES = 1 << 30
-"""Maximum bytes of a file. A larger file is not read."""
+"""Maximum file size in bytes. A larger file is not read."""
 _PIECE = 4 << 20
 
 
 class JsonTail:
-    """Calls `on_line` for each complete line of a file that is a JSON object, once.
+    """Calls `on_line` once for each complete line of a file if the line is a JSON object.
 
-    A file that was replaced or truncated is read from its start, after `on_restart`.
+    If the file was replaced or truncated, calls `on_restart` and reads the file from its start.
     """
 
     def __init__(self, path: Path, on_line: Callable[[dict[str, Any]], None], on_restart: Callable[[], None]) -> None:
@@ -43,7 +43,7 @@ class JsonTail:
     def refresh(self) -> bool:
         """Reads the lines that were added.
 
-        Returns whether there were any. Raises `OSError` and `ValueError`; a missing file counts as empty.
+        Returns whether any were added. Raises `OSError` and `ValueError`. A missing file counts as empty.
         """
         try:
             with open_file(self.path, inside=self.path.parent) as file:
@@ -92,7 +92,7 @@ def _bad_lines(tail: JsonTail) -> list[str]:
 
 
 class MetricsTable:
-    """The metrics of a run's steps, as columns of numbers. A step that a resumed run repeated has its newest values."""
+    """The metrics of a run's steps, as columns of numbers. If a resumed run repeated a step, the newest values are used."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -106,7 +106,7 @@ class MetricsTable:
 
     @property
     def notes(self) -> list[str]:
-        """What could not be read."""
+        """Messages about what could not be read."""
         return _bad_lines(self._tail) + (
             [f"metrics.jsonl has more than {MAX_ROWS:,} steps or {MAX_CELLS:,} numbers; the later ones are not shown"] if self._full else []
         )
@@ -125,18 +125,18 @@ class MetricsTable:
 
     @property
     def cells(self) -> int:
-        """The number of values in memory."""
+        """The number of metric values in memory."""
         return len(self._rows) * len(self._columns)
 
     def series(self, key: str) -> list[tuple[int, float]]:
-        """Returns (step, value) of the steps with a finite number under `key`, in order."""
+        """Returns pairs (step, value) for the steps whose value of `key` is a finite number, in order."""
         column = self._columns.get(key)
         if column is None:
             return []
         return [(step, value) for step in self.steps if not math.isnan(value := _at(column, self._rows[step]))]
 
     def curve(self, key: str, most: int) -> list[tuple[int, float]]:
-        """Returns the points of a metric, at most about `most`. A longer curve is reduced to the extremes of each interval."""
+        """Returns the points of a metric, about `most` or fewer. A longer curve is reduced to the extremes in each interval."""
         points = self.series(key)
         if len(points) <= most:
             return points
@@ -148,14 +148,14 @@ class MetricsTable:
         return sorted(thinned)
 
     def row(self, step: int) -> dict[str, float]:
-        """Returns the metrics of a step; empty if it is unknown."""
+        """Returns the metrics of a step; empty if the step is unknown."""
         if (row := self._rows.get(step)) is None:
             return {}
         values = ((key, _at(column, row)) for key, column in self._columns.items())
         return {"step": float(step)} | {key: value for key, value in sorted(values) if not math.isnan(value)}
 
     def rows(self, steps: Sequence[int] | None = None) -> list[dict[str, float]]:
-        """Returns the metrics of steps; None means all."""
+        """Returns the metrics of the given steps. None means all steps."""
         return [self.row(step) for step in (self.steps if steps is None else steps)]
 
     def _clear(self) -> None:
@@ -172,7 +172,7 @@ class MetricsTable:
         if rows * max(1, len(self._columns)) > MAX_CELLS or rows > MAX_ROWS:
             self._full = True
             return
-        most_keys = min(MAX_KEYS, MAX_CELLS // rows)  # a new metric has a number for each step
+        most_keys = min(MAX_KEYS, MAX_CELLS // rows)  # each metric takes up one number per step
         row = self._rows.setdefault(step, len(self._rows))
         for column in self._columns.values():
             if row < len(column):
@@ -211,16 +211,16 @@ class TaskTable:
 
     @property
     def notes(self) -> list[str]:
-        """What could not be read."""
+        """Messages about what could not be read."""
         return _bad_lines(self._tail)
 
     def kind(self, group: int) -> str:
-        """Returns the kind of a group's task; empty if it is unknown."""
+        """Returns the kind of a group's task; empty if the kind is unknown."""
         row = self._groups.get(group)
         return "" if row is None else self._names[self._kinds[row]]
 
     def mean(self, group: int) -> float | None:
-        """Returns the mean score of a group; None if it is unknown."""
+        """Returns the mean score of a group; None if the mean is unknown."""
         row = self._groups.get(group)
         return None if row is None or math.isnan(self._means[row]) else self._means[row]
 

@@ -1,4 +1,4 @@
-"""Shows the progress of a run: one line for each stage, step and evaluation, and a live panel below if the output is a terminal."""
+"""Shows the progress of a run: one line for each stage, step and evaluation and, if the output is a terminal, a live panel below them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from agentrl.observe.exclusions import exclusion_reason, printable_text, why_not
 from agentrl.protocols import Interval, Tracker
 from agentrl.records import Group
 
-_REASONS_REPORTED = 5  # number of reasons for exclusion that are reported when they first occur; the summary counts all
-_SHOWN_STEPS = 256  # newest steps used for the curve and the estimated time
+_REASONS_REPORTED = 5  # maximum number of exclusion reasons reported at their first occurrence; the summary counts all
+_SHOWN_STEPS = 256  # number of newest steps used for the curve and the time estimate
 _SPARKS = "▁▂▃▄▅▆▇█"
 _SPLITS = {"heldout": "held-out", "heldout_real": "real"}
 
@@ -29,7 +29,7 @@ _SPLITS = {"heldout": "held-out", "heldout_real": "real"}
 class Progress:
     """The current state of a run.
 
-    The tracker writes it and the terminal's refresh thread reads it, so a dictionary is replaced, never changed in place.
+    The tracker writes it and the terminal's refresh thread reads it, so dictionaries are replaced and never changed in place.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Progress:
     stage: str = ""
     detail: str = ""
     step: int = 0
-    counted: tuple[int, int] | None = None  # (attempts done, total) of an evaluation or of sampling
+    counted: tuple[int, int] | None = None  # (attempts done, total) in an evaluation or while sampling
     episodes: int = 0
     left_out: dict[str, int] = field(default_factory=dict)  # reason -> episodes
     idle_reported: bool = False
@@ -47,8 +47,8 @@ class Progress:
     rewards: deque[float] = field(default_factory=lambda: deque(maxlen=_SHOWN_STEPS))
     began: float = field(default_factory=time.monotonic)
     training: bool = False
-    first_step: int = 0  # first step of this driver
-    step_times: deque[float] = field(default_factory=lambda: deque(maxlen=_SHOWN_STEPS))  # start of training, then the ends of steps
+    first_step: int = 0  # first step that this driver runs
+    step_times: deque[float] = field(default_factory=lambda: deque(maxlen=_SHOWN_STEPS))  # start of training, then the end of each step
 
     def begin_stage(self, name: str, detail: str) -> None:
         """Starts a stage."""
@@ -57,7 +57,7 @@ class Progress:
             self.training, self.step_times = True, deque([time.monotonic()], maxlen=_SHOWN_STEPS)
 
     def finished_group(self, group: Group) -> list[str]:
-        """Counts a group. Returns the reasons for exclusion that occur for the first time."""
+        """Counts a group. Returns the exclusion reasons that have not occurred before."""
         self.episodes += len(group.episodes)
         known = min(len(self.left_out), _REASONS_REPORTED)
         counts = dict(self.left_out)
@@ -68,9 +68,9 @@ class Progress:
         return list(counts)[known:_REASONS_REPORTED]
 
     def finished_step(self, step: int, metrics: Mapping[str, float]) -> str:
-        """Records the metrics of a step. The first time that a step learned nothing, returns the reason; otherwise ""."""
+        """Records the metrics of a step. Returns the reason if this is the first step that learned nothing, otherwise ""."""
         self.step, self.metrics = step, dict(metrics)
-        if self.training:  # otherwise an earlier driver did the step
+        if self.training:  # otherwise an earlier driver ran the step
             self.step_times.append(time.monotonic())
             if not self.first_step:
                 self.first_step = step
@@ -85,7 +85,7 @@ class Progress:
         return idle
 
     def evaluated(self, rates: Mapping[str, float]) -> None:
-        """Records success on held-out splits."""
+        """Records the success rates on held-out splits."""
         self.heldout = {**self.heldout, **rates}
 
     @property
@@ -95,7 +95,7 @@ class Progress:
 
     @property
     def left_s(self) -> float | None:
-        """The estimated seconds for the remaining steps, from the mean time of the newest steps; None before the first step."""
+        """The estimated seconds until the last step is done, from the mean duration of the newest steps; None before the first step."""
         done = len(self.step_times) - 1
         if done < 1 or not self.steps or self.step >= self.steps:
             return None
@@ -103,10 +103,10 @@ class Progress:
 
 
 class TerminalTracker(Tracker):
-    """Prints a line for each event, and shows a live panel below if the output is a terminal.
+    """Prints a line for each event and, if the output is a terminal, shows a live panel below the lines.
 
     Args:
-        steps: learner steps of the run, for the progress bar and the estimated time; 0 means unknown.
+        steps: number of learner steps in the run, for the progress bar and the time estimate; 0 means unknown.
         stderr: print to standard error instead of standard output.
     """
 
@@ -147,7 +147,7 @@ class TerminalTracker(Tracker):
         self._progress.counted = (done, total)
 
     def evaluated(self, phase: str, rates: Mapping[str, Interval]) -> None:
-        """Prints the rates of an evaluation."""
+        """Prints the success rates from an evaluation."""
         self._progress.evaluated({split: rate.value for split, rate in rates.items()})
         parts = [f"{_SPLITS.get(split, split)} {r.value:.3f} [{r.ci_low:.3f}, {r.ci_high:.3f}] n={r.n}" for split, r in rates.items()]
         self._print(Text(f"{phase}: ", style="bold green").append("  ".join(parts), style="default"))
@@ -189,7 +189,7 @@ class TerminalTracker(Tracker):
 
 
 def _figures(metrics: Mapping[str, float]) -> list[str]:
-    """Returns those main metrics of a step that exist."""
+    """Formats the main metrics of a step. Metrics that the step does not have are omitted."""
     shown: list[str] = []
     if "reward_mean" in metrics:
         shown.append(f"reward {metrics['reward_mean']:.3f}")
@@ -215,7 +215,8 @@ def _bar(done: int, total: int) -> RenderableType:
 
 
 def sparkline(values: Iterable[float], width: int = 40) -> str:
-    """Returns the newest `width` values as one line of blocks; empty if there are no values. All values must be finite."""
+    """Returns the newest `width` values as one line of block characters, or an empty string if there are no values. All values must be
+    finite."""
     shown = list(values)[-width:]
     if not shown:
         return ""
@@ -224,11 +225,11 @@ def sparkline(values: Iterable[float], width: int = 40) -> str:
 
 
 def level(value: float, low: float, high: float, highest: int, *, flat: int = 0) -> int:
-    """Returns the level of a value between `low` and `high`, from 0 to `highest`; `flat` if `low` and `high` are equal.
+    """Maps a value between `low` and `high` to an integer from 0 to `highest`. Returns `flat` if `low` and `high` are equal.
 
-    All arguments must be finite.
+    `value`, `low` and `high` must be finite.
     """
-    span = high / 2 - low / 2  # halves, so that it is finite
+    span = high / 2 - low / 2  # halved first, because `high - low` may overflow
     return round((value / 2 - low / 2) / span * highest) if span > 0 else flat
 
 

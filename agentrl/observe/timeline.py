@@ -1,4 +1,4 @@
-"""A timeline of the states of a run's parts. For each part, the seconds of all its states add up to the wall time of the interval."""
+"""A timeline of the states of a run's parts. For each part, the seconds spent in all states add up to the wall time of the interval."""
 
 from __future__ import annotations
 
@@ -12,29 +12,30 @@ from agentrl.records import ScoredEpisode
 PARTS = ("server", "learner", "sandboxes", "scoring", "rollouts")
 BUSY, DOWN = "busy", "down"
 WAITING_FOR = "waiting for "
-"""Prefix of every other state."""
+"""Prefix of every state other than `BUSY` and `DOWN`."""
 LOADING = f"{WAITING_FOR}weights"
-"""State of a server that loads a version."""
+"""State of a server that is loading a version."""
 PREFIX = "timeline/"
-"""Metric `timeline/PART/STATE`: seconds of a step."""
+"""Prefix of the metrics `timeline/PART/STATE`: seconds that a part spent in a state during a step."""
 WALL = "timeline_s"
-"""Metric: seconds of the interval, to which the states of each part add up."""
+"""Metric: length of the interval in seconds. The states of each part add up to it."""
 UTILIZATION = "utilization/"
-"""Metric `utilization/PART`: share of the interval in which the part was busy."""
+"""Prefix of the metrics `utilization/PART`: share of the interval in which the part was busy."""
 STEP = "step"
-"""Metric `timeline/step/STATE`: seconds by which parts were busy at once; the states of `overlap` add up to the interval too."""
+"""Pseudo-part in the metrics `timeline/step/STATE`: seconds by which parts were busy at the same time. The states, which `overlap` returns,
+also add up to the interval."""
 NOTHING = "nothing"
 Counter = Callable[[], Mapping[str, float]]
-"""Returns counts that never decrease, by name."""
+"""A function that returns a mapping name -> count. The counts never decrease."""
 MAX_COUNTS = 24
-"""Maximum number of counts of one counter in the metrics of an interval. The counts that grew most are used."""
+"""Maximum number of counts per counter in the metrics of an interval. The counts that grew most are used."""
 
 
 class Timeline:
     """The states of the parts over time. A part stays in a state until `mark` sets a new one. The first state is `DOWN`.
 
     Args:
-        clock: seconds of a monotonic clock.
+        clock: returns the seconds of a monotonic clock.
         counters: name -> counter. `take_counts` returns the growth of each count, as `NAME/COUNT`.
     """
 
@@ -58,14 +59,14 @@ class Timeline:
         self.take_counts()
 
     def mark(self, states: Mapping[str, str]) -> None:
-        """Sets the states of parts from now on. Raises `KeyError` if a part is unknown."""
+        """Sets the states that the given parts have from now on. Raises `KeyError` if a part is unknown."""
         self._advance()
         if unknown := states.keys() - self._states.keys():
             raise KeyError(f"unknown parts: {', '.join(sorted(unknown))}")
         self._states |= states
 
     def take(self) -> dict[str, float]:
-        """Ends the interval and starts the next one. Returns its metrics; empty if no interval had started."""
+        """Ends the interval and starts the next one. Returns the metrics of the interval that ended; empty if no interval had started."""
         if self._began is None:
             return {}
         self._advance()
@@ -77,7 +78,7 @@ class Timeline:
         return metrics
 
     def take_counts(self) -> dict[str, float]:
-        """Returns the growth of the largest counts since the last call, or since `restart`; empty if no interval had started.
+        """Returns the growth of the counts that grew most since the last call or since `restart`; empty if no interval had started.
 
         Reading a counter may take milliseconds, so call it from a thread, right after `take`.
         """
@@ -104,9 +105,10 @@ class Timeline:
 
 
 def overlap(states: Mapping[str, str]) -> str:
-    """Returns a short text on which parts are busy at once.
+    """Returns a short text that names the parts that are busy at the same time.
 
-    The text is `server and learner`, or the first busy part of server, learner, sandboxes and scoring, or `swap`; otherwise `nothing`.
+    The text is `server and learner` if both are busy, otherwise the first busy part among server, learner, sandboxes and scoring. If none
+    of these is busy, the text is `swap` during a swap, otherwise `nothing`.
     """
     busy = [part for part in ("server", "learner", "sandboxes", "scoring") if states.get(part) == BUSY]
     if busy[:2] == ["server", "learner"]:
@@ -117,7 +119,7 @@ def overlap(states: Mapping[str, str]) -> str:
 
 
 def time_by_state(steps: list[dict[str, float]]) -> dict[str, dict[str, float]]:
-    """Returns part -> state -> seconds over all steps, from their metrics."""
+    """Returns a mapping part -> state -> seconds, summed over all steps, from the metrics of the steps."""
     spent: dict[str, dict[str, float]] = {}
     for step in steps:
         for name, seconds in step.items():
@@ -129,10 +131,10 @@ def time_by_state(steps: list[dict[str, float]]) -> dict[str, dict[str, float]]:
 
 
 def loop_latency(counted: Sequence[ScoredEpisode], now: float) -> dict[str, float]:
-    """Returns the time from the end of a turn to `now`, when the version that was trained on the turn serves: the mean over tokens, and the
-    maximum.
+    """Returns the mean over tokens and the maximum of the time from the end of a turn to `now`, when the server starts to serve the version
+    that was trained on the turn.
 
-    Both are absent if the time of no token is known.
+    Both metrics are absent if no turn has a known end time.
     """
     turns = [
         turn

@@ -1,10 +1,11 @@
 """OpenTelemetry traces of a run: one trace for each training episode, and one span for each learner step.
 
-The traces are built from the records of finished groups, on a tracker's thread. The run does no other work for them, and groups of rollout
+The traces are built from the records of finished groups, on a tracker's thread, and need no other work in the run. Groups from rollout
 workers are included. `agentrl.session.traces` opens the tracker. Spans and attributes have the names of the OpenTelemetry conventions for
 generative AI.
 
-Span ids are hashes of the identity of the span, so a span can link to a learner step before that step runs, and after a resume.
+Span ids are hashes of the identities of the spans, so a span can link to the span of a learner step before that step runs, and also after a
+resume.
 """
 
 from __future__ import annotations
@@ -27,34 +28,34 @@ from agentrl.records import Group, GroupUse, ScoredEpisode, ToolCall, Trajectory
 log = logging.getLogger(__name__)
 
 CONTENT = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
-"""Environment variable that, if it is `true`, adds the output of agents and tools."""
+"""Environment variable that adds the output of agents and tools to the spans if it is `true`."""
 MAX_SPANS = 256
-"""Maximum spans of an episode. Additional spans are dropped, and the attribute `agentrl.spans_dropped` has their number."""
+"""Maximum number of spans per episode. Additional spans are dropped, and the attribute `agentrl.spans_dropped` contains their number."""
 MAX_LINKS = 128
 """Maximum number of episodes to which the span of a learner step links."""
 MAX_TEXT, MAX_CONTENT = 256, 8192
-"""Maximum characters of an attribute, and of an attribute with content."""
+"""Maximum number of characters in an attribute, and in an attribute with content."""
 RETRY_S = 30.0
-"""Seconds without exports after a failed export. Spans in this time are dropped and counted."""
-_BATCH = 512  # maximum spans of one export
-_EPISODES = 65_536  # maximum groups whose episodes are remembered until their step
+"""Seconds without exports after a failed export. Spans that arrive during this time are dropped and counted."""
+_BATCH = 512  # maximum number of spans per export
+_EPISODES = 65_536  # maximum number of groups whose episodes are remembered until a learner step uses the group
 _NS = 1_000_000_000
 
 UsesOfStep = Callable[[int], Mapping[int, GroupUse | None]]
-"""Returns the groups that the step of a version used, as group index -> use."""
+"""A function that returns a mapping group index -> use for the groups used by the step that produced a version."""
 
 
 class EpisodeTraces(Tracker):
-    """Exports spans. Each method may wait for a collector, so run it in a `agentrl.observe.background.BackgroundTracker`."""
+    """Exports spans. Each method may wait for a collector, so run it in an `agentrl.observe.background.BackgroundTracker`."""
 
     def __init__(
         self, provider: Any, exporters: Sequence[Any], *, run_id: str, model: str, uses: UsesOfStep, alert: Callable[[str], None]
     ) -> None:
         self.exported, self.dropped = 0, 0
-        """The number of spans that a collector accepted, and of spans that were lost because it did not accept them."""
+        """The number of spans that the collector accepted, and the number that were dropped because it did not accept them."""
         self._exporters, self._uses, self._alert = tuple(exporters), uses, alert
         self._spans = _Spans(provider, run_id=run_id, model=model)
-        self._episodes: OrderedDict[int, tuple[str, ...]] = OrderedDict()  # group -> its episodes
+        self._episodes: OrderedDict[int, tuple[str, ...]] = OrderedDict()  # group -> ids of its episodes
         self._retry_at, self._alerted = 0.0, False
 
     def progress(self, index: int, group: Group) -> None:
@@ -66,7 +67,7 @@ class EpisodeTraces(Tracker):
         self._export((span for scored in group.episodes for span in self._spans.episode(index, scored)), count)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Exports the span of a learner step, and for each episode that the step used a span with a link to it."""
+        """Exports the span of a learner step, and one span per episode that the step used, linked to the step's span."""
         uses = self._uses(step)
         used = [(episode, use) for group, use in uses.items() for episode in self._episodes.pop(group, ())]
         self._export(self._spans.step(step, metrics, used), 1 + len(used))
@@ -80,7 +81,7 @@ class EpisodeTraces(Tracker):
             log.warning("traces: %d of %d spans were not exported", self.dropped, self.dropped + self.exported)
 
     def _export(self, spans: Iterator[Any], count: int) -> None:
-        """Exports spans. They are built only if the collector is expected to accept them. `count`: approximate number of spans."""
+        """Exports spans, which are built only if the collector is expected to accept them. `count`: approximate number of spans."""
         if time.monotonic() < self._retry_at or not self._exporters:
             self.dropped += count
             return
@@ -103,7 +104,7 @@ class EpisodeTraces(Tracker):
 
 
 def span_count(scored: ScoredEpisode) -> int:
-    """Returns the number of spans of an episode before the limit is applied: its agents, turns and calls, and its score."""
+    """Returns the number of spans for an episode before the limit is applied: one per agent, turn and call, and one for the score."""
     lines = scored.episode.trajectories
     return 1 + len(lines) + sum(1 + len(turn.tool_results) for line in lines for turn in line.own_turns)
 
@@ -117,7 +118,7 @@ def _succeeds(exporter: Any, spans: Sequence[Any]) -> bool:
 
 
 class _Spans:
-    """Builds spans of OpenTelemetry's SDK from records."""
+    """Builds spans for the OpenTelemetry SDK from records."""
 
     def __init__(self, provider: Any, *, run_id: str, model: str) -> None:
         self._api = import_module("opentelemetry.trace")
@@ -127,7 +128,7 @@ class _Spans:
         self._content = os.environ.get(CONTENT, "").strip().lower() == "true"
 
     def episode(self, group: int, scored: ScoredEpisode) -> Iterator[Any]:
-        """Yields the spans of an episode, at most `MAX_SPANS`; none if the sampler excludes it."""
+        """Yields the spans of an episode, at most `MAX_SPANS`. Yields none if the sampler excludes the episode."""
         lines, wanted = scored.episode.trajectories, span_count(scored)
         if lines and self._sampled(self._trace_id(scored.episode.id), "invoke_agent"):
             spans = (span for index, line in enumerate(lines) for span in self._agent(scored, index, line, group, wanted))
@@ -139,7 +140,7 @@ class _Spans:
         """Yields the span of the learner step that produced version `step`, and one span in the trace of each episode that the step used.
 
         Args:
-            used: ids of these episodes, and how the step used their groups.
+            used: pairs of episode id and how the step used the group of the episode.
         """
         key, name = f"step {step}", f"train {step}"
         now = time.time()
@@ -159,7 +160,7 @@ class _Spans:
             yield self._make("train", episode, "train", *times, attributes, parent="trajectory 0", links=[self._context(key, "step")])
 
     def _agent(self, scored: ScoredEpisode, index: int, line: Trajectory, group: int, wanted: int) -> Iterator[Any]:
-        """Yields the spans of a trajectory: its agent, and its turns with their tool calls. `wanted`: spans of the episode."""
+        """Yields the spans of a trajectory: its agent, and its turns with their tool calls. `wanted`: number of spans of the episode."""
         episode, first = scored.episode, len(line.inherited)
         turns = [turn for turn in line.own_turns if turn.ended_at]  # 0 means unknown
         began = min((turn.ended_at - turn.generate_s for turn in turns), default=time.time())
@@ -260,7 +261,8 @@ class _Spans:
         error: str = "",
         client: bool = False,
     ) -> Any:
-        """Returns a span of the trace `of`. `key` and `parent` identify spans in that trace; `links` are contexts of other spans."""
+        """Returns a span in the trace `of`. `key` and `parent` identify the span and its parent in that trace. `links` are contexts of
+        other spans."""
         kinds, codes = self._api.SpanKind, self._api.StatusCode
         return self._span(
             name=name,
@@ -278,7 +280,7 @@ class _Spans:
 
 
 def _message(turn: Turn) -> str:
-    """Returns a turn's message in the JSON of the conventions, with clipped strings."""
+    """Returns a turn's message in the JSON format of the conventions, with clipped strings."""
     calls = [
         {"type": "tool_call", "id": str(number), "name": _short(call.name), "arguments": _arguments(call)}
         for number, call in enumerate(turn.message.tool_calls)
@@ -293,7 +295,7 @@ def _arguments(call: ToolCall) -> str:
 
 
 def _hash(size: int, *parts: str) -> int:
-    """Returns an id of `size` bytes that differs for different parts. It is never 0, which is invalid."""
+    """Hashes `parts` to an id of `size` bytes. The id is never 0, which is invalid."""
     digest = hashlib.sha256("\0".join(parts).encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:size], "big") or 1
 

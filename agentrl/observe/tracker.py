@@ -1,4 +1,4 @@
-"""Trackers of a run: `metrics.jsonl`, the terminal, TensorBoard, and the trackers that a recipe names, behind one `Tracker`."""
+"""The trackers of a run behind one `Tracker`: `metrics.jsonl`, the terminal, TensorBoard, and the trackers that a recipe names."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ logger = logging.getLogger(__name__)
 class RunTracker(Tracker):
     """Writes `metrics.jsonl`, then notifies each tracker. Use it from one thread, and close it.
 
-    It also alerts about new reasons for excluding episodes and about a step that changed nothing. If a tracker raises, the error is logged,
-    and the tracker is still notified of later events. Only an error in writing `metrics.jsonl` ends the run. Each tracker must return at
-    once. A tracker that may wait is wrapped in `agentrl.observe.background.BackgroundTracker`.
+    It also sends alerts about new reasons for excluding episodes and about a step that changed nothing. If a tracker raises, the error is
+    logged, and the tracker is still notified of later events. Only an error while writing `metrics.jsonl` stops the run. The methods of a
+    tracker must return at once. A tracker that may block is wrapped in `agentrl.observe.background.BackgroundTracker`.
 
     Args:
         run_dir: the run folder; `metrics.jsonl` is appended to.
-        trackers: other trackers; `open_trackers` opens those of a recipe.
-        steps: learner steps of the run; 0 means unknown.
+        trackers: the other trackers; `open_trackers` opens those that a recipe names.
+        steps: number of learner steps in the run; 0 means unknown.
     """
 
     def __init__(self, run_dir: Path, trackers: Sequence[Tracker] = (), *, steps: int = 0) -> None:
@@ -72,11 +72,11 @@ class RunTracker(Tracker):
         self._each(lambda one: one.evaluating(done, total))
 
     def evaluated(self, phase: str, rates: Mapping[str, Interval]) -> None:
-        """Reports the rates of an evaluation."""
+        """Reports the success rates from an evaluation."""
         self._each(lambda one: one.evaluated(phase, rates))
 
     def swapped(self, report: SwapReport) -> None:
-        """Reports a swap."""
+        """Reports a weight swap."""
         self._each(lambda one: one.swapped(report))
 
     def judged(self, version: int, outcome: str, reason: str) -> None:
@@ -95,7 +95,7 @@ class RunTracker(Tracker):
 
 
 class MetricsFile(Tracker):
-    """Writes `metrics.jsonl`, which has one line per step. Summary and report are computed from it."""
+    """Writes `metrics.jsonl`, which has one line per step. The summary and the report are computed from it."""
 
     def __init__(self, run_dir: Path) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -104,7 +104,7 @@ class MetricsFile(Tracker):
         self._file = path.open("a", encoding="utf-8")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Records the metrics of a finished step. Values that are not finite become null."""
+        """Records the metrics of a finished step. Values that are not finite are written as null."""
         finite = {key: float(value) if math.isfinite(value) else None for key, value in metrics.items()}
         self._file.write(json.dumps({"step": step, "time": round(time.time(), 3), **finite}) + "\n")
         self._file.flush()
@@ -115,9 +115,9 @@ class MetricsFile(Tracker):
 
 
 class TensorBoard(Tracker):
-    """Writes scalars to a new event file in `logs/tensorboard` of the run folder. If writing fails, the tracker logs the error and stops.
+    """Writes scalars to a new event file in `logs/tensorboard` in the run folder. If writing fails, logs the error and writes nothing more.
 
-    TensorBoard's own writer is not used, because its thread dies when the disk is full and loses what it buffers.
+    TensorBoard's writer is not used, because its thread dies when the disk is full, and the buffered data is lost.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -142,7 +142,7 @@ class TensorBoard(Tracker):
 
     def close(self) -> None:
         """Closes the file."""
-        with suppress(OSError):  # reported when writing failed
+        with suppress(OSError):  # already reported when writing failed
             self._file.close()
 
     def _write(self, event: Any) -> None:
@@ -157,7 +157,7 @@ class TensorBoard(Tracker):
 
 
 class StageClock(Tracker):
-    """Measures the seconds by stage. A stage that is re-entered adds to its time.
+    """Measures the seconds spent in each stage. Re-entering a stage adds to its time.
 
     `began` is the start of the stage `prepare` in monotonic seconds; None means that no stage has started.
     """
@@ -175,12 +175,12 @@ class StageClock(Tracker):
 
     @property
     def wall_s(self) -> dict[str, float]:
-        """The seconds by stage so far, in order of their start."""
+        """The seconds spent in each stage so far, in the order in which the stages started."""
         now = time.monotonic()
         return {name: spent + (now - self._began if name == self._running else 0.0) for name, spent in self._wall_s.items()}
 
     def close(self) -> None:
-        """Ends the stage. Idempotent."""
+        """Ends the current stage. Idempotent."""
         now = time.monotonic()
         if self._running:
             self._wall_s[self._running] += now - self._began
@@ -188,18 +188,18 @@ class StageClock(Tracker):
 
 
 def open_terminal(run_dir: Path, recipe: Recipe) -> TerminalTracker:
-    """Opens the tracker `terminal` of a recipe."""
+    """Opens the tracker `terminal`."""
     return TerminalTracker(run_dir.name, steps=recipe.steps or 0)
 
 
 def open_tensorboard(run_dir: Path, recipe: Recipe) -> TensorBoard:
-    """Opens the tracker `tensorboard` of a recipe."""
+    """Opens the tracker `tensorboard`."""
     return TensorBoard(run_dir)
 
 
 def open_trackers(run_dir: Path, recipe: Recipe, *, console: bool) -> list[Tracker]:
-    """Opens either all trackers of a recipe or none. If `console` is False, `terminal` prints to standard error. Third-party and
-    user-supplied trackers run in the background.
+    """Opens all trackers of a recipe, or none if one of them fails. If `console` is False, `terminal` prints to standard error. Third-party
+    and user-supplied trackers run in the background.
 
     Raises `PluginError` if a tracker cannot be opened.
     """

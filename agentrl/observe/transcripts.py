@@ -14,7 +14,7 @@ from agentrl.observe.rundata import as_list
 Transcript = Mapping[str, Any]
 Pair = tuple[Transcript, Transcript]  # before, after
 
-_MAX_CHARS = 8000  # maximum characters of one message
+_MAX_CHARS = 8000  # maximum number of characters in one message
 _SPLITS = {"heldout": "held-out task", "heldout_real": "held-out task on real data", "train": "training task"}
 _ROLES = {"system": "instructions", "user": "question", "assistant": "agent", "tool": "sandbox"}
 
@@ -39,13 +39,14 @@ class ShownEpisode:
     kind: str
     versions: str
     bubbles: tuple[Bubble, ...]
-    others: tuple[tuple[str, tuple[Bubble, ...]], ...]  # title and messages: of a sub-agent, or of a trajectory after compaction
+    others: tuple[tuple[str, tuple[Bubble, ...]], ...]  # title and messages of each sub-agent or of each trajectory after compaction
     outcome: tuple[tuple[str, str], ...]  # name, value
     badge: tuple[str, str]  # score, style
 
 
 def choose_pairs(before: Sequence[Transcript], after: Sequence[Transcript], wanted: int) -> list[Pair]:
-    """Chooses informative pairs of the same task: gains (of each kind and split first), then losses and tasks that still fail."""
+    """Chooses informative pairs of episodes of the same task: gains, covering each kind and split first, then losses, then tasks that still
+    fail."""
     first = {_key(item): item for item in before}
     pairs = [(first[_key(item)], item) for item in after if _key(item) in first]
     gained = _one_of_each([pair for pair in pairs if is_above(_value(pair[1]), _value(pair[0]))])
@@ -58,7 +59,7 @@ def choose_pairs(before: Sequence[Transcript], after: Sequence[Transcript], want
 
 
 def show_episode(item: Transcript, title: str = "") -> ShownEpisode:
-    """Returns one episode as the report shows it. The default title is its phase and step."""
+    """Returns one episode as the report shows it. The default title contains the phase and the step."""
     split = _text(item, "split")
     kind = (_text(item, "kind").replace("_", " "), _SPLITS.get(split, split))
     answer, truth = item.get("answer"), item.get("truth")
@@ -83,7 +84,7 @@ def show_episode(item: Transcript, title: str = "") -> ShownEpisode:
 
 
 def show_failure(item: Transcript) -> ShownEpisode:
-    """Returns a captured failure, with its tag and the first turn in which it shows, counted from 1."""
+    """Returns a captured failure, with its tag and the first turn in which the failure is visible, counted from 1."""
     turn = item.get("turn")
     where = f", turn {turn + 1}" if isinstance(turn, int) else ""
     shown = show_episode(item)
@@ -124,7 +125,7 @@ def _badge(item: Transcript) -> tuple[str, str]:
 
 
 def _one_of_each(pairs: list[Pair]) -> list[Pair]:
-    """Orders pairs so that each split and kind occurs early; within a kind, the longest conversation comes first."""
+    """Orders pairs so that each split and kind occurs early. Within a kind, the longest conversation is first."""
     ordered = sorted(pairs, key=lambda pair: len(as_list(pair[1].get("messages"))), reverse=True)
     seen: Counter[str] = Counter()
     rank: dict[int, tuple[int, int]] = {}
@@ -141,7 +142,7 @@ def _key(item: Transcript) -> tuple[str, str]:
 
 
 def _value(item: Transcript) -> float:
-    """Returns the score for sorting. An unscored episode is ordered below all scores."""
+    """Returns the score as a sort key. An unscored episode is sorted below all scored episodes."""
     score = item.get("score")
     return float(score) if isinstance(score, int | float) and not item.get("left_out") else -1.0
 

@@ -1,1 +1,1 @@
-"""Plug-ins: references to user-supplied code (`module:attr`), the parts of a recipe that they can replace, and protocol checks."""
+"""Plug-ins: references to user-supplied code (`module:attr`), the recipe parts that such code can replace, and protocol checks."""

@@ -1,7 +1,7 @@
-"""The replaceable parts of a run. A recipe selects built-in parts by name, and user-supplied parts by plug-in reference.
+"""The replaceable parts of a run. A recipe selects a built-in part by its name, and a user-supplied part by a plug-in reference.
 
-The name of a built-in part is an alias of a plug-in reference into agentrl. Every other name is resolved by `agentrl.plugins.references`.
-Before a run starts, each part is checked against the protocol of its kind. See docs/parts.md."""
+The name of a built-in part is an alias of a plug-in reference into agentrl. `agentrl.plugins.references` resolves every other name. Before
+a run starts, each part is checked against the protocol for its kind. See docs/parts.md."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from agentrl.plugins.protocol_checks import ProtocolError, promised_class, proto
 class Part:
     """A replaceable part in a recipe: `"clip"`, `"mine.losses:loss"` or `Part("mine.losses:loss", options={"beta": 2})`.
 
-    As data, a part is a string, or `{"ref": ..., "options": {...}}` if it has options.
+    In data, a part is written as a string, or as `{"ref": ..., "options": {...}}` if it has options.
     """
 
     ref: Annotated[str, Field(min_length=1)]
-    """Name of a built-in part, or plug-in reference."""
+    """The name of a built-in part, or a plug-in reference."""
     options: dict[str, JsonValue] = field(default_factory=dict)
-    """Keyword arguments of a user-supplied part, or of a tracker of another project. They must be JSON, because recipe.json stores them."""
+    """Keyword arguments for a user-supplied part or a third-party tracker. They must be JSON values, because recipe.json stores them."""
 
     @model_validator(mode="before")
     @classmethod
@@ -62,15 +62,15 @@ PART_KEYS = ("ref", "options")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartKind:
-    """A kind of part: its recipe key, the built-in parts, and the protocol."""
+    """A kind of part: the recipe key, the built-in parts, and the protocol."""
 
     key: str
     what: str
     shipped: Mapping[str, str]  # name of a built-in part -> plug-in reference
     protocol: str  # plug-in reference
-    has_defaults: bool = False  # whether methods inherited from the protocol count
-    arguments: tuple[str, ...] | None = ()  # arguments of its factory, `*` before keyword arguments; None means a direct call of the part
-    with_options: frozenset[str] = frozenset()  # built-in parts that take options
+    has_defaults: bool = False  # whether methods inherited from the protocol count as implemented
+    arguments: tuple[str, ...] | None = ()  # the factory's arguments, `*` before keyword arguments; None: the part is called directly
+    with_options: frozenset[str] = frozenset()  # built-in parts that accept options
 
 
 BACKEND = PartKind(
@@ -164,12 +164,12 @@ KINDS = (AGENT, BACKEND, CHANNEL, STORE, TRACKER, ADVANTAGE, LOSS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentKind:
-    """Environments that `tasks.family` selects by a prefix: plug-in references of their family, and of their openers."""
+    """Environments that `tasks.family` selects by a prefix: the plug-in references for their task family and for opening them."""
 
     family: str  # callable (reference, seed=, **options)
-    pooled: str = ""  # class of those in processes of the pool, called with the rest of the reference
-    session: str = ""  # class of the sessions at a server, called with (server, spec, options)
-    host: str = ""  # function that returns the `HostSpec` of a specification, if its program drives the model
+    pooled: str = ""  # class for environments in processes of the pool, called with the rest of the reference
+    session: str = ""  # class for sessions with a server, called with (server, spec, options)
+    host: str = ""  # function that returns the `HostSpec` for a specification, if the environment's program calls the model
     threshold_function: str = ""  # function (rest of the reference) -> pass threshold; empty means a threshold of 1
 
 
@@ -197,7 +197,7 @@ ENVIRONMENTS = {
         family="agentrl.environment.verifiers_tasks:VerifiersFamily", host="agentrl.environment.verifiers_tasks:host_spec"
     ),
 }
-"""Prefix of `tasks.family` -> its environments. Secrets in the options are resolved when it is opened, because tasks are stored."""
+"""Prefix in `tasks.family` -> environments. Tasks are stored, so secrets in options are resolved only when an environment is opened."""
 
 
 def environment_kind(ref: str) -> EnvironmentKind | None:
@@ -206,7 +206,7 @@ def environment_kind(ref: str) -> EnvironmentKind | None:
 
 
 def check_part(kind: PartKind, part: Part) -> Part:
-    """Returns the part. Raises `ValueError` if the name is unknown, or if there are options for a built-in part that takes none."""
+    """Returns the part. Raises `ValueError` if the name is unknown, or if a built-in part that accepts no options has options."""
     name = part.ref
     if name in kind.shipped and part.options and name not in kind.with_options:
         raise ValueError(f"{kind.key}={name} takes no options: remove them")
@@ -228,10 +228,10 @@ Loss = Annotated[Part, AfterValidator(partial(check_part, LOSS)), LOSS]
 
 
 def load_part(kind: PartKind, part: Part) -> Any:
-    """Loads the factory of a part, or an estimator or loss, with its options.
+    """Loads a part's factory or, for an estimator or a loss, the part with its options.
 
-    Raises `PluginError` if the name does not resolve or does not conform to the protocol, and `UserError` if an option refers to a missing
-    secret.
+    Raises `PluginError` if the name does not resolve or the part does not conform to the protocol. Raises `UserError` if an option refers
+    to a missing secret.
     """
     shipped = part.ref in kind.shipped
     loaded = references.resolve(kind.shipped[part.ref]) if shipped else _resolve_user_part(kind, part.ref, part.options)
@@ -241,7 +241,7 @@ def load_part(kind: PartKind, part: Part) -> Any:
 def make_part(kind: PartKind, part: Part, *arguments: Any, **named: Any) -> Any:
     """Creates a part with its factory and checks it against its protocol.
 
-    Raises `PluginError` as `load_part` does, and if a user-supplied factory raises anything but an `AgentRLError` or an `OSError`.
+    Raises the same errors as `load_part`, and `PluginError` if a user-supplied factory raises anything but an `AgentRLError` or `OSError`.
     """
     factory, name = load_part(kind, part), part.ref
     if name in kind.shipped and name not in kind.with_options:
@@ -292,7 +292,7 @@ def _resolve_user_part(kind: PartKind, name: str, options: Mapping[str, Any]) ->
 
 
 def _call(kind: PartKind) -> tuple[list[None], dict[str, None]]:
-    """Returns placeholders for the arguments of a factory of this kind."""
+    """Returns placeholders for the positional and keyword arguments of a factory of this kind."""
     names = list(kind.arguments or ())
     at = names.index("*") if "*" in names else len(names)
     return [None] * at, dict.fromkeys(names[at + 1 :])

@@ -1,6 +1,6 @@
 """Checks whether a user-supplied class, object or function conforms to a protocol, without calling it.
 
-The message for a missing method contains the signature to write. For a method with a wrong signature, it contains both signatures.
+If a method is missing, the message contains the required signature. If a signature is wrong, the message contains both signatures.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from agentrl.base.error_text import unknown_name
 
 
 class ProtocolError(NamedTuple):
-    """One violation of a protocol, and the fix."""
+    """A violation of a protocol, and the fix."""
 
     problem: str
     fix: str
@@ -22,10 +22,10 @@ class ProtocolError(NamedTuple):
 def protocol_errors(
     candidate: Any, protocol: type, options: Mapping[str, Any] | None = None, *, has_defaults: bool = False
 ) -> list[ProtocolError]:
-    """Returns how a class, an object, or a function (for a callable protocol) violates `protocol`; empty if it conforms.
+    """Returns the ways in which a class, an object, or a function (for a callable protocol) violates `protocol`; empty if it conforms.
 
-    Data attributes are checked on objects only, because a class may set them in `__init__`. `options` are additional keyword arguments of a
-    callable protocol. A method inherited from the protocol does not count, unless the protocol `has_defaults`.
+    Data attributes are checked only on objects, because a class may set them in `__init__`. `options` contains additional keyword arguments
+    for a callable protocol. A method inherited from the protocol does not count as implemented unless `has_defaults` is true.
     """
     errors: list[ProtocolError] = []
     for name, wanted in _methods(protocol).items():
@@ -42,7 +42,7 @@ def protocol_errors(
 
 
 def signature_error(function: Callable[..., Any], *arguments: Any, **named: Any) -> str:
-    """Returns why `function` cannot be called with these arguments; empty if it can, or if its signature is unknown."""
+    """Returns the reason why `function` cannot be called with these arguments; empty if it can, or if its signature is unknown."""
     try:
         signature = inspect.signature(_constructor(function))
     except (TypeError, ValueError):
@@ -64,7 +64,7 @@ def signature_error(function: Callable[..., Any], *arguments: Any, **named: Any)
 
 
 def _constructor(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the callable behind `function`. A class that inherits `__init__` from a Protocol takes no arguments."""
+    """Returns the callable whose signature counts. A class that inherits `__init__` from a Protocol accepts no arguments."""
     if inspect.isclass(function) and all(getattr(base, "_is_protocol", base is object) for base in _bases_with_init(function)):
         return lambda: None
     return function
@@ -100,12 +100,12 @@ def _looked_up(candidate: Any, name: str) -> Any:
 
 
 def _is_unbound(candidate: Any, name: str) -> bool:
-    """Whether the method of a class still takes `self`."""
+    """Whether the method was looked up on a class and still has the parameter `self`."""
     return inspect.isclass(candidate) and inspect.isfunction(inspect.getattr_static(candidate, name, None))
 
 
 def _misfit(name: str, theirs: Callable[..., Any], wanted: Callable[..., Any], *, unbound: bool, options: Mapping[str, Any]) -> str:
-    """Returns why a method does not match the method of the protocol: their arguments differ, or only one of them is async."""
+    """Returns why a method does not match the protocol's method (different arguments, or only one is async); empty if it matches."""
     ours = list(inspect.signature(wanted).parameters.values())[1:]
     arguments = [None] * (len([parameter for parameter in ours if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]) + unbound)
     fewest = [None] * (
@@ -136,7 +136,7 @@ def _promises(function: Callable[..., Any]) -> bool:
 
 
 class _Raw(str):
-    """An annotation that is printed as it is written."""
+    """An annotation that is printed as written in the source."""
 
     def __repr__(self) -> str:
         return str(self)
@@ -155,7 +155,7 @@ def _raw(annotation: Any) -> Any:
 
 
 def promised_class(factory: Callable[..., Any]) -> type | None:
-    """Returns the class in the return annotation of a factory; None if there is none or it cannot be resolved."""
+    """Returns the class in a factory's return annotation; None if there is no class or it cannot be resolved."""
     try:
         annotation = inspect.signature(factory, eval_str=True).return_annotation
     except (NameError, TypeError, ValueError, AttributeError, SyntaxError):

@@ -55,26 +55,26 @@ CONTENT = (
     "recipes/agents",
     "evals/regressions",
 )
-"""The files that `agentrl init` copies. A wheel has them under `agentrl/_project`, an editable install in the repository."""
+"""The files that `agentrl init` copies. In a wheel, they are under `agentrl/_project`; in an editable install, in the repository."""
 
 
 _added: list[Path] = []  # the root of the project in use
 
 
 def add_project_root(root: Path) -> None:
-    """Puts the root of a project first on `sys.path`, so that `rewards.tables:exact_answer` refers to a file of the project."""
+    """Puts a project's root first on `sys.path`, so that `rewards.tables:exact_answer` refers to a file in the project."""
     _added[:] = [root.resolve()]
     if sys.path[:1] != [str(_added[0])]:
         sys.path.insert(0, str(_added[0]))
 
 
 def current_project() -> Path:
-    """Returns the root of the project in use; if none was added, the root of the project that contains the current directory."""
+    """Returns the root of the project in use. If no root was added, returns the root of the project that contains the current directory."""
     return _added[0] if _added else project_root(Path.cwd() / "x")
 
 
 def project_root(path: Path) -> Path:
-    """Returns the nearest folder above a path with a pyproject.toml; the current directory if there is none."""
+    """Returns the nearest folder above `path` that contains a pyproject.toml; the current directory if there is none."""
     for folder in path.resolve().parents:
         if (folder / "pyproject.toml").is_file():
             return folder
@@ -90,11 +90,11 @@ def content_root() -> Path:
 
 
 def resolve(reference: str) -> Any:
-    """Returns the object that a reference denotes. Raises `PluginError` with the part that did not resolve.
+    """Returns the object that a reference denotes. Raises a `PluginError` that names the part that did not resolve.
 
     `pkg.module:attr`   a module on `sys.path` (the project root is on it)
     `./path/file.py:attr`   a file, relative to the current directory
-    `name`   an entry point of the group `agentrl.plugins` in an installed package
+    `name`   an entry point in the group `agentrl.plugins` of an installed package
     """
     where, sep, attribute = reference.rpartition(":")
     if not sep:
@@ -143,10 +143,10 @@ def _load_file(path_text: str, reference: str) -> ModuleType:
 
 
 def _failed(reference: str, error: BaseException) -> PluginError:
-    """Returns the error for an exception at the import of user-supplied code, with its location. Errors of agentrl keep their fix."""
+    """Returns the error for an exception during the import of user-supplied code, with its location. Errors of agentrl keep their fix."""
     at = raise_location(error) or reference
     if isinstance(error, SyntaxError):
-        at = at if error.filename is not None else reference  # for a zero byte, Python reports neither file nor line
+        at = at if error.filename is not None else reference  # for a null byte, Python reports neither the file nor the line
         return PluginError(f"{at}: {type(error).__name__}: {error.msg}", fix="correct that line")
     if isinstance(error, ValidationError):
         return PluginError(f"{at}: {validation_text(error)}", fix="correct it there; the lines above show the key and the accepted values")

@@ -1,6 +1,6 @@
-"""The protocols of agentrl's parts, one file per package. Other packages implement the protocols; nothing here imports an implementation.
+"""The protocols of agentrl's parts, one file per package. Other packages implement them. Nothing here imports an implementation.
 
-Every wait takes a deadline in seconds and raises a typed error (`agentrl.errors`) after it.
+Every wait has a deadline in seconds, after which it raises a typed error (`agentrl.errors`).
 """
 
 from agentrl.protocols.cluster import Launcher, PartCommand, PartHandle

@@ -1,7 +1,7 @@
-"""The hosts of the parts of a run. Servers, learner, rollout workers and Redis are processes on this machine or on nodes of a cluster.
+"""The hosts on which the parts of a run are processes: servers, learner, rollout workers and Redis, on this machine or a cluster.
 
-A command is written once for all hosts. A command has slots for values that only the host knows (`RUN`, `PORT` and so on). The host fills
-the slots in the arguments, the environment and the input of the process.
+The same command can run on any host. It contains slots for values that only the host knows (`RUN`, `PORT` and so on). The host fills the
+slots in the arguments, the environment and the standard input of the process.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from typing import Protocol
 PYTHON = "{agentrl:python}"
 """Slot for the Python interpreter of the host."""
 PARENT = "{agentrl:parent}"
-"""Slot for the process id of the part's parent on the host. The part dies with it (`agentrl.base.processes.die_with_parent`)."""
+"""Slot for the id of the part's parent process on the host. The part dies with its parent (`agentrl.base.processes.die_with_parent`)."""
 RUN = "{agentrl:run}"
 """Slot for the run folder on the host."""
 ROOT = "{agentrl:root}"
 """Slot for the project folder on the host."""
 HOST = "{agentrl:host}"
-"""Slot for the address at which other parts reach the host, and to which servers bind. It is the loopback address on one machine."""
+"""Slot for the address at which other parts reach the host, and to which servers bind. On one machine, this is the loopback address."""
 PORT = "{agentrl:port}"
-"""Slot for a free port of the host. No other run on the host gets this port while the part is alive."""
+"""Slot for a free port on the host. No other run on the host receives this port while the part is alive."""
 SCRATCH = "{agentrl:scratch}"
-"""Slot for an empty folder with a short path, which the host removes after the part's end."""
+"""Slot for an empty folder with a short path, which the host removes after the part has exited."""
 PROGRESS = "{agentrl:progress}"
-"""Slot for the path of a pipe. What the part writes there is in `PartHandle.read_progress`."""
+"""Slot for the path of a pipe. `PartHandle.read_progress` returns what the part writes to it."""
 REASONS = "{agentrl:reasons}"
-"""Slot for the path of a file in memory. What the part appends there is in `PartHandle.reasons`, also after its death."""
+"""Slot for the path of a file in memory. `PartHandle.reasons` returns what the part appended to it, even after the part died."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,26 +35,26 @@ class PartCommand:
     """The command that starts one part. `argv`, the values of `environment`, and `stdin` may contain slots."""
 
     name: str
-    """Unique in the run: `server`, `server-0`, `gate`, `judge-NAME`, `learner`, `worker-3`, `redis`. The plan of the cluster has it too."""
+    """Unique in the run, and used in the cluster's plan: `server`, `server-0`, `gate`, `judge-NAME`, `learner`, `worker-3`, `redis`."""
     argv: tuple[str, ...]
     log: str
-    """File for the output, relative to the run folder. It is in the driver's run folder, no matter where the part runs."""
+    """File for the part's output, relative to the driver's run folder. It is written there no matter where the part runs."""
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Added to the host's own environment."""
+    """Variables that are added to the host's environment."""
     secrets: bool = False
     """Whether the part keeps the variables of the host's environment that contain secrets."""
     stdin: str = field(default="", repr=False)
     """The complete standard input, for secrets that must not be in arguments or files."""
     scratch: str = ""
-    """Identifies the folder of the slot `SCRATCH`: the next part with the same text on that host gets the same path, emptied."""
+    """Identifies the folder for the slot `SCRATCH`. The next part on the host with the same value receives the same folder, emptied."""
     needs: tuple[str, ...] = ()
     """Files and folders, relative to the run folder, that the host must have before the part starts."""
     exclusive: bool = False
-    """Whether two processes of this part must never run at the same time, even if the node of the first process does not answer."""
+    """Whether two processes of this part must never run at the same time, even if the first process's node does not respond."""
 
 
 class PartHandle(Protocol):
-    """One started part. Properties and methods without `await` return at once, with the last known state of the host."""
+    """A part that was started. Properties and methods that are not async return at once, with the host's last known state."""
 
     @property
     def host(self) -> str:
@@ -62,7 +62,7 @@ class PartHandle(Protocol):
 
     @property
     def port(self) -> int:
-        """The port that was reserved for the part; 0 if the part's command has no slot for a port."""
+        """The port that was reserved for the part; 0 if the part's command contains no slot for a port."""
 
     @property
     def folder(self) -> str:
@@ -86,25 +86,25 @@ class PartHandle(Protocol):
 
     @property
     def lost(self) -> str:
-        """Why the part is gone without an exit code, such as a lost node; empty otherwise."""
+        """The reason why the part is gone without an exit code, such as a lost node; empty otherwise."""
 
     async def wait(self) -> int:
-        """Returns the exit code after the end of the part."""
+        """Waits for the part to exit, and returns the exit code."""
 
     def send_kill(self) -> None:
-        """Kills all processes of the part, without waiting for their end. Has no effect after the part's end."""
+        """Kills all processes of the part, without waiting for them to exit. Has no effect after the part has exited."""
 
     async def kill(self) -> None:
-        """Kills all processes of the part and returns when none is left. Idempotent.
+        """Kills all processes of the part, and returns when none is left. Idempotent.
 
-        Raises `LaunchError` if a process has not ended within a minute.
+        Raises `LaunchError` if a process has not exited within a minute.
         """
 
     async def terminate(self, *, grace_s: float) -> None:
-        """Sends SIGTERM to the first process, waits `grace_s` for its end, then continues like `kill`. Idempotent."""
+        """Sends SIGTERM to the first process, waits up to `grace_s` seconds for it to exit, then proceeds as `kill` does. Idempotent."""
 
     async def signal_children(self, number: int) -> None:
-        """Sends a signal to the children of the first process, but not to that process itself. Has no effect after the part's end."""
+        """Sends a signal to the children of the first process, but not to that process itself. Has no effect after the part has exited."""
 
     def processes(self) -> Mapping[int, str]:
         """The process ids of the part with their states, as `agentrl.base.processes.process_tree` returns them. The data are at most a few
@@ -115,13 +115,13 @@ class PartHandle(Protocol):
 
     @property
     def clock_offset_s(self) -> float:
-        """Seconds to add to the monotonic clock of its host to get the driver's monotonic clock."""
+        """Seconds to add to the host's monotonic clock to obtain the driver's monotonic clock."""
 
     def reasons(self) -> bytes:
-        """Returns what the part has appended to `REASONS`, at most 1 MiB."""
+        """Returns what the part has appended to `REASONS`, up to 1 MiB."""
 
     async def fetch(self, *paths: str) -> None:
-        """Returns when the host has these files and folders of the run folder, complete. Has no effect if the folder is shared.
+        """Copies these files and folders from the run folder to the host and returns when they are complete. No effect if it is shared.
 
         Raises `LaunchError` if the host cannot fetch them.
         """
@@ -132,11 +132,11 @@ class Launcher(Protocol):
 
     @property
     def is_local(self) -> bool:
-        """Whether all parts are on the driver's machine, so that nothing needs to be reachable from a different machine."""
+        """Whether all parts run on the driver's machine, so that nothing needs to be reachable from other machines."""
 
     @property
     def shared_folder(self) -> bool:
-        """Whether parts have the run folder at the driver's path. If they do not, each host has a mirror of it."""
+        """Whether parts see the run folder at the driver's path. If they do not, each host has a mirror of the run folder."""
 
     @property
     def driver_host(self) -> str:
@@ -153,7 +153,7 @@ class Launcher(Protocol):
         """
 
     async def use_driver(self, url: str, key: str) -> None:
-        """Sets the address from which hosts that share no disk fetch files. Call it once, before parts that need files start."""
+        """Sets the address from which hosts without a shared disk fetch files. Call it once, before starting parts that need files."""
 
     async def close(self) -> None:
-        """Kills the parts that still run, and releases the hosts. Idempotent."""
+        """Kills the parts that are still running, and releases the hosts. Idempotent."""

@@ -1,4 +1,4 @@
-"""Protocols of environments, which answer the actions of agents with observations and rewards, and of leagues of past versions."""
+"""Protocols for environments, which respond to agents' actions with observations and rewards, and for leagues of past versions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from agentrl.records import EnvironmentSpec, Observation, RoleStep, Step, ToolCa
 
 
 class Environment(Protocol):
-    """One environment, opened for one episode.
+    """An environment that is opened for one episode.
 
     `actions` defines what an action is:
 
@@ -20,15 +20,15 @@ class Environment(Protocol):
     - A sequence of function schemas: a call of one of these tools. If the environment also has the attribute `takes_text = True`, an answer
       without a call is an action too.
 
-    Faults: `PolicyFault` means that the rules forbid an action, and `TaskError` that a task cannot be played. Any other exception, or no
-    answer in time, means that the environment is broken. Only a `PolicyFault` is scored.
+    Faults: `PolicyFault` means that the rules forbid the action, and `TaskError` means that the task cannot be played. Any other exception,
+    or a missed deadline, means that the environment is broken. Only a `PolicyFault` is scored.
     """
 
     instructions: str  # the agent's system message; empty means none
     actions: Sequence[str] | Sequence[dict[str, Any]] | None
 
     async def reset(self) -> Observation:
-        """Starts the episode and returns what the agent sees first. Called once."""
+        """Starts the episode and returns the first observation. Called once."""
         ...
 
     async def step(self, action: str | ToolCall) -> Step:
@@ -43,19 +43,19 @@ class ResumableEnvironment(Environment, Protocol):
     """An environment whose state can be captured between two steps."""
 
     async def snapshot(self) -> bytes:
-        """Returns the state."""
+        """Returns the environment's state."""
         ...
 
     async def restore(self, state: bytes) -> Observation:
-        """Continues from a state and returns the observation that followed it. Called instead of `reset`."""
+        """Restores a state and returns the newest observation in that state. Called instead of `reset`."""
         ...
 
 
 class RoleEnvironment(Protocol):
-    """An environment with several agents, one in each role. `actions` and faults are those of `Environment`; actions are strings.
+    """An environment with several agents, one in each role. `actions` and faults are as in `Environment`, but actions are strings.
 
-    The roles with an observation act next: one of them in turn, or several at once. An action of one role is never shown to a different
-    role before that role acts, unless the environment does so in an observation.
+    The roles that receive an observation act next: one role at a time, or several at once. A role's action is not shown to the other roles
+    before they act, unless the environment shows it in an observation.
     """
 
     instructions: str
@@ -93,11 +93,11 @@ class League(Protocol):
     """Past versions of the policy as opponents, and the results of the games against them."""
 
     def opponent(self) -> AbstractAsyncContextManager[Opponent]:
-        """Returns a context with the current opponent. Raises `ServingError` if no opponent can be served in time."""
+        """Returns a context manager that yields the current opponent. Raises `ServingError` if no opponent can be served in time."""
         ...
 
     def record(self, opponent: int, gain: float, *, version: int) -> None:
-        """Records a finished game: how much more the trained policy received than the opponent, and the version of the trained policy."""
+        """Records a finished game. `gain`: the trained policy's reward minus the opponent's. `version`: version of the trained policy."""
 
 
 class EnvironmentOpener(Protocol):
@@ -108,4 +108,4 @@ class EnvironmentOpener(Protocol):
         ...
 
     async def close(self) -> None:
-        """Frees what episodes share: processes, connections, sessions."""
+        """Frees the resources that episodes share: processes, connections and sessions."""

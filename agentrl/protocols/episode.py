@@ -1,4 +1,4 @@
-"""The protocols of an agent, and of an episode in progress as the agent sees it."""
+"""The protocols for an agent, and for an episode in progress as seen by the agent."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from agentrl.records.limits import Thinking
 
 
 class LiveTrajectory(Protocol):
-    """A trajectory in progress. The agent decides the next operation; the episode samples, enforces limits and records turns.
+    """A trajectory in progress. The agent decides the next operation. The episode samples, enforces limits and records turns.
 
-    A turn is a call of `sample`, then `add_turn`, then `add_results` if it called tools, then `add_prompt` with the tokens before the next
-    completion. Turns that were sampled elsewhere are added without `sample`.
+    A turn consists of a call to `sample`, then `add_turn`, then `add_results` if the turn called tools, then `add_prompt` with the tokens
+    before the next completion. For turns that were sampled elsewhere, `sample` is not called.
     """
 
     @property
@@ -39,11 +39,11 @@ class LiveTrajectory(Protocol):
 
     @property
     def stop_reason(self) -> str:
-        """Why the trajectory ended; empty while it continues."""
+        """The reason why the trajectory ended; empty while it continues."""
 
     @property
     def tokens(self) -> int:
-        """Number of tokens in the context of the trajectory, including tokens from `add_prompt`. At most `LiveEpisode.room`."""
+        """Returns the number of tokens in the trajectory's context, including tokens from `add_prompt`. At most `LiveEpisode.room`."""
 
     def limit(self) -> str:
         """Returns the limit that has been reached: `turn_limit`, `wall_limit` or `token_limit`; empty if another turn may be sampled.
@@ -67,9 +67,9 @@ class LiveTrajectory(Protocol):
 
         Args:
             stop_token_ids: tokens that end the completion.
-            max_tokens: its largest length; None means what the limits allow.
-            thinking: needed if the task sets `Limits.thinking_tokens`.
-            stop: strings that end it, after the token that completes one of them.
+            max_tokens: maximum length of the completion; None means as many tokens as the limits allow.
+            thinking: how to end thinking. Required if the task sets `Limits.thinking_tokens`.
+            stop: strings that end the completion, after the token that completes one of them.
             constraint: grammar of the completion; see `SamplingParams.constraint`.
 
         Raises:
@@ -82,20 +82,20 @@ class LiveTrajectory(Protocol):
         """Records a completion and its parsed form as the next turn."""
 
     def add_results(self, results: Sequence[ToolResult], *, wall_s: float) -> None:
-        """Records the results of the calls of the last turn, and the seconds that they took."""
+        """Records the results of the last turn's tool calls, and the seconds that the calls took."""
 
     def add_last_state(self, token_ids: Sequence[int]) -> None:
-        """Records the tokens from which the next turn would have been sampled, if the environment had not truncated the episode."""
+        """Records the tokens from which the next turn would have been sampled if the environment had not truncated the episode."""
 
     def describe(self, agent: str, prompt: Sequence[Message] | None = None) -> None:
-        """Records the agent's name and prompt, if they become known later or differ from the prompt of the task."""
+        """Records the agent's name and prompt if they become known only later or if the prompt differs from the task's."""
 
     def end(self, stop_reason: str) -> None:
         """Ends the trajectory before the episode ends, for a sub-agent or after a restart of the context."""
 
 
 class ToolSource(Protocol):
-    """The tools of a run: MCP servers, bounds and wording. `agentrl.agent.load_tools` reads it."""
+    """The tools of a run: MCP servers, bounds and wording. `agentrl.agent.load_tools` reads this object."""
 
     servers: Mapping[str, Any]
     bounds: Mapping[str, Any]
@@ -104,9 +104,9 @@ class ToolSource(Protocol):
 
 
 class EpisodeMemory(Protocol):
-    """One episode's access to the memory of its run. The notes that it can read do not change during the episode.
+    """An episode's access to the run's memory. The notes that the episode can read do not change while it runs.
 
-    All agents of the episode share this memory. Raises `StoreError` if the memory cannot be read or written.
+    All agents of the episode share this object. Methods raise `StoreError` if the memory cannot be read or written.
     """
 
     @property
@@ -114,54 +114,54 @@ class EpisodeMemory(Protocol):
         """The notes written and read so far."""
 
     def note(self, text: str) -> tuple[bool, str]:
-        """Stores a note for later episodes. Returns whether it was stored, and the reply to the agent."""
+        """Stores a note for later episodes. Returns (whether it was stored, reply to the agent)."""
 
     def recall(self, query: str, own: Sequence[str] = (), most: int | None = None) -> tuple[bool, str]:
-        """Searches notes of earlier episodes; an empty query returns the newest notes. Returns whether the query is valid, and the reply.
+        """Searches the notes of earlier episodes, or lists the newest if the query is empty. Returns (whether the query is valid, reply).
 
         Args:
-            own: notes of this episode, which are shown before the others.
-            most: largest number of notes. None means the default of the tool `recall`. With 1, the reply is the text of one note without
-                its number.
+            own: this episode's notes, which are shown before other notes.
+            most: maximum number of notes. None means the default of the tool `recall`. If it is 1, the reply is the text of one note
+                without its number.
         """
 
 
 class MemoryView(Protocol):
-    """One version of a run's memory, for the attempts at one task."""
+    """A version of the run's memory, for the attempts at one task."""
 
     def begin(self, memo: Memo | None = None) -> EpisodeMemory:
-        """Returns the memory of one episode. `memo`: the notes up to the state that the episode resumes from."""
+        """Returns the memory of one episode. `memo`: the notes in the state from which the episode resumes, if it resumes."""
 
 
 class ExternalRequest(Protocol):
     """A request in `LiveEpisode.external_request`."""
 
-    most: int  # largest number of tokens that may be requested
+    most: int  # maximum number of tokens that may be requested
     tokens: int | None  # set by the caller to the number of sampled tokens
 
 
 class LiveEpisode(Protocol):
-    """An episode in progress, as its agent sees it: the tree of trajectories, the sandbox, and the limits of the task.
+    """An episode in progress as seen by its agent: the tree of trajectories, the sandbox, and the task's limits.
 
     The episode enforces `task.limits` and records what the agent does. The state of an episode can be captured between two turns.
     """
 
     id: str
     task: Task
-    room: int  # largest number of tokens in a trajectory: `Limits.episode_tokens`, or the context length of the model
+    room: int  # maximum number of tokens in a trajectory: the smaller of `Limits.episode_tokens` and the model's context length
     answer: str | None  # set by the agent
     stage: str  # current activity (chat, tool, ...), recorded with a fault
-    sandbox_lost: bool  # whether a tool was cancelled while it used the sandbox, so that its files are unreliable
+    sandbox_lost: bool  # whether a tool was cancelled while it used the sandbox, so that the sandbox's files are unreliable
     tools: ToolSource | None  # for `agentrl.agent.load_tools`
     memory: EpisodeMemory | None  # None if the run has no memory
 
     @property
     def trajectories(self) -> Sequence[LiveTrajectory]:
-        """All trajectories so far, in the order of their start. The first trajectory exists from the start."""
+        """All trajectories so far, in the order in which they started. The first trajectory exists from the beginning."""
 
     @property
     def turn_count(self) -> int:
-        """Number of turns in all trajectories so far."""
+        """The number of turns in all trajectories so far."""
 
     @property
     def agent_state(self) -> Mapping[str, Any]:
@@ -171,15 +171,15 @@ class LiveEpisode(Protocol):
         """Starts a new trajectory.
 
         Args:
-            agent: name of its agent, such as "search".
-            parent: the turn at which it starts. If it has a `call`, the trajectory belongs to a sub-agent, otherwise to the same agent in a
-                new context.
-            prompt: messages to the agent, for the record. The tokens of the prompt are added with `add_prompt`.
-            policy: the player of the trajectory, if it is not trained (`Trajectory.policy`). A new context of the same agent has the policy
-                of its parent.
+            agent: name of the trajectory's agent, such as "search".
+            parent: the turn at which the trajectory starts. If `parent.call` is set, the trajectory belongs to a sub-agent, otherwise to
+                the same agent in a new context.
+            prompt: messages to the agent, only for the record. Add the tokens of the prompt with `add_prompt`.
+            policy: the player of the trajectory if it is not trained (`Trajectory.policy`). A new context of the same agent keeps the
+                policy of its parent.
 
         Raises:
-            ValueError: the turn or the call does not exist.
+            ValueError: the parent's turn or call does not exist.
         """
 
     def external_request(self, at_most: int, *, within_s: float) -> AbstractContextManager[ExternalRequest]:
@@ -190,13 +190,13 @@ class LiveEpisode(Protocol):
         a model that does not stop is cut off instead of running into a timeout."""
 
     async def environment(self) -> Environment:
-        """Returns the environment of the task, opened by the first call and closed with the episode.
+        """Returns the task's environment. The first call opens it. It is closed at the end of the episode.
 
         Raises `EnvironmentFault`, `TaskError` and `PluginError`."""
         ...
 
     async def sandbox(self) -> Sandbox:
-        """Returns the sandbox of the episode, opened by the first call. Raises `SandboxError`, or `TaskError` if its spec is invalid."""
+        """Returns the sandbox. The first call opens it. Raises `SandboxError`, or `TaskError` if the sandbox's specification is invalid."""
 
     @property
     def sandbox_opened(self) -> bool:
@@ -206,13 +206,14 @@ class LiveEpisode(Protocol):
     async def working_copy(self) -> bytes | None:
         """Returns a snapshot of the working directory for `sub_episode`; None if no sandbox is open.
 
-        Raises `ValueError` if it is too large.
+        Raises `ValueError` if the snapshot is too large.
         """
 
     def sub_episode(self, copy: bytes | None) -> AbstractAsyncContextManager[LiveEpisode]:
-        """Returns a context with a view of this episode for a sub-agent with a separate sandbox, which starts from a `working_copy`.
+        """Returns a context manager that yields a view of this episode for a sub-agent, with a separate sandbox opened from `copy`.
 
-        The sandbox has the spec of the task and is closed at the end. Meanwhile the state of the episode cannot be captured.
+        `copy` comes from `working_copy`. The sandbox has the task's specification and is closed at the end. Until then, the episode's state
+        cannot be captured.
         """
 
     def running(self, sandbox: Sandbox | None) -> AbstractContextManager[None]:
@@ -220,17 +221,17 @@ class LiveEpisode(Protocol):
         use."""
 
     def clip_output(self, output: str) -> str:
-        """Cuts tool output so that the episode shows at most `Limits.all_output_chars`, and marks the cut."""
+        """Truncates tool output so that the episode's total stays within `Limits.all_output_chars`, and marks the omission."""
 
     def add_failure(self, failure: Failure) -> None:
-        """Records a failure of a tool. Only the first failures are recorded."""
+        """Records a tool's failure. Only an episode's first failures are recorded, up to a maximum."""
 
     async def boundary(self, agent_state: Callable[[], Awaitable[Mapping[str, Any]]]) -> None:
-        """Marks a point between two turns, where the state may be captured and branches may start.
+        """Marks a point between two turns at which the state may be captured and branches may start.
 
         Args:
-            agent_state: returns the agent's own state as JSON. It is called only for a capture. If it raises `ValueError`, no state is
-                captured and the error is logged.
+            agent_state: returns the agent's state as a JSON object. It is called only if the state is captured. If it raises `ValueError`,
+                no state is captured and the error is logged.
         """
 
 
@@ -239,14 +240,14 @@ class Agent(Protocol):
 
     `agentrl.rollout.EpisodeRunner` handles sandboxes, limits, faults, outputs and capture.
 
-    A class that never calls `LiveEpisode.boundary` sets `boundaries = False`; recipes that need states between turns
-    (`rollout.group.branches`, `rollout.checkpoint_turns`) then raise an error. A class that does not use the tools of tasks sets
-    `task_tools = False`; recipes that declare tools (`mcp`, `tools`) then raise an error.
+    A class that never calls `LiveEpisode.boundary` sets `boundaries = False`. Recipes that need states between turns
+    (`rollout.group.branches`, `rollout.checkpoint_turns`) then raise an error. A class that does not use the tasks' tools sets
+    `task_tools = False`. Recipes that declare tools (`mcp`, `tools`) then raise an error.
     """
 
     async def act(self, episode: LiveEpisode) -> str:
-        """Runs the episode and returns the stop reason of the trajectories that have not ended.
+        """Runs the episode and returns the stop reason for the trajectories that have not ended.
 
-        An exception counts as an infrastructure fault; `TaskError` and `PluginError` count as faults of the task. No text of
-        the policy may cause an exception. The call is cancelled after `Limits.wall_s`.
+        An exception counts as an infrastructure fault, except that `TaskError` and `PluginError` count as task faults. The policy's text
+        must never cause an exception. The call is cancelled after `Limits.wall_s`.
         """

@@ -12,9 +12,9 @@ from agentrl.records import EpisodeState, Group, GroupUse, LateScore, LedgerEntr
 class ExperienceStore(Protocol):
     """Durable storage of scored groups, written by the driver and read by the learner. The store is safe for concurrent processes.
 
-    A group is ready when it is stored, or parked while parts of its scores are still to come. A ready group is assigned to a learner step,
-    and consumed when the step completes. The driver and every learner rank open the store with its factory, which receives the run folder
-    and the recipe. Every method raises `StoreError` if the store is damaged, full or unavailable.
+    A stored group is ready, or is parked while parts of its scores are pending. A ready group is assigned to a learner step,
+    and consumed when the step completes. The driver and every learner rank open the store through its factory, which receives the run
+    folder and the recipe. Every method raises `StoreError` if the store is damaged, full or unavailable.
     """
 
     def put(self, group: Group) -> bool:
@@ -24,7 +24,7 @@ class ExperienceStore(Protocol):
         """
 
     def has(self, index: int) -> bool:
-        """Whether a group is stored."""
+        """Returns whether the group with this index is stored."""
         ...
 
     def entries(self, *, first: int | None = None, step: int | None = None) -> tuple[LedgerEntry, ...]:
@@ -33,8 +33,8 @@ class ExperienceStore(Protocol):
         An implementation computes the entry of a new group with `agentrl.experience.new_entry`.
 
         Args:
-            first: smallest index; None means all groups. Ignored if `step` is set. Unconsumed groups with late parts, and residuals, are
-                returned regardless of their index.
+            first: smallest index to return; None means all groups. Ignored if `step` is set. Unconsumed groups with late parts, and
+                residuals, are returned regardless of their index.
             step: return only the groups of this learner step; None means all groups.
         """
 
@@ -47,8 +47,8 @@ class ExperienceStore(Protocol):
     def assign(self, step: int, indices: Sequence[int]) -> None:
         """Assigns groups to a learner step. Raises `StoreError` if a group is absent or belongs to a different step.
 
-        An interrupted attempt may have assigned groups to this step and later steps. If the groups of this step are not `indices`, all of
-        these groups become ready again.
+        An interrupted attempt may have assigned groups to this step and to later steps. If the groups of this step differ from `indices`,
+        all groups that are assigned to this step and to later steps become ready again.
         """
 
     def commit(self, step: int, uses: Mapping[int, GroupUse], checkpoint: str) -> None:
@@ -60,16 +60,16 @@ class ExperienceStore(Protocol):
         """
 
     def reconcile(self, consumed: Mapping[int, Mapping[int, GroupUse]]) -> None:
-        """Sets the ledger to the state of the checkpoint that the learner starts from.
+        """Sets the ledger to the state of the checkpoint from which the learner starts.
 
-        Groups of later steps stay assigned to them, so that a repeated step uses the same groups. All other groups become ready.
+        Groups that are assigned to later steps stay assigned, so that a repeated step uses the same groups. All other groups become ready.
 
         Args:
             consumed: learner step -> group index -> how the step used the group.
         """
 
     def add_score(self, score: LateScore, *, now: float) -> ScoreReceipt:
-        """Stores a late score durably. Any process may call it, even while no run is live. Raises `ScoreRejected`.
+        """Stores a late score durably. Any process may call this method, even if the run is not active. Raises `ScoreRejected`.
 
         `agentrl.experience.late_parts.LatePart.accept` decides whether a score is stored.
 
@@ -80,20 +80,20 @@ class ExperienceStore(Protocol):
     def expire_scores(self, *, now: float) -> tuple[int, ...]:
         """Closes the pending parts of every episode that has a part whose expiry is at most `now`.
 
-        These episodes stay without a score. Returns the indices of their groups.
+        These episodes remain unscored. Returns the indices of their groups.
         """
 
     def pending_scores(self, *, limit: int, after: str = "") -> tuple[PendingScore, ...]:
-        """Returns the pending parts of at most `limit` episodes whose id follows `after`, in ascending order of id."""
+        """Returns the pending parts of the first `limit` episodes whose ids follow `after`, in ascending order of id."""
 
     def parked(self) -> tuple[int, ...]:
         """Returns the indices of the groups that wait for late scores, in ascending order."""
 
     def start_block(self, block: int, version: int) -> None:
-        """Records the policy version from which a block of groups starts. Only the first record of a block is kept."""
+        """Records the policy version from which a block of groups starts. Only the first record for a block is kept."""
 
     def block_versions(self) -> dict[int, int]:
-        """Returns the recorded versions: block -> policy version."""
+        """Returns the recorded versions, as a mapping from block to policy version."""
 
     def close(self) -> None:
         """Closes the store."""
@@ -101,7 +101,7 @@ class ExperienceStore(Protocol):
 
 @runtime_checkable
 class GroupCommit(Protocol):
-    """Optional ability of an `ExperienceStore`: one durable commit for several groups."""
+    """Optional extension of an `ExperienceStore`: one durable commit for several groups."""
 
     def put_all(self, groups: Sequence[Group]) -> tuple[bool, ...]:
         """Stores either all of the groups or none of them. Returns the result of `put` for each group."""
@@ -110,23 +110,23 @@ class GroupCommit(Protocol):
 
 @runtime_checkable
 class EvaluationStore(Protocol):
-    """Optional ability of an `ExperienceStore`: it also stores the episodes of evaluations, which belong to no group of the ledger."""
+    """Optional extension of an `ExperienceStore`: it also stores evaluation episodes, which belong to no group in the ledger."""
 
     def put_evaluated(self, phase: str, step: int, group: Group) -> None:
-        """Stores the episodes of `group`, whose index has no meaning.
+        """Stores the episodes in `group`. The group's index has no meaning.
 
         Args:
             step: learner step that produced the evaluated version.
         """
 
     def delete_evaluated(self, phase: str) -> None:
-        """Deletes the episodes of a phase."""
+        """Deletes the stored episodes of a phase."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
-    """A group that a transport has delivered, the transport's id for it, and the lease under which it was sampled."""
+    """A group that a transport delivered, the transport's id for the delivery, and the lease under which the group was sampled."""
 
     id: str
     group: Group
@@ -134,16 +134,16 @@ class Delivery:
 
 
 class GroupTransport(Protocol):
-    """Carries groups from rollout workers to the driver, each at least once. The experience store keeps one group of each index.
+    """Carries groups from rollout workers to the driver, each at least once. The experience store keeps one group per index.
 
-    Every method waits while the transport is unavailable or full, and raises `StoreError` if that lasts too long.
+    Every method waits while the transport is unavailable or full, and raises `StoreError` if the wait is too long.
     """
 
     def append(self, groups: Sequence[Group], *, leases: Sequence[str] = ()) -> None:
         """Adds either all of the groups, with their leases, or none of them. The groups are durable when the call returns."""
 
     def claim(self, *, limit: int = 16, wait_s: float = 1.0) -> tuple[Delivery, ...]:
-        """Returns up to `limit` unacknowledged groups; empty if there are none within `wait_s` seconds. Excludes damaged entries."""
+        """Returns up to `limit` unacknowledged groups; empty if none arrives within `wait_s` seconds. Excludes damaged entries."""
         ...
 
     def acknowledge(self, ids: Collection[str]) -> None:
@@ -154,16 +154,16 @@ class GroupTransport(Protocol):
 
 
 class EpisodeCheckpoints(Protocol):
-    """Saves episodes in progress, so that a crash costs at most one turn of each episode.
+    """Saves episodes in progress, so that a crash loses at most one turn of each episode.
 
-    A state that cannot be saved or loaded is logged and never fails the episode.
+    If a state cannot be saved or loaded, the error is logged and the episode does not fail.
     """
 
     async def save_state(self, group: int, member: int, state: EpisodeState) -> None:
         """Saves the newest state of an attempt and replaces the previous state. `member` is the attempt's index in its group."""
 
     async def save_scored(self, group: int, member: int, scored: ScoredEpisode) -> None:
-        """Saves the scored episode of an attempt, which replaces the saved state of the attempt until the group is stored."""
+        """Saves an attempt's scored episode, which replaces the attempt's saved state until the group is stored."""
 
     async def load(self, group: int, member: int) -> EpisodeState | ScoredEpisode | None:
         """Returns the saved state or scored episode of an attempt; None if neither exists or the saved data is damaged."""

@@ -13,12 +13,12 @@ class AdvantageEstimator(Protocol):
     """Computes advantages from scores: a pure function (`objective.advantage`).
 
     Args:
-        groups: the scores of the attempts of each group, after any KL penalty; at least `GroupConfig.min_size` finite numbers. Excluded
-            attempts, and groups with too few attempts, are not included.
+        groups: the scores of each group's attempts, after any KL penalty. Each group has at least `GroupConfig.min_size` finite numbers.
+            Excluded attempts, and groups with too few attempts, are not included.
 
-    Returns one finite float per score, in the same shape. A group whose advantages are all 0 trains nothing; a group with NaN or infinity
-    is excluded. The function runs on every learner rank and must return the same values on all ranks. `objective.advantage.options` are
-    passed as keyword arguments.
+    Returns one finite float per score, in the same shape. A group whose advantages are all 0 does not contribute to training. A group with
+    a NaN or infinite advantage is excluded. The function runs on every learner rank and must return the same values on all ranks.
+    `objective.advantage.options` are passed as keyword arguments.
     """
 
     def __call__(self, groups: Sequence[Sequence[float]]) -> Sequence[Sequence[float]]:
@@ -36,7 +36,7 @@ class LossTokens(Protocol):
 
     @property
     def logprobs(self) -> Tensor:
-        """log pi(token) in nats, with gradient, under the sampling distribution: its temperature and support."""
+        """log pi(token) in nats, with gradient, under the sampling distribution, that is, with its temperature and support."""
         ...
 
     @property
@@ -66,16 +66,16 @@ class LossTokens(Protocol):
 
     @property
     def cap(self) -> float:
-        """Upper bound of a ratio with gradient, `objective.off_policy.cap`; infinite with preset `none`."""
+        """Maximum importance ratio that has a gradient, `objective.off_policy.cap`; infinite with the preset `none`."""
         ...
 
 
 class Loss(Protocol):
-    """A surrogate of the policy gradient: the contribution of each sampled token to the objective (`objective.loss`).
+    """A surrogate for the policy gradient: the contribution of each sampled token to the objective (`objective.loss`).
 
     Returns two tensors [N]: the term to maximize, differentiable and finite; and a bool that is True for tokens whose gradient a bound of
     the loss cut off (`clip_fraction`). agentrl adds off-policy weights, KL, entropy and the aggregation over tokens, so that they work with
-    every loss. The N tokens include only tokens that the policy sampled; N may be 0. `objective.loss.options` are passed as keyword
+    every loss. The N tokens include only tokens that the policy sampled. N may be 0. `objective.loss.options` are passed as keyword
     arguments.
     """
 

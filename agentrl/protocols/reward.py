@@ -1,6 +1,6 @@
-"""The protocols of verifiers, which score an episode.
+"""The protocols for verifiers, which score an episode, and for judges of groups.
 
-The protocol of judges, which score all attempts of a group together.
+A group judge scores all attempts of a group together.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from agentrl.records import Episode, Score, Task
 
 
 class Verifier(Protocol):
-    """Scores a finished episode. It runs on the host, where `task.data` contains the truth, and never gets the sandbox of the agent."""
+    """Scores a finished episode. It runs on the host, where `task.data` contains the truth, and never has access to the agent's sandbox."""
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
         """Scores one episode."""
@@ -22,26 +22,26 @@ class Verifier(Protocol):
 
 
 class PreparedVerifier(Verifier, Protocol):
-    """A verifier with set-up: it may reject its configuration, use the run folder, or need more time than others."""
+    """A verifier with set-up: it may reject its configuration, use the run folder, or set a longer deadline than the default."""
 
     @property
     def timeout_s(self) -> float:
-        """Deadline of one score, in seconds."""
+        """The deadline for one score, in seconds."""
 
     def prepare(self, *, root: Path, folder: Path | None) -> None:
-        """Prepares the verifier. Called once before the first episode. A `UserError` prevents the start of the run.
+        """Prepares the verifier. Called once before the first episode. A `UserError` prevents the run from starting.
 
         Args:
-            root: the folder of the project.
+            root: the project folder.
             folder: the run folder, which may not exist yet; None if there is no run.
         """
 
 
 class SandboxVerifier(Protocol):
-    """A verifier that runs the agent's work in new sandboxes, opened after the last action of the agent.
+    """A verifier that runs the agent's work in new sandboxes, which are opened after the agent's last action.
 
-    The verifier sees the work only through `episode.outputs`. Errors of the work lower the score. A fault of the sandbox layer raises
-    `InfrastructureError` (retried, then unscored), and a task with broken tests raises `TaskError` (unscored).
+    The verifier sees the work only through `episode.outputs`. Errors in the work lower the score. A fault in the sandbox layer raises
+    `InfrastructureError` (retried, then unscored). If the task's tests are broken, `TaskError` is raised (unscored).
     """
 
     needs_sandboxes: bool  # True; a plain `Verifier` lacks this attribute
@@ -52,15 +52,15 @@ class SandboxVerifier(Protocol):
 
 
 AWAITING_GROUP_JUDGE = "waits for the judge of its group"
-"""Reason of a score that is set when all attempts of the group have ended."""
+"""The `Score.reason` of a score that is set only when all attempts of the group have ended."""
 
 
 class GroupJudge(Protocol):
-    """Scores all attempts at one task together, for example by ranking them. Set as `tasks.group_judge` in a recipe.
+    """Scores all attempts at one task together, for example by ranking them. A recipe sets it as `tasks.group_judge`.
 
     It may also have the members `prepare`, `timeout_s` and `bounds` of a `PreparedVerifier`.
     """
 
     async def __call__(self, task: Task, episodes: Sequence[Episode]) -> tuple[Score, ...]:
-        """Returns one score per episode, in order. An episode that cannot be judged gets a score with a reason and no value."""
+        """Returns one score per episode, in order. The score of an episode that cannot be judged has a reason and no value."""
         ...

@@ -1,6 +1,6 @@
 """Sandboxes and the backends that open them.
 
-`ForwardingSandbox` forwards every operation to another sandbox, through one method that subclasses can override.
+`ForwardingSandbox` forwards every operation to another sandbox through one method, which subclasses can override.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from typing import Protocol, TypeVar, runtime_checkable
 from agentrl.records import ExecResult, SandboxSpec
 
 OPEN_TIMEOUT_S = 60.0
-"""Maximum seconds to open a sandbox. Opening takes milliseconds on an idle host, and seconds on a host that opens hundreds."""
+"""Maximum seconds for opening a sandbox. Opening takes milliseconds on an idle host, and seconds on a host that opens hundreds."""
 
 
 @runtime_checkable
 class Sandbox(Protocol):
-    """An isolated place to run programs. One episode uses it, and then it is destroyed.
+    """An isolated environment for running programs. One episode uses it, and it is then destroyed.
 
-    Paths are relative to the working directory. A path that leaves this directory raises `ValueError` before anything is run. Any other
-    invalid argument raises it too: a NUL, an unpaired surrogate, an environment name with `=`, no program, an invalid deadline. An argument
-    of a wrong type raises `TypeError`. Callers may therefore pass an agent's text unchecked. Text is converted to bytes as in
-    `os.fsdecode`, so that every file name can be expressed. Faults of the sandbox layer raise `SandboxError` or `SandboxTimeout`; a program
-    that fails or exceeds its time returns an `ExecResult`.
+    Paths are relative to the working directory. A path that leaves this directory raises `ValueError` before anything is run. So does any
+    other invalid argument: a NUL, an unpaired surrogate, the name of an environment variable with `=`, an empty `argv`, an invalid
+    deadline. An argument of the wrong type raises `TypeError`. Callers may therefore pass an agent's text unchecked. Text is converted to
+    bytes as by `os.fsencode`, so that every file name can be expressed. Faults in the sandbox layer raise `SandboxError` or
+    `SandboxTimeout`. If a program fails or exceeds its time limit, an `ExecResult` is returned.
     """
 
     id: str
@@ -36,10 +36,10 @@ class Sandbox(Protocol):
         output_bytes: int = 65536,
         env: Mapping[str, str] | None = None,
     ) -> ExecResult:
-        """Runs a program. After `timeout_s` its process tree is killed (`reason="timeout"`)."""
+        """Runs a program. After `timeout_s`, kills its process tree (`reason="timeout"`)."""
 
     async def python(self, code: str, *, timeout_s: float, output_bytes: int = 65536, session: str = "") -> ExecResult:
-        """Runs code like `exec(["python3", "-I", "-c", code])`, in a process forked from a warm interpreter to save the start-up time.
+        """Runs code like `exec(["python3", "-I", "-c", code])`, but in a process forked from a warm interpreter to save start-up time.
 
         If `session` is set, the code runs in the interpreter of that name, which continues to exist: later calls see the names that earlier
         calls defined, and the value of a final expression is printed (its `repr`, unless it is None). `sys.exit`, a timeout, or a kill for
@@ -47,10 +47,10 @@ class Sandbox(Protocol):
         sessions. Raises `ValueError` if the name is a fifth one or invalid. A snapshot does not include sessions."""
 
     async def read(self, path: str, *, max_bytes: int) -> bytes:
-        """Reads a regular file; never follows a link. Raises `FileNotFoundError`, or `ValueError` if the file is too large."""
+        """Reads a regular file. Never follows a link. Raises `FileNotFoundError`, or `ValueError` if the file is too large."""
 
     async def write(self, path: str, data: bytes) -> None:
-        """Writes a file and creates its folders."""
+        """Writes a file, and creates its parent folders."""
 
     async def snapshot(self) -> bytes:
         """Returns the working directory as an archive for `SandboxBackend.open(..., snapshot=...)`. The archive includes files that the
@@ -63,7 +63,7 @@ class Sandbox(Protocol):
         """Stops the running programs until `resume`."""
 
     async def resume(self) -> None:
-        """Continues paused programs."""
+        """Resumes paused programs."""
 
     async def close(self) -> None:
         """Destroys the sandbox. Idempotent; does not raise if the sandbox no longer exists."""
@@ -73,13 +73,13 @@ class Sandbox(Protocol):
 class SandboxBackend(Protocol):
     """Opens sandboxes of one kind (docker, bubblewrap).
 
-    Its factory receives `root`, the folder that `SandboxSpec.image` is relative to, and `run_label`, which marks the sandboxes of a run.
+    Its factory receives `root`, the folder to which `SandboxSpec.image` is relative, and `run_label`, which marks the sandboxes of a run.
     """
 
     name: str
 
     async def prepare(self, spec: SandboxSpec) -> None:
-        """Builds or finds the image, which may take minutes the first time. Later calls of `open` are fast."""
+        """Builds the image unless it already exists, which may take minutes. Later calls to `open` are fast."""
 
     async def open(
         self,
@@ -89,10 +89,10 @@ class SandboxBackend(Protocol):
         snapshot: bytes | None = None,
         timeout_s: float = OPEN_TIMEOUT_S,
     ) -> Sandbox:
-        """Opens a sandbox with these files, or with the working directory of a snapshot."""
+        """Opens a sandbox with these files, or with the working directory from a snapshot."""
 
     async def close(self) -> None:
-        """Closes the backend and all its open sandboxes."""
+        """Closes the backend and all of its open sandboxes."""
 
 
 T = TypeVar("T")

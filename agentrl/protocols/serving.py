@@ -1,4 +1,4 @@
-"""The protocols of the policy, its server, and the channel that transfers new weights to the server."""
+"""The protocols for the policy, its server, and the channel that transfers new weights to the server."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ class Policy(Protocol):
     """Samples completions from token ids: an inference server, or a scripted policy in tests."""
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
-        """Samples one completion from the distribution that `params` describe, with logprobs under that distribution.
+        """Samples one completion from the distribution that `params` describes, with logprobs under that distribution.
 
-        After `timeout_s` it returns the tokens sampled until then, with the finish reason `CUT`. A policy that cannot return early ignores
-        `timeout_s`; it is cancelled at the end of the episode, and the tokens of the request are lost. If `params.supports` is set, the
-        completion must include the support of every token. `request_id` is the id of the episode, a hyphen and a number. Raises
-        `ServingError` if the server fails.
+        After `timeout_s`, it returns the tokens sampled until then, with the finish reason `CUT`. A policy that cannot return early ignores
+        `timeout_s`. Its call is cancelled when the episode's time runs out, and the tokens of the request are lost. If `params.supports` is
+        true, the completion must include the support of every token. `request_id` consists of the episode's id, a hyphen and a number.
+        Raises `ServingError` if the server fails.
         """
 
 
 MAX_CACHE_USE = 0.9
-"""Share of the KV cache above which no additional episode starts. The rest is for the next turns of the episodes in flight."""
+"""Share of the KV cache in use above which no further episode starts. The rest is for the next turns of the episodes in flight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,20 +33,20 @@ class CacheUse:
     """The use of the KV caches of a policy's servers."""
 
     reading: int  # number of the reading; it increases with each new reading
-    waiting: float = 0.0  # requests that wait in the servers for a free slot or cache blocks
+    waiting: float = 0.0  # number of requests that wait in the servers for a free slot or cache blocks
     shares: tuple[float, ...]  # [servers] share of cache blocks that running requests hold, 0 to 1; cached prefixes count as free
 
 
 class PolicyServer(Policy, Protocol):
-    """A policy whose weights change while it answers requests. Requests wait while a server or its weights are being replaced."""
+    """A policy whose weights change while it serves requests. Requests wait while a server or its weights are being replaced."""
 
     @property
     def version(self) -> int:
-        """Number of the version that answers requests; -1 before the first version."""
+        """Number of the version that serves requests; -1 before the first version."""
 
     @property
     def sha256(self) -> str:
-        """Hash of the weights of that version. A learner that returned to a checkpoint reuses version numbers."""
+        """Hash of the weights of that version. A learner that has returned to a checkpoint reuses version numbers."""
 
     @property
     def cache_use(self) -> CacheUse | None:
@@ -54,7 +54,7 @@ class PolicyServer(Policy, Protocol):
 
     @property
     def accepts_requests(self) -> bool:
-        """Whether requests may pass now, according to the newest known state."""
+        """Whether requests are currently sent to the server, according to the newest known state."""
 
     @property
     def loading(self) -> bool:
@@ -62,43 +62,42 @@ class PolicyServer(Policy, Protocol):
 
     @property
     def token_s(self) -> float:
-        """Seconds per sampled token of a single request, measured at the start of the server; 0 if unknown."""
+        """Seconds per sampled token for a single request, measured at the start of the server; 0 if unknown."""
 
     async def start(self, version: PolicyVersion, *, await_probe: bool = False) -> None:
-        """Starts serving; returns when `version` answers and the logprob probe agrees. `await_probe`: wait for the probe of version 0."""
+        """Starts serving. Returns when `version` responds and the logprob probe agrees. `await_probe`: wait for the probe of version 0."""
 
     def episode(self, episode_id: str, task_key: str) -> AbstractContextManager[object]:
-        """Returns a context for an episode, so that attempts at one task, which share a prompt, can be sent to the same server."""
+        """Returns a context manager for an episode. It allows attempts at the same task, which share a prompt, to use the same server."""
 
     def figures(self) -> dict[str, float]:
-        """Returns metrics of the servers: requests that wait in them, and the work of each server if there are several."""
+        """Returns metrics of the servers: the number of waiting requests, and the load of each server if there are several."""
 
     async def swap(self, version: PolicyVersion) -> SwapReport:
         """Loads a published version. If the probe disagrees, the previous version keeps serving. Raises `SwapError`, `ServingError`."""
 
     async def fall_back(self, version: PolicyVersion) -> None:
-        """Returns to `version`, which was published earlier, after the learner retracted or the gate rejected the serving version."""
+        """Returns to `version`, which was published earlier. Called if the learner retracted or the gate rejected the serving version."""
 
     async def wait_version(self, number: int) -> None:
-        """Waits until version `number` or a newer version answers."""
+        """Waits until version `number` or a newer version serves requests."""
 
     async def watch(self, *, on_loss: Callable[[], Awaitable[None]]) -> None:
-        """Restarts servers that die, until it is cancelled or raises `ServingError`. `on_loss` is called if the learner may be blocked by
-        the loss."""
+        """Restarts servers that die, until cancelled. Raises `ServingError`. `on_loss` is called if the loss may block the learner."""
 
     async def close(self) -> None:
         """Stops all servers."""
 
 
 class WeightChannel(Protocol):
-    """Loads published versions into one running server.
+    """Loads published versions into a running server.
 
-    Its factory receives the server (`agentrl.serving.VLLMServer`) and `registry_folder`, the folder of the versions. Each started server
-    gets a new channel. The server is started for the file channel, unless the recipe selects nccl.
+    Its factory receives the server (`agentrl.serving.VLLMServer`) and `registry_folder`, the folder with the versions. A new channel is
+    created for each server that is started. The server is started for the file channel unless the recipe selects nccl.
     """
 
     async def swap(self, version: PolicyVersion, folder: Path, probe: Probe, *, max_abs_diff: float, timeout_s: float) -> SwapReport:
         """Loads `version` and compares the probe. Raises `SwapError` if the logprobs disagree."""
 
     async def close(self) -> None:
-        """Releases the resources of the channel. Does not stop the server."""
+        """Releases the channel's resources. Does not stop the server."""

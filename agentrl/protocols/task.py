@@ -14,27 +14,27 @@ class TaskFamily(Protocol):
     name: str
 
     def size(self, split: Split) -> int | None:
-        """Returns the number of tasks in the split; None if the split is endless."""
+        """Returns the number of tasks in the split; None if the split is infinite."""
 
     def task(self, split: Split, index: int) -> Task:
-        """Returns the task at an index of a split."""
+        """Returns the task at an index in a split."""
         ...
 
 
 class GoldFamily(TaskFamily, Protocol):
-    """A family that knows the correct answers, for `agentrl check` and practice."""
+    """A family that provides the correct answers, for `agentrl check` and for practice."""
 
     def gold(self, task: Task) -> str:
-        """Returns the Python source of the gold solution. If this program runs in the sandbox of the task, it prints the correct answer."""
+        """Returns the Python source of the gold solution. When this program runs in the task's sandbox, it prints the correct answer."""
         ...
 
 
 class VariedFamily(GoldFamily, Protocol):
-    """A family that can generate variants of its tasks, as practice for failures."""
+    """A family that can generate variants of its tasks, as practice after failures."""
 
     def variants(self, task: Task, *, seed: int) -> Iterator[tuple[str, Task]]:
-        """Yields training tasks for the same skill, each with its relation to `task`: alike, harder, easier or a label of the family.
+        """Yields pairs for the same skill: the relation to `task` (alike, harder, easier or the family's own label), and a training task.
 
-        The sequence of variants depends only on the content of the task and the seed. It may be endless. `gold` must solve the variants
-        too.
+        The sequence of variants depends only on the content of the task and the seed. It may be infinite. `gold` must also solve the
+        variants.
         """

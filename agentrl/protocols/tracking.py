@@ -1,4 +1,4 @@
-"""Receivers of the events of a run: trackers in the driver, and listeners of episodes in every process that runs them."""
+"""Receivers of a run's events: trackers in the driver, and episode listeners in every process that runs episodes."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ class Interval(Protocol):
 
 
 class Tracker(Protocol):
-    """Receives the metrics and events of a run, in the driver, on a separate thread. Its factory receives the run folder and the recipe.
+    """Receives the metrics and events of a run in the driver, on a separate thread. Its factory receives the run folder and the recipe.
 
-    A tracker inherits from this class and overrides the methods that it needs; the other methods do nothing. An exception in a tracker is
-    logged. A tracker that is slow or hangs does not delay the run: events wait in a queue of 1,024, and additional events are dropped.
+    A tracker inherits from this class and overrides the methods that it needs. The other methods do nothing. An exception in a tracker is
+    logged. A tracker that is slow or hangs does not delay the run: up to 1,024 events wait in a queue, and further events are dropped.
     """
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Called with the metrics of a finished step. Steps count from 1; a value may be NaN or infinite."""
+        """Called with the metrics of a finished step. Steps are numbered from 1. A value may be NaN or infinite."""
         return None
 
     def alert(self, text: str) -> None:
-        """Called with a warning for the user, such as a skipped update. The warning may contain text of an agent."""
+        """Called with a warning for the user, such as a skipped update. The warning may contain text from an agent."""
         return None
 
     def stage(self, name: str, detail: str = "") -> None:
@@ -56,15 +56,15 @@ class Tracker(Protocol):
         return None
 
     def evaluating(self, done: int, total: int) -> None:
-        """Handles the progress of an evaluation: number of finished tasks and of all tasks."""
+        """Handles the progress of an evaluation: the number of finished tasks and the total number of tasks."""
         return None
 
     def evaluated(self, phase: str, rates: Mapping[str, Interval]) -> None:
-        """Handles the result of an evaluation ("before", "step8", "after"), by split."""
+        """Handles the result of an evaluation. `phase` is "before", "step8" or "after", for example. `rates` maps split -> success rate."""
         return None
 
     def swapped(self, report: SwapReport) -> None:
-        """Handles the swap of the servers to a version."""
+        """Handles a swap of the servers to a different version."""
         return None
 
     def judged(self, version: int, outcome: str, reason: str) -> None:
@@ -77,18 +77,18 @@ class Tracker(Protocol):
 
 
 class EpisodeListener(Protocol):
-    """Receives the events of episodes, including episodes of evaluations, in the process that runs them.
+    """Receives the events of episodes, including evaluation episodes, in the process that runs them.
 
-    A listener inherits from this class and overrides the methods that it needs; the other methods do nothing. A listener is called on the
-    event loop between the steps of an episode, so it must return at once and must not raise.
+    A listener inherits from this class and overrides the methods that it needs. The other methods do nothing. A listener is called on the
+    event loop between the steps of an episode, so it must return at once and must not raise an exception.
     """
 
     def started(self, task: Task, episode_id: str, *, group: int | None, attempt: int, turns: int) -> None:
-        """Handles the start of an attempt. `turns`: number of saved turns that the attempt continues. `group` is None outside of groups."""
+        """Handles the start of an attempt. `turns`: number of saved turns from which it continues. `group` is None outside of groups."""
         return None
 
     def turn_ended(self, episode_id: str, trajectory: int, number: int, agent: str, turn: Turn) -> None:
-        """Handles turn `number` of a trajectory, which has no tool results yet."""
+        """Handles turn `number` of a trajectory. The turn has no tool results yet."""
         return None
 
     def tools_ended(self, episode_id: str, trajectory: int, number: int, turn: Turn) -> None:
@@ -100,7 +100,7 @@ class EpisodeListener(Protocol):
         return None
 
     def cancelled(self, attempt: Cancelled) -> None:
-        """Handles the end of an attempt without a record."""
+        """Handles the cancellation of an attempt. No episode is recorded for it."""
         return None
 
     def scored(self, scored: ScoredEpisode) -> None:

@@ -21,25 +21,25 @@ class VersionRegistry(Protocol):
         """Returns the highest-numbered version in one of `states`; in any state if none is given."""
 
     def set_state(self, number: int, state: VersionState, *, sha256: str | None = None) -> None:
-        """Sets the state of a version. Raises `StoreError` if `sha256` is given and the hash of the weights differs."""
+        """Sets the state of a version. Raises `StoreError` if `sha256` is given and is not the hash of the version's weights."""
 
     def set_evals(self, number: int, evals: Mapping[str, float]) -> None:
-        """Records evaluation results of a version."""
+        """Records evaluation results for a version."""
 
     def verify(self, version: PolicyVersion) -> None:
         """Raises `StoreError` if the stored weights differ from the registered weights."""
 
     def reconcile(self, newest: int) -> tuple[int, ...]:
-        """Removes the versions that are newer than the checkpoint of the learner, and returns their numbers. Called after a crash."""
+        """Removes the versions that are newer than the learner's checkpoint (`newest`), and returns their numbers. Called after a crash."""
 
     def hold(self, number: int) -> None:
-        """Protects the weights of this version from `prune` in any process, until a different version is held."""
+        """Protects the weights of this version from `prune` in all processes until a different version is held."""
 
     def pinned(self) -> frozenset[int]:
         """Returns the versions whose weights and checkpoints are kept until they are unpinned."""
 
     def prune(self, keep: int) -> tuple[int, ...]:
-        """Deletes weights of old versions, except needed versions and the `keep` newest. Returns their numbers."""
+        """Deletes the weights of old versions, except versions still in use and the `keep` newest. Returns the numbers of those deleted."""
 
     def close(self) -> None:
         """Closes the registry."""

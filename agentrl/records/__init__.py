@@ -1,4 +1,4 @@
-"""The nouns of agentrl: frozen records that pass between the stages, one noun per file. Standard library only.
+"""The data types of agentrl: frozen records that are passed between the stages, one type per file. Uses only the standard library.
 
 A record checks lengths and ranges when it is created. `agentrl.records.codec` converts records to JSON and back.
 """

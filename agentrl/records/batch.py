@@ -1,4 +1,4 @@
-"""Training samples and the batch of an optimizer step."""
+"""Training samples, and the batch for one learner step."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ class Sample(Record):
     episode_id: str
     group_index: int
     token_ids: tuple[int, ...]  # [T]
-    loss_mask: tuple[bool, ...]  # [T] True where the policy sampled the token
+    loss_mask: tuple[bool, ...]  # [T] True if the policy sampled the token
     logprobs: tuple[float, ...]  # [T] behaviour logprobs, 0.0 where masked
     versions: tuple[int, ...]  # [T] policy version that sampled the token, -1 where masked
     advantages: tuple[float, ...] = ()  # [T] 0.0 where masked
     rewards: tuple[float, ...] = ()  # [T] reward at that token, 0.0 where masked
-    supports: Supports | None = None  # [T] whole vocabulary for masked tokens; None means for all tokens
-    rollout_tokens: int | None = None  # trained tokens in all samples of the episode; None if this is the only sample
-    trajectory: int = 0  # index of its trajectory in the episode
-    continued_in: int | None = None  # index of the trajectory that continues the episode in a new context; with rewards only
-    last_state: tuple[int, ...] = ()  # see `Trajectory.last_state`; with rewards only
+    supports: Supports | None = None  # [T] whole vocabulary for masked tokens; None means the whole vocabulary for all tokens
+    rollout_tokens: int | None = None  # number of trained tokens in all samples of the episode; None if this is the only sample
+    trajectory: int = 0  # index of the sample's trajectory in the episode
+    continued_in: int | None = None  # index of the trajectory that continues the episode in a new context; used only with rewards
+    last_state: tuple[int, ...] = ()  # see `Trajectory.last_state`; used only with rewards
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)
@@ -45,7 +45,7 @@ class Sample(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch(Record):
-    """The samples of one learner step, over all ranks. `denominator` is the global number of trained tokens."""
+    """The samples of one learner step on all ranks. `denominator` is the global number of trained tokens."""
 
     step: int
     samples: tuple[Sample, ...]

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from agentrl.records.fields import JsonObject, Record, Text
 
 USER = "user"
-"""`ToolResult.name` of the message of an environment or a user after a turn without tool calls. At most one such result follows a turn."""
+"""`ToolResult.name` of a message from an environment or a user after a turn without tool calls. At most one such result follows a turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall(Record):
-    """A tool call as the policy wrote it: `ToolCall(name="python", arguments={"code": "print(1)"})`."""
+    """A tool call that the policy wrote: `ToolCall(name="python", arguments={"code": "print(1)"})`."""
 
     name: str
     arguments: JsonObject
@@ -30,21 +30,21 @@ class Message(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolResult(Record):
-    """What the agent was shown for one tool call. `ok` means that the program succeeded; it does not describe the sandbox.
+    """The output that the agent was shown for one tool call. `ok` means that the program succeeded. It does not describe the sandbox.
 
-    A result with the name `USER` answers a turn without calls and is shown as a user message.
+    A result with the name `USER` responds to a turn without calls and is shown as a user message.
     """
 
     name: str
     output: Text
     ok: bool
     wall_s: float = 0.0
-    reward: float | None = None  # of this action, if an environment gave one
+    reward: float | None = None  # reward for this action, if an environment returned one
     parts: Mapping[str, float] = field(default_factory=dict)  # named components of the reward
 
 
 def user_message(message: Message, results: Sequence[ToolResult]) -> str | None:
-    """Returns the user message that answers the turn `message`; None if the results belong to calls."""
+    """Returns the user message that responds to the turn `message`; None if there is none or the results belong to tool calls."""
     if message.tool_calls or not results or results[0].name != USER:  # the policy can write a call with this name
         return None
     return results[0].output

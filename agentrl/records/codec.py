@@ -1,4 +1,4 @@
-"""Converts records to JSON and back, and validates them when reading. No other module knows the JSON form of a record."""
+"""Converts records to JSON and back, and validates them when reading. No other module depends on the JSON form of a record."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
 
 
 def to_json(record: Any) -> bytes:
-    """Returns the UTF-8 JSON of a record; bytes become base64. Infinity and NaN are written by name, which `from_json` reads back."""
+    """Returns a record as UTF-8 JSON. Bytes become base64. Infinity and NaN are written as names, which `from_json` can read."""
     return dump(record, inf_nan_mode="constants", bytes_mode="base64")
 
 
 def from_json(kind: type[T], data: bytes | str) -> T:
-    """Reads a record of `kind` from JSON. Raises `ValueError` if it does not validate."""
+    """Reads a record of the type `kind` from JSON. Raises `ValueError` if the data is invalid."""
     record: T = _adapter(kind).validate_json(data)
     return record
 
 
 def to_data(record: Any) -> Any:
-    """Returns a record as plain data for JSON."""
+    """Returns a record as plain data that can be written as JSON."""
     return _adapter(type(record)).dump_python(record, mode="json")

@@ -1,11 +1,11 @@
-"""The network allow-list of a sandbox: parsing `host:port` entries, and which names and addresses they cover.
+"""The network allow-list of a sandbox: parses `host:port` entries, and decides which names and addresses they cover.
 
     "pypi.org:443"            one name
     "*.pythonhosted.org:443"  every name below it, but not the name itself
     "93.184.215.14:80"        one address; `[2606:2800::1]:80` for IPv6
 
-Only an address entry allows an address that is not public, such as the loopback of the host or a private network. A name that resolves
-to such an address is blocked, unless the address is listed too.
+Only an address entry can allow an address that is not public, such as the host's loopback address or an address in a private network. A
+name that resolves to such an address is blocked unless the address is also listed.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 MAX_ENTRIES = 64
 _LABEL = r"[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?"
 _NAME = re.compile(rf"{_LABEL}(?:\.{_LABEL})*")
-_NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")  # a last label that old resolvers take for an address
+_NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")  # a last label that old resolvers interpret as part of an address
 
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """One entry: a name, all names below a name (`below`), or an address; and a port.
+    """An entry: a name, all names below a name (`below`), or an address, together with a port.
 
     >>> parse_destination("*.example.org:443")
     Destination(host='example.org', port=443, below=True, address=None)
@@ -42,7 +42,7 @@ class Destination:
 
 
 def parse_destination(entry: str) -> Destination:
-    """Parses one entry. Raises `ValueError` with the problem and the correct form."""
+    """Parses one entry. Raises a `ValueError` that describes the problem and the correct form."""
     where, colon, digits = entry.rpartition(":")
     if not colon or not re.fullmatch(r"[0-9]{1,5}", digits) or not 1 <= int(digits) <= 65535:
         raise ValueError(f"{entry!r} does not end in a port; write host:port, such as pypi.org:443")
@@ -61,7 +61,7 @@ def parse_destination(entry: str) -> Destination:
 
 
 def parse_destinations(entries: Iterable[str]) -> tuple[Destination, ...]:
-    """Parses an allow-list. Raises `ValueError` if an entry is wrong, or if there are more than `MAX_ENTRIES`."""
+    """Parses an allow-list. Raises `ValueError` if an entry is invalid, or if there are more than `MAX_ENTRIES` entries."""
     destinations = tuple(parse_destination(entry) for entry in entries)
     if len(destinations) > MAX_ENTRIES:
         raise ValueError(f"{len(destinations)} entries; at most {MAX_ENTRIES} are allowed")
@@ -69,9 +69,9 @@ def parse_destinations(entries: Iterable[str]) -> tuple[Destination, ...]:
 
 
 def plain_host(text: str) -> str | None:
-    """Returns the canonical form of a host: a lower-case name, or an address as `ipaddress` prints it. None if it is neither.
+    """Returns the canonical form of a host: a lower-case name, or an address as `ipaddress` prints it. None if `text` is neither.
 
-    International names must be in their ASCII form (`xn--...`); IPv6 addresses must be in brackets.
+    International names must be in their ASCII form (`xn--...`), and IPv6 addresses must be in brackets.
     """
     if text.startswith("[") and text.endswith("]"):
         inner = address_literal(text[1:-1])

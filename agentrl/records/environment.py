@@ -1,4 +1,4 @@
-"""Records of environments: specification, observation, step."""
+"""Records for environments: specification, observation and step."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from agentrl.records.fields import JsonObject, Record, Text
 
 RESUMES = ("snapshot", "replay", "restart")
 PASS_THRESHOLD = 1.0
-"""Lowest score of a passing episode if nothing else is declared."""
+"""Minimum score of a passing episode if no other threshold is declared."""
 RETURN = "agentrl.environment:episode_return"
-"""The verifier whose score is the sum of rewards."""
+"""The verifier whose score is the sum of the rewards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,9 +26,9 @@ class EnvironmentSpec(Record):
     ref: str  # "gymnasium:ID", "openenv:URL", or a plug-in reference such as "mine:Guess"
     options: JsonObject = field(default_factory=dict)
     seed: int = 0
-    context_turns: int | None = None  # turns after which a new context starts from the last observation; None means no limit
+    context_turns: int | None = None  # number of turns after which a new context starts from the last observation; None means no limit
     resume: str = "replay"  # how a later process continues an episode: snapshot | replay | restart
-    pass_threshold: float | None = PASS_THRESHOLD  # lowest sum of rewards of a passing episode; None means no threshold
+    pass_threshold: float | None = PASS_THRESHOLD  # minimum sum of rewards of a passing episode; None means no threshold
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)
@@ -44,20 +44,20 @@ class EnvironmentSpec(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation(Record):
-    """What an environment shows to an agent: `Observation(text="You are at (0, 0).")`."""
+    """The text and media that an environment shows to an agent: `Observation(text="You are at (0, 0).")`."""
 
     __pydantic_config__: ClassVar[Any] = {"ser_json_bytes": "base64", "val_json_bytes": "base64"}  # for agentrl.records.codec
 
     text: Text
-    media: tuple[bytes, ...] = ()  # shown after the text: PNG or JPEG files, npy files of pixels (uint8 [H, W, 3 or 4]) or of other numbers
-    actions: tuple[str, ...] = ()  # the strings that are allowed now, if these are fewer than the actions of the environment
+    media: tuple[bytes, ...] = ()  # shown after the text: PNG or JPEG files, npy files with pixels (uint8 [H, W, 3 or 4]) or other numbers
+    actions: tuple[str, ...] = ()  # the actions that are allowed now, if the environment does not allow all of its actions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleStep(Record):
-    """The result of the actions of one or several roles, in an environment with several agents."""
+    """The result of the actions of one or more roles in an environment with several agents."""
 
-    observations: Mapping[str, Observation]  # of the roles that act next; at the end, of those that are shown the end
+    observations: Mapping[str, Observation]  # of the roles that act next; after the last step, of the roles that see the end
     rewards: Mapping[str, float] = field(default_factory=dict)
     terminated: bool = False
     truncated: bool = False
@@ -73,7 +73,7 @@ class Step(Record):
     """The result of one action.
 
     `terminated` means that the environment reached an end: goal, loss or death. `truncated` means that it was cut off, for example by a
-    limit on steps. This is not a failure, and a critic estimates the value of what would have followed.
+    limit on steps. Truncation is not a failure, and a critic estimates the value of the steps that would have followed.
     """
 
     observation: Observation

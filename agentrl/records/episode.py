@@ -1,6 +1,6 @@
-"""One attempt at a task: its tree of trajectories, and its state between two turns.
+"""An attempt at a task: its tree of trajectories, and its state between two turns.
 
-`Memo` records the notes that an episode wrote to the memory of its run, and the notes that it read.
+`Memo` records the notes that an episode wrote to the run's memory, and the notes that it read.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from agentrl.records.trajectory import Trajectory, check_tree
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memo(Record):
-    """The notes of one episode for later episodes, and the authors of the notes that it read. All agents of the episode share these
-    notes."""
+    """The notes that an episode wrote for later episodes, and the sources of the notes that it read. All of its agents share the notes."""
 
-    scope: str  # the set of notes that it reads and adds to, such as "family:pages"
+    scope: str  # the set of notes that the episode reads and adds to, such as "family:pages"
     notes: tuple[Text, ...] = ()
-    read: tuple[str, ...] = ()  # ids of the episodes whose notes it read, in order, without duplicates
+    read: tuple[str, ...] = ()  # ids of the episodes whose notes were read, in order, without duplicates
 
 
 NO_NOTES = "no notes"
@@ -31,19 +30,19 @@ NO_NOTES = "no notes"
 
 
 MAX_AGENT_STATE_CHARS = 1 << 20
-"""Longest JSON of `EpisodeState.agent_state`, in characters."""
+"""Maximum length of the JSON of `EpisodeState.agent_state`, in characters."""
 
 
 OUTPUT_FILES = 256
-"""Largest number of output files of an episode."""
+"""Maximum number of output files of an episode."""
 
 
 OUTPUT_BYTES = 4 << 20
-"""Largest total size of the output files of an episode."""
+"""Maximum total size of the output files of an episode, in bytes."""
 
 
 REMOVED_FILES = 4096
-"""Largest number of removed files that an episode records."""
+"""Maximum number of removed files that an episode records."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,13 +55,13 @@ class Episode(Record):
     task_id: str
     task_key: str
     trajectories: tuple[Trajectory, ...]
-    answer: Text | None = None  # what the agent submitted
+    answer: Text | None = None  # the answer that the agent submitted
     failures: tuple[Failure, ...] = ()
     attempt: int = 0  # number of infrastructure retries before this attempt
     wall_s: float = 0.0
-    sandbox_s: float = 0.0  # opening, executing and closing the sandbox
+    sandbox_s: float = 0.0  # seconds spent on opening, using and closing the sandbox
     outputs: Mapping[str, bytes] = field(default_factory=dict)  # relative path -> bytes; untrusted input
-    removed: tuple[str, ...] = ()  # files of the image that the agent removed, if the whole directory is graded; untrusted input
+    removed: tuple[str, ...] = ()  # image files that the agent removed, if the whole directory is graded; untrusted input
     memory: Memo | None = None  # None if the run has no memory
 
     def __post_init__(self) -> None:
@@ -91,21 +90,21 @@ class Episode(Record):
 
     @property
     def left_out(self) -> bool:
-        """Whether a task or infrastructure failure excludes the episode from the loss and from the baseline of its group."""
+        """Whether a task or infrastructure failure excludes the episode from the loss and from its group's baseline."""
         return any(f.blame is not Blame.POLICY for f in self.failures)
 
     @property
     def completion_tokens(self) -> int:
-        """Number of tokens sampled for this episode, without inherited turns."""
+        """Number of tokens sampled for this episode, excluding inherited turns."""
         return sum(u.sampled for t in self.trajectories for u in t.own_turns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeState(Record):
-    """An episode between two turns. An episode can be resumed from this state, and branched any number of times.
+    """An episode between two turns. From this state, an episode can be resumed, and branched any number of times.
 
-    The state contains the files of the working directory, the turns with their tool results, and the state of the agent and its tools on
-    the host. The state does not contain /tmp, running programs, or the memory of a Python session.
+    The state contains the files of the working directory, the turns with their tool results, and the state that the agent and its tools
+    have on the host. It does not contain /tmp, running programs, or the memory of a Python session.
     """
 
     __pydantic_config__: ClassVar = {"ser_json_bytes": "base64", "val_json_bytes": "base64"}  # a snapshot is not text
@@ -113,16 +112,16 @@ class EpisodeState(Record):
     episode_id: str
     task_key: str
     attempt: int
-    trajectories: tuple[Trajectory, ...]  # trajectories that continue have no stop reason
-    prompt_ids: tuple[tuple[int, ...], ...]  # [trajectory] tokens after its last completion, such as tool results
+    trajectories: tuple[Trajectory, ...]  # trajectories that are not finished have no stop reason
+    prompt_ids: tuple[tuple[int, ...], ...]  # [trajectory] tokens after the trajectory's last completion, such as tool results
     agent_state: JsonObject = field(default_factory=dict)  # state of the agent and its tools
     snapshot: bytes | None = None  # from `Sandbox.snapshot`; None if no sandbox was opened
     output_chars: int = 0  # characters of tool output so far
-    wall_s: float = 0.0  # seconds so far, like the next four fields
+    wall_s: float = 0.0  # seconds so far, as in the next four fields
     sandbox_s: float = 0.0
-    program_s: float = 0.0  # in programs that the agent called
-    sampled_s: float = 0.0  # in requests, at the usual pace of the server
-    lost_s: float = 0.0  # in requests, because the server was slow
+    program_s: float = 0.0  # spent in programs that the agent called
+    sampled_s: float = 0.0  # spent in requests, at the server's usual pace
+    lost_s: float = 0.0  # lost in requests because the server was slow
     failures: tuple[Failure, ...] = ()  # tool failures that the policy caused
     memory: Memo | None = None
 

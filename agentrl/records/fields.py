@@ -1,15 +1,15 @@
-"""Checks the fields of a record when it is created, so that every record can be stored and reads back equal.
+"""Checks the fields of a record when the record is created, so that every record can be stored and is equal when it is read back.
 
-Models, sandboxes, verifiers and task families write into records, and their values may not fit into JSON or UTF-8. The annotation of a
+Models, sandboxes, verifiers and task families supply values for records that JSON or UTF-8 may be unable to represent. The annotation of a
 field determines its check:
 
-    Text           untrusted free text: output, answers, evidence. An unpaired surrogate becomes U+FFFD; no text is rejected, so that an
-                   agent cannot turn its own text into a fault
-    str            names, ids, paths and keys. An unpaired surrogate raises `ValueError`
-    JsonObject     JSON with string keys: finite numbers, integers of at most 4,000 digits, at most 64 levels; tuples become lists
+    Text           untrusted free text: output, answers, evidence. An unpaired surrogate becomes U+FFFD. No text is rejected, so that an
+                   agent cannot cause a fault with its own text
+    str            names, ids, paths and keys. An unpaired surrogate raises a `ValueError`
+    JsonObject     JSON with string keys, finite numbers, integers of at most 4,000 digits, and at most 64 levels. Tuples become lists
     float          any number except NaN
     int            at most 63 bits, as in the store
-    tuple[float]   measured numbers, which may be infinite or NaN; the learner excludes and reports infinite and NaN values
+    tuple[float]   measured numbers, which may be infinite or NaN. The learner excludes and reports such values
 
 A check takes time proportional to the size of the value.
 """
@@ -28,10 +28,10 @@ from enum import Enum
 from typing import Annotated, Any
 
 MAX_DEPTH = 64
-"""Largest nesting depth of lists and objects in a JSON value."""
+"""Maximum nesting depth of lists and objects in a JSON value."""
 
 MAX_DIGITS = 4000
-"""Largest number of digits of an integer in a JSON value; Python itself reads and prints at most 4,300."""
+"""Maximum number of digits of an integer in a JSON value. By default, Python itself reads and prints at most 4,300 digits."""
 
 _LARGEST = 10**MAX_DIGITS
 _WHOLE = 1 << 63
@@ -48,7 +48,7 @@ def text(value: Any) -> str:
 
 
 def name(value: Any) -> str:
-    """Returns the string. Raises `ValueError` if it has an unpaired surrogate."""
+    """Returns the string. Raises `ValueError` if it contains an unpaired surrogate."""
     string = _string(value)
     if not encodable(string):
         raise ValueError(f"{string[:80]!a} contains half of a surrogate pair, which UTF-8 cannot encode")
@@ -56,7 +56,7 @@ def name(value: Any) -> str:
 
 
 def json_value(value: Any, levels: int = MAX_DEPTH) -> Any:
-    """Returns a copy of a JSON value of at most `levels` levels, so that later changes to the original have no effect."""
+    """Returns a copy of a JSON value with at most `levels` levels, so that later changes to the original have no effect."""
     if isinstance(value, str):
         return name(value)
     if value is None or isinstance(value, bool):
@@ -102,7 +102,7 @@ def _need(levels: int) -> None:
 
 @dataclass(frozen=True)
 class _By:
-    """Annotates a field with its check, if the type alone does not determine it."""
+    """Annotates a field with its check if the type alone does not determine the check."""
 
     check: Check
 
@@ -138,7 +138,7 @@ def _checks(kind: type[Any]) -> tuple[tuple[str, Check], ...]:
 
 
 def _check_of(hint: Any) -> Check:
-    """Returns the check of an annotation. Raises `TypeError` if a record cannot have this annotation, such as `Any`."""
+    """Returns the check for an annotation. Raises `TypeError` if a record field cannot have this annotation, for example `Any`."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         by: _By = inner[1]
@@ -197,7 +197,7 @@ def _mapping_of(key: Check, item: Check) -> Check:
 
 
 def _tuple(value: Any) -> tuple[Any, ...]:
-    if not isinstance(value, tuple):  # a list could be changed, and a string would become a tuple of letters
+    if not isinstance(value, tuple):  # a list could be changed later, and a string would become a tuple of letters
         raise ValueError(f'must be a tuple, such as ("a",), got {type(value).__name__}')
     return value
 
@@ -211,7 +211,7 @@ def _string(value: Any) -> str:
 
 
 def encodable(value: str) -> bool:
-    """Whether UTF-8 can encode the string, that is, whether it has no unpaired surrogate."""
+    """Whether UTF-8 can encode the string, that is, whether it contains no unpaired surrogate."""
     if value.isascii():
         return True
     try:

@@ -35,21 +35,21 @@ class ScoredEpisode(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cancelled(Record):
-    """An attempt that was cancelled because its group did not need it. A cancelled attempt is not a failure and is not trained."""
+    """An attempt that was cancelled because its group did not need it. It is not a failure and is not trained."""
 
     episode_id: str
-    reason: str  # spare: enough attempts had ended; equal: the first attempts all scored the same
+    reason: str  # spare: enough attempts had ended; equal: the first attempts had equal scores
     begun: bool = True
-    turns: int = 0  # finished turns
-    tokens: int = 0  # sampled in finished turns
+    turns: int = 0  # number of finished turns
+    tokens: int = 0  # number of tokens sampled in finished turns
     wall_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group(Record):
-    """The attempts at one task that share a baseline. `index` counts the groups of a run from 0; it determines the task.
+    """The attempts at one task that share a baseline. `index` numbers the groups of a run from 0 and determines the task.
 
-    Index `-1 - i` is the residual of group `i` (`agentrl.experience.residuals`): the same attempts, scored by their late parts alone.
+    Index `-1 - i` is the residual of group `i` (`agentrl.experience.residuals`): the same attempts, scored only by their late parts.
     """
 
     index: int
@@ -57,18 +57,18 @@ class Group(Record):
     task_key: str
     episodes: tuple[ScoredEpisode, ...]
     cancelled: tuple[Cancelled, ...] = ()
-    kind: str = ""  # of the task
+    kind: str = ""  # the task's kind
     split: str = Split.TRAIN
-    prompt: tuple[Message, ...] = ()  # of the task; empty if it is not known
-    pass_threshold: float | None = PASS_THRESHOLD  # of the task
+    prompt: tuple[Message, ...] = ()  # the task's prompt; empty if it is not known
+    pass_threshold: float | None = PASS_THRESHOLD  # the task's threshold
 
     def with_task(self, task: Task) -> Group:
-        """Returns the group with the facts that a reader must know about its task."""
+        """Returns the group with the kind, split, prompt and pass threshold of its task."""
         return replace(self, kind=task.kind, split=str(task.split), prompt=task.prompt, pass_threshold=task.pass_threshold)
 
     @property
     def scored(self) -> tuple[ScoredEpisode, ...]:
-        """The episodes that count: not excluded, and with a score."""
+        """The episodes that count, that is, those that are not excluded and have a score."""
         return tuple(e for e in self.episodes if not e.episode.left_out and e.score.value is not None)
 
     @property
@@ -78,14 +78,13 @@ class Group(Record):
 
     @property
     def pending(self) -> Iterator[tuple[int, ScoredEpisode, PendingPart]]:
-        """The parts of scores that are still to come, with the number of the attempt. Empty if the group is complete."""
+        """Yields (attempt number, scored episode, part) for each part of a score that has not arrived. Empty if the group is complete."""
         for attempt, scored in enumerate(self.episodes):
             if not scored.episode.left_out:
                 yield from ((attempt, scored, part) for part in scored.score.pending)
 
     def with_parts(self, values: Mapping[tuple[str, str], float | None]) -> Group:
-        """Returns the group after some pending parts arrived or expired: `values` maps (episode id, part) to the value, or to None if the
-        part expired."""
+        """Returns the group after pending parts arrived or expired. `values` maps (episode id, part) to the value; None means expired."""
         episodes = list(self.episodes)
         for attempt, scored, part in self.pending:
             key, score = (scored.episode.id, part.name), episodes[attempt].score
@@ -95,12 +94,12 @@ class Group(Record):
 
 
 def sampled_index(index: int) -> int:
-    """Returns the index of the group that sampled the attempts: for a residual, the index of its first group, else `index`."""
+    """Returns the index of the group that sampled the attempts: for a residual, the index of the original group, else `index`."""
     return max(index, -1 - index)
 
 
 def sampled_tokens(episodes: Iterable[ScoredEpisode]) -> int:
-    """Returns the number of tokens that the policy sampled for episodes of one group. A turn that several episodes share counts once."""
+    """Returns the number of tokens that the policy sampled for episodes of one group. A turn shared by several episodes counts once."""
     sampled: dict[TurnKey, int] = {}
     for scored in episodes:
         for index, trajectory in enumerate(scored.episode.trajectories):

@@ -1,11 +1,11 @@
 """Images in conversations: how text and token ids refer to them.
 
-In text an image is `<image sha256:...>`, the hash of a PNG file in the run's folder `media`. Before it is stored there, it is
-`<image base64:...>`, with the bytes of a PNG, JPEG or npy file (`image_text`).
+In text, an image is represented by `<image sha256:...>`, with the hash of a PNG file in the run's folder `media`. Before the image is
+stored there, it is represented by `<image base64:...>`, with the bytes of a PNG, JPEG or npy file (`image_text`).
 
-In token ids, each token of an image also carries the image: `token | FIRST | tag << 23`, where `FIRST` is set for the first token only and
-the tag is the first 40 bits of the hash. So contexts are equal exactly if their text and their images are equal, and records, requests and
-shared prefixes need no other field.
+In token ids, each token of an image also identifies the image: `token | FIRST | tag << 23`, where `FIRST` is set only for the first token
+and the tag is the first 40 bits of the hash. Two contexts are therefore equal if and only if their text and their images are equal, and
+records, requests and shared prefixes need no additional field.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ if TYPE_CHECKING:
     from agentrl.records.trajectory import Trajectory
 
 FIRST = 1 << 22
-"""Flag of an image's first token. Tokens of text are smaller."""
+"""Flag of an image's first token. The ids of text tokens are smaller."""
 NAME_DIGITS = 10
-"""Hexadecimal digits of the hash that name an image's file and tag its tokens."""
+"""Number of hexadecimal digits of the hash that name an image's file and tag its tokens."""
 MARK = "<image "
-"""The start of a reference."""
+"""The start of an image reference in text."""
 MAX_IMAGE_BYTES = 4 << 20
-"""Maximum bytes of an image before it is stored."""
+"""Maximum size of an image, in bytes, before it is stored."""
 MAX_IMAGES = 8
-"""Maximum number of images of one observation or tool output."""
+"""Maximum number of images in one observation or tool output."""
 MAX_IN_PROMPT = 64
-"""Maximum number of images of a context. No turn follows a context with more images."""
+"""Maximum number of images in a context. No turn is sampled from a context with more images."""
 REFERENCE = re.compile(rf"<image (?:sha256:([0-9a-f]{{64}})|base64:([A-Za-z0-9+/]{{4,{4 * -(-MAX_IMAGE_BYTES // 3)}}}={{0,2}}))>")
 _TAG = 23
 
 
 def image_text(content: bytes) -> str:
-    """Returns the text that shows an image, for prompts, observations and tool outputs: a PNG or JPEG file, or an npy file of pixels."""
+    """Returns the text that represents an image (PNG, JPEG, or an npy file of pixels) in prompts, observations and tool outputs."""
     return f"{MARK}base64:{base64.b64encode(content).decode()}>"
 
 
@@ -51,7 +51,7 @@ def plain_ids(token_ids: Iterable[int]) -> list[int]:
 
 
 def image_blocks(token_ids: Sequence[int]) -> Iterator[tuple[int, int, str]]:
-    """Yields start, end and name of each image in token ids. Raises `ValueError` if the first tokens of an image are missing."""
+    """Yields (start, end, name) for each image in token ids. Raises `ValueError` if the first tokens of an image are missing."""
     at = 0
     while at < len(token_ids):
         start, tag = at, token_ids[at] >> _TAG
@@ -76,13 +76,13 @@ def images_of(trajectories: Iterable[Trajectory], prompts: Iterable[Sequence[int
 
 
 def without_cut_image(token_ids: Sequence[int]) -> tuple[int, ...]:
-    """Returns the end of a context without the tokens of an image whose first tokens are cut off."""
+    """Returns the end of a context without the tokens of an image whose first tokens were cut off."""
     start = next((at for at, token in enumerate(token_ids) if token < FIRST or token & FIRST), len(token_ids))
     return tuple(token_ids[start:])
 
 
 def without_end(token_ids: Sequence[int], most: int) -> tuple[int, ...]:
-    """Returns the first `most` tokens, without the tokens of an image whose last tokens are cut off."""
+    """Returns the first `most` tokens, without the tokens of an image whose last tokens would be cut off."""
     end = min(most, len(token_ids))
     while 0 < end < len(token_ids) and token_ids[end] >= FIRST and not token_ids[end] & FIRST:
         end -= 1

@@ -1,4 +1,4 @@
-"""Scores that arrive after their episode: the parts that a score waits for, a part that a person or program sends, and its receipt."""
+"""Scores that arrive after their episode: parts that a score waits for, a part that a person or program sends, and its receipt."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from dataclasses import dataclass
 from agentrl.records.fields import Record
 
 MAX_PENDING = 16
-"""Largest number of parts that one score may wait for."""
+"""Maximum number of parts that one score may wait for."""
 
 LAST_EXPIRY = 253_402_300_000.0
-"""Largest Unix time of an expiry, at the end of the year 9999."""
+"""Latest possible expiry as a Unix time, at the end of the year 9999."""
 
 MAX_NAME_CHARS = 200
-"""Largest length of a part's name, an idempotency key, an episode id or the scorer's name."""
+"""Maximum length of a part's name, an idempotency key, an episode id or a scorer's name, in characters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingPart(Record):
-    """A part of a score that is still to come. The part adds `weight` times its value to the score."""
+    """A part of a score that has not arrived. The part adds `weight` times its value to the score."""
 
     name: str
     low: float = 0.0  # smallest valid value
     high: float = 1.0  # largest valid value
     weight: float = 1.0
     expires_at: float | None = None  # Unix time in seconds; None means never
-    residual: bool = False  # train without the part, and apply it later, instead of waiting (`agentrl.experience.residuals`)
+    residual: bool = False  # train without the part and apply it later, instead of waiting for it (`agentrl.experience.residuals`)
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)
@@ -39,9 +39,9 @@ class PendingPart(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LateScore(Record):
-    """The value of a pending part. The sender chooses `key`: a repeated message has the same key and counts once.
+    """The value of a pending part. The sender chooses `key`. A repeated message must have the same key, so that it counts once.
 
-    If `replace` is set, the value corrects an earlier value, as long as the group waits for another score.
+    If `replace` is true, the value corrects an earlier value. This is possible while the group still waits for a score.
     """
 
     episode_id: str
@@ -60,13 +60,13 @@ class LateScore(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreReceipt(Record):
-    """The answer to a late score that is stored."""
+    """The response to a late score that was stored."""
 
     group: int
     attempt: int  # index of the episode in its group
-    remaining: int  # parts that the group still waits for
-    repeated: bool  # whether the same value was stored before
-    replaced: float | None = None  # the value that it replaced
+    remaining: int  # number of parts that the group still waits for
+    repeated: bool  # whether the same value was already stored
+    replaced: float | None = None  # the value that was replaced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The distribution that tokens are sampled from, and the support of each sampled token."""
+"""The distribution from which tokens are sampled, and the support of each sampled token."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from typing import Any, ClassVar, Self
 from agentrl.records.fields import Record
 
 MAX_TOP_K = 128
-"""Largest `Sampling.top_k` if supports are recorded."""
+"""Maximum `Sampling.top_k` if supports are recorded."""
 
 TIES = 8
-"""Number of logprobs beyond `top_k` that are requested. vLLM keeps every token that ties with the last of the top k, so a support may be
-larger than k; it is complete if the returned list extends beyond it."""
+"""Number of logprobs requested in addition to `top_k`. vLLM keeps every token that ties with the last of the top k, so a support may be
+larger than k. It is complete if the returned list extends beyond it."""
 
 CONSTRAINED_TOP_K = 20
-"""The `top_k` of constrained tokens if `Sampling` sets no `top_k`. A larger value makes ties of the last tokens more likely."""
+"""The `top_k` of constrained tokens if `Sampling` sets no `top_k`. With a larger value, ties of the last tokens would be more likely."""
 
 MAX_SUPPORT = MAX_TOP_K + TIES
-"""Largest number of tokens in one support."""
+"""Maximum number of tokens in one support."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,11 +49,11 @@ class Sampling(Record):
 
     @property
     def truncated(self) -> bool:
-        """Whether tokens are drawn from a part of the vocabulary."""
+        """Whether tokens are drawn from only a part of the vocabulary."""
         return bool(self.top_k or self.top_p < 1 or self.min_p)
 
     def constrained(self) -> Self:
-        """Returns the sampling of constrained tokens. Only the server knows the allowed tokens, so it must report them as supports.
+        """Returns the settings for sampling constrained tokens. Only the server knows which tokens are allowed, so it must report supports.
 
         At temperature 0 nothing is trained and no supports are needed.
         """
@@ -65,8 +65,8 @@ class Supports(Record):
     """The support of the truncated distribution of each of T sampled tokens: the tokens that could have been drawn.
 
     `Supports.from_rows([(3, 7), ()])` describes a token that was drawn from two tokens, and a token that was drawn from the whole
-    vocabulary. Supports are recorded and never recomputed: different weights or a different rounding would give different supports. The ids
-    are packed into bytes to save memory.
+    vocabulary. Supports are recorded and never recomputed, because different weights or different rounding would yield different supports.
+    The ids are packed into bytes to save memory.
     """
 
     __pydantic_config__: ClassVar[Any] = {"ser_json_bytes": "base64", "val_json_bytes": "base64"}  # for agentrl.records.codec
@@ -97,7 +97,7 @@ class Supports(Record):
 
     @classmethod
     def join(cls, parts: Iterable[Supports | int]) -> Self | None:
-        """Concatenates supports. A number n means n tokens from the whole vocabulary. Returns None if all tokens come from it."""
+        """Concatenates supports. A number n stands for n tokens from the whole vocabulary. Returns None if all do."""
         known = [part if isinstance(part, Supports) else cls(sizes=bytes(2 * part), ids=b"") for part in parts]
         ids = b"".join(part.ids for part in known)
         return cls(sizes=b"".join(part.sizes for part in known), ids=ids) if ids else None
@@ -118,7 +118,7 @@ class Supports(Record):
         return tuple(tuple(ids[start:end]) for start, end in pairwise(edges))
 
     def check(self, where: str, token_ids: Sequence[int]) -> None:
-        """Raises `ValueError` unless each token has a support that contains it."""
+        """Raises `ValueError` unless there is one support per token and it contains the token."""
         if len(self) != len(token_ids):
             raise ValueError(f"{where}: {len(token_ids)} tokens but {len(self)} supports")
         for index, (token, row) in enumerate(zip(token_ids, self.rows, strict=True)):
@@ -133,7 +133,7 @@ def check_forced_tokens(where: str, forced: Sequence[int], count: int) -> None:
 
 
 def _unpacked(code: str, data: bytes) -> array[int]:
-    """Returns little-endian numbers of the array type `code`. Raises `ValueError` if a number is incomplete."""
+    """Unpacks little-endian numbers of the array type `code`. Raises `ValueError` if a number is incomplete."""
     values = array(code)
     values.frombytes(data)
     if sys.byteorder == "big":
@@ -155,4 +155,4 @@ class SamplingParams(Sampling):
     max_tokens: int
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()  # stop strings; the server may sample more, and the caller drops tokens after the first match
-    constraint: str = ""  # JSON of a structural tag of vLLM; empty means unconstrained
+    constraint: str = ""  # JSON of a vLLM structural tag; empty means unconstrained

@@ -1,4 +1,4 @@
-"""The specification of a sandbox, and the result of a program that ran in a sandbox."""
+"""The specification of a sandbox, and the result of a program that ran in it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from agentrl.records import destinations
 from agentrl.records.fields import Record, Text
 
 MAX_SNAPSHOT_BYTES = 64 << 20
-"""Largest snapshot of a working directory in an `EpisodeState`."""
+"""Maximum size of a working directory's snapshot in an `EpisodeState`, in bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,7 +16,7 @@ class SandboxSpec(Record):
     """The image and the resource limits of a sandbox: `SandboxSpec(image="sandboxes/tables")`.
 
     `image` is a folder with an `image.toml` or a `Dockerfile` (see `agentrl.sandbox.images`), relative to the project root. `network` lists
-    the hosts that programs may reach through a proxy (see `agentrl.sandbox.egress`); there are none by default.
+    the hosts that programs may reach through a proxy (see `agentrl.sandbox.egress`). By default, the list is empty.
     """
 
     image: str
@@ -25,7 +25,7 @@ class SandboxSpec(Record):
     cpus: float = 1.0
     disk_mb: int = 64  # size of the working directory, and of /tmp; both are in memory and count towards memory_mb
     open_files: int = 256
-    runtime: str = ""  # container runtime, such as "runsc"; empty means the default of the backend
+    runtime: str = ""  # container runtime, such as "runsc"; empty means the backend's default
     network: tuple[str, ...] = ()  # allow-list: "pypi.org:443", "*.example.org:443", "10.1.2.3:8080" (see `agentrl.records.destinations`)
 
     def __post_init__(self) -> None:
@@ -41,10 +41,10 @@ class SandboxSpec(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecResult(Record):
-    """How a program in a sandbox ended. Its output is decoded with replacement characters; it is untrusted input.
+    """The result of a program that ran in a sandbox. Its output is decoded with replacement characters and is untrusted input.
 
-    `exit_code` is None if the program was killed for `reason` ("timeout", "memory", "killed"). For a call in a session, the exit code is 0,
-    or 1 after an exception. Any other value means that the session ended (`session_ended`).
+    `exit_code` is None if the program was killed. `reason` is then "timeout", "memory" or "killed". For a call in a session, the exit code
+    is 0, or 1 after an exception. Any other value means that the session exited (`session_ended`).
     """
 
     exit_code: int | None
@@ -53,10 +53,10 @@ class ExecResult(Record):
     wall_s: float
     truncated: bool = False
     reason: str = ""
-    restarted: bool = False  # the session started with this call: the previous one ended, or a snapshot was restored
-    session_ended: bool = False  # the session ended with this call; the next call starts a new one
+    restarted: bool = False  # a new session started with this call, because the previous session exited or a snapshot was restored
+    session_ended: bool = False  # the session exited during this call; the next call starts a new session
 
     @property
     def ok(self) -> bool:
-        """Whether the program exited with 0."""
+        """Whether the program exited with code 0."""
         return self.exit_code == 0

@@ -13,9 +13,9 @@ from agentrl.records.late_score import MAX_PENDING, PendingPart
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score(Record):
-    """The result of a verifier. If an episode has no score, `value` is None and there is a reason. A missing score never counts as 0.
+    """The result of a verifier. If an episode has no score, `value` is None and `reason` says why. A missing score never counts as 0.
 
-    A score with `pending` parts has no value yet. Its value will be `partial` plus the sum of weight times value of these parts.
+    A score with `pending` parts has no value yet. Its value will be `partial` plus the sum of weight times value over these parts.
     """
 
     value: float | None
@@ -24,12 +24,12 @@ class Score(Record):
     reason: Text = ""
     turn_rewards: tuple[
         tuple[float, ...], ...
-    ] = ()  # [trajectory][turn] credit for single turns, in addition to `value`; empty if not given
+    ] = ()  # [trajectory][turn] credit for individual turns, in addition to `value`; empty if there is none
     blame: Blame | None = None  # who caused the missing value, if that is known
-    branches: tuple[float | None, ...] = ()  # [trajectory] score of each trajectory; None: not scored; empty if not given
-    without: tuple[float | None, ...] = ()  # [trajectory] `value` without this trajectory; None: unknown; empty if not given
-    pending: tuple[PendingPart, ...] = ()  # parts that are still to come; empty for a complete score
-    partial: float = 0.0  # weighted sum of the parts that have arrived, while others are pending
+    branches: tuple[float | None, ...] = ()  # [trajectory] score of each trajectory; None: not scored; empty if there are none
+    without: tuple[float | None, ...] = ()  # [trajectory] `value` without this trajectory; None: unknown; empty if there are none
+    pending: tuple[PendingPart, ...] = ()  # parts that have not arrived; empty for a complete score
+    partial: float = 0.0  # weighted sum of the parts that have arrived while other parts are pending
     wall_s: float = field(default=0.0, compare=False)  # seconds that scoring took; 0 if unknown
 
     def __post_init__(self) -> None:
@@ -51,7 +51,7 @@ class Score(Record):
         return self.value is None and not self.pending
 
     def with_part(self, name: str, value: float | None) -> Score:
-        """Returns the score after a pending part arrived or expired. If it expired (`value` is None), the episode stays without a score."""
+        """Returns the score after a pending part arrived or expired. If it expired (`value` is None), the episode remains unscored."""
         part = next(part for part in self.pending if part.name == name)
         pending = tuple(other for other in self.pending if other is not part)
         if value is None:

@@ -27,7 +27,7 @@ class Split(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task(Record):
-    """One problem: the prompt, the contents of the sandbox, and the truth, which stays on the host.
+    """A problem: the prompt, the contents of the sandbox, and the truth, which stays on the host.
 
     >>> Task(id="demo-1", family="demo", prompt=(Message(role="user", content="Say 4."),), tools=("submit",),
     ...      sandbox=SandboxSpec(image="sandboxes/tables"), verifiers=("rewards.tables:exact_answer",),
@@ -39,15 +39,15 @@ class Task(Record):
     family: str
     prompt: tuple[Message, ...]
     tools: tuple[str, ...]  # tool names, such as ("python", "submit")
-    sandbox: SandboxSpec | None = None  # None means that nothing runs in a sandbox
+    sandbox: SandboxSpec | None = None  # None means that the task has no sandbox
     verifiers: tuple[str, ...]  # plug-in references, such as "rewards.tables:exact_answer"
     data: JsonObject  # truth and metadata; never copied into a sandbox
     split: Split
     files: Mapping[str, str] = field(default_factory=dict)  # relative path -> text, written to the working directory
     binary_files: Mapping[str, str] = field(default_factory=dict)  # relative path -> base64, for files that are not text
-    outputs: tuple[str, ...] = ()  # patterns of the files that are graded (`agentrl.task.outputs`): ("report.json", "src/**")
+    outputs: tuple[str, ...] = ()  # patterns for the files that are graded (`agentrl.task.outputs`), such as ("report.json", "src/**")
     limits: Limits = field(default_factory=Limits)
-    environment: EnvironmentSpec | None = None  # the agent acts in it; its first observation follows the prompt
+    environment: EnvironmentSpec | None = None  # the environment in which the agent acts; its first observation follows the prompt
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)
@@ -64,12 +64,12 @@ class Task(Record):
 
     @property
     def kind(self) -> str:
-        """The kind of task, by which evaluations group results: `data["kind"]` if the family sets it, else the name of the family."""
+        """The kind of task by which evaluations group results: `data["kind"]` if the family sets it, else the name of the family."""
         return str(self.data.get("kind", self.family))
 
     @property
     def question(self) -> str:
-        """The last message of the prompt; the environment and its seed if there is no prompt."""
+        """The last message of the prompt. If there is no prompt, the environment and its seed."""
         if self.prompt or self.environment is None:
             return self.prompt[-1].content
         return f"{self.environment.ref}, seed {self.environment.seed}"
@@ -82,11 +82,10 @@ class Task(Record):
 
     @property
     def pass_threshold(self) -> float | None:
-        """The lowest score of a passing attempt; None means no threshold. If the sum of rewards is the score, it is the environment's
-        threshold."""
+        """The minimum score of a passing attempt; None means no threshold. If the score is the sum of rewards, the environment sets it."""
         return self.environment.pass_threshold if self.environment is not None and self.verifiers == (RETURN,) else PASS_THRESHOLD
 
     def contents(self) -> dict[str, bytes]:
-        """Returns the files of the working directory of a new sandbox: relative path -> bytes."""
+        """Returns the files in a new sandbox's working directory: relative path -> bytes."""
         texts = {path: text.encode() for path, text in self.files.items()}
         return texts | {path: base64.b64decode(text, validate=True) for path, text in self.binary_files.items()}

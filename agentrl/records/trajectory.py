@@ -1,4 +1,4 @@
-"""The turns of one agent in one context, and where it started."""
+"""The turns of one agent in one context, and the turn at which the trajectory started."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class HasTurns(Protocol):
 
 
 CONTINUED = "continued"
-"""The stop reason of a trajectory whose episode continues in a new context, from the last observation of its environment."""
+"""The stop reason of a trajectory whose episode continues in a new context that starts with the environment's last observation."""
 TRUNCATED = "truncated"
-"""The stop reason of an episode that its environment cut off. It is not a failure, and a critic estimates what would have followed."""
+"""The stop reason of an episode that its environment cut off. This is not a failure, and a critic estimates the value of further steps."""
 
 TurnKey = tuple[str, int, int, bytes, bytes]
-"""Identifies a sampled turn of a group."""
+"""Identifies a sampled turn within a group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parent(Record):
-    """The turn of another trajectory of the episode at which a trajectory started."""
+    """The turn, in another trajectory of the same episode, at which a trajectory started."""
 
     trajectory: int  # index in Episode.trajectories, smaller than the index of the child
     turn: int  # index of the turn
@@ -46,14 +46,14 @@ class Trajectory(Record):
     agent: str
     turns: tuple[Turn, ...]
     parent: Parent | None = None  # None for the first trajectory of an episode
-    prompt: tuple[Message, ...] = ()  # the prompt of its agent; empty means the prompt of the task
+    prompt: tuple[Message, ...] = ()  # the agent's prompt; empty means the task's prompt
     stop_reason: str = (
         "submitted"  # submitted | answered | turn_limit | token_limit | wall_limit | tool_timeout | failed | compacted, summarized,
         # rejected, restarted or continued, around a new context; terminated or truncated by the environment; empty while it continues
     )
-    last_state: tuple[int, ...] = ()  # tokens from which the next turn would have been sampled, after `TRUNCATED`
-    policy: str = ""  # the player of its turns, if they are not trained: "version 3", "mine:bluff"; such turns have no completion tokens
-    inherited: tuple[str, ...] = ()  # ids of the episodes that sampled its first turns, one id per turn
+    last_state: tuple[int, ...] = ()  # with `TRUNCATED`: tokens from which the next turn would have been sampled
+    policy: str = ""  # the player of the turns if they are not trained: "version 3", "mine:bluff"; such turns have no completion tokens
+    inherited: tuple[str, ...] = ()  # ids of the episodes that sampled the first turns, one id per turn
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)
@@ -62,16 +62,16 @@ class Trajectory(Record):
 
     @property
     def own_turns(self) -> tuple[Turn, ...]:
-        """The turns that this episode sampled, without the turns of the episode that it branched from."""
+        """The turns that this episode sampled, excluding turns that it inherited from the episode that it branched from."""
         return self.turns[len(self.inherited) :]
 
 
 def turn_key(episode_id: str, index: int, trajectory: Trajectory, number: int) -> TurnKey:
     """Identifies turn `number` of an episode's trajectory `index` by the episode that sampled it and by its tokens.
 
-    The tokens are needed because an episode id may be started twice. The tokens do not suffice, because attempts of a confident policy
-    agree by chance. Tokens and logprobs are compared as bytes because a third party can choose numbers whose hashes are equal, and because
-    NaN does not equal itself.
+    The tokens are needed because episodes with the same id may be started twice. The tokens do not suffice, because two attempts by a
+    confident policy may sample the same tokens. Tokens and logprobs are compared as bytes, because a third party could choose numbers with
+    equal hashes, and because NaN does not equal itself.
     """
     inherited, turn = trajectory.inherited, trajectory.turns[number]
     sampled_by = inherited[number] if number < len(inherited) else episode_id

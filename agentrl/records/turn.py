@@ -1,4 +1,4 @@
-"""One turn of an agent in exact tokens, and the completion that it comes from."""
+"""An agent's turn in exact tokens, and the completion from which the turn is created."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from agentrl.records.fields import Record
 from agentrl.records.sampling import Supports, check_forced_tokens
 
 CUT = "time"
-"""`finish_reason` of a completion that was cut off at a time limit. It contains the tokens that were sampled until then."""
+"""`finish_reason` of a completion that was cut off at a time limit. Such a completion contains the tokens sampled until then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,14 +36,14 @@ class Turn(Record):
 
     prompt_ids: tuple[int, ...]
     completion_ids: tuple[int, ...]  # [T]
-    logprobs: tuple[float, ...]  # [T] natural log, under the distribution that was sampled from (the behaviour policy)
-    versions: tuple[VersionSpan, ...]  # cover [0, T) without gap or overlap
+    logprobs: tuple[float, ...]  # [T] natural log, under the distribution from which the tokens were sampled (the behaviour policy)
+    versions: tuple[VersionSpan, ...]  # the spans cover [0, T) without gaps or overlaps
     message: Message  # parsed form of the completion
     finish_reason: str  # "stop", "length" or `CUT`
     tool_results: tuple[ToolResult, ...] = ()
     generate_s: float = 0.0
     tool_s: float = 0.0
-    ended_at: float = 0.0  # Unix time at which its tokens were recorded; 0 if unknown
+    ended_at: float = 0.0  # Unix time at which the tokens were recorded; 0 if unknown
     supports: Supports | None = None  # [T] None means that every token was drawn from the whole vocabulary
     forced: tuple[int, ...] = ()  # indices of completion tokens that were inserted, not sampled; they are never trained
 
@@ -71,13 +71,13 @@ class Turn(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion(Record):
-    """A completion of the inference server: exact token ids, their logprobs, and the versions that sampled them."""
+    """A completion from the inference server: exact token ids, their logprobs, and the versions that sampled them."""
 
-    token_ids: tuple[int, ...]  # the stop token is included when one ended the completion
+    token_ids: tuple[int, ...]  # includes the stop token if a stop token ended the completion
     logprobs: tuple[float, ...]
     versions: tuple[VersionSpan, ...]
-    finish_reason: str  # "stop", "length", or `CUT` after the time limit of the request
-    supports: Supports | None = None  # [T] if they were requested
+    finish_reason: str  # "stop", "length", or `CUT` if the request reached its time limit
+    supports: Supports | None = None  # [T] None if supports were not requested
     forced: tuple[int, ...] = ()  # indices of tokens that were not sampled, as in `Turn`
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Policy versions, the probe that verifies a swap, and the report of a swap."""
+"""Policy versions, the probe that verifies a weight swap, and the report on a weight swap."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from enum import StrEnum
 from agentrl.records.fields import Record
 
 WHOLE_MODEL = "model.safetensors"
-"""The file of a version with all weights."""
+"""The file that contains all weights of a version."""
 
 
 ADAPTER = "adapter_model.safetensors"
-"""The file of a version that is a low-rank adapter to version 0."""
+"""The weights file of a version that is a low-rank adapter for version 0."""
 
 
 class VersionState(StrEnum):
-    """State of a policy version: candidate -> serving -> served; promoted or rolled back after a gate decision."""
+    """State of a policy version: candidate -> serving -> served, or promoted or rolled back after a gate decision."""
 
     CANDIDATE = "candidate"
     SERVING = "serving"
@@ -28,11 +28,11 @@ class VersionState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyVersion(Record):
-    """One set of weights. Version 0 is the base policy; version n is the result of learner step n."""
+    """A set of weights. Version 0 is the base policy. Version n is the result of learner step n."""
 
     number: int
     parent: int | None
-    folder: str  # relative to the run folder; a Hugging Face folder, or the files of an adapter to version 0
+    folder: str  # relative to the run folder; a Hugging Face folder, or the files of an adapter for version 0
     sha256: str  # hash of the file `weights`
     state: VersionState = VersionState.CANDIDATE
     evals: Mapping[str, float] = field(default_factory=dict)
@@ -46,14 +46,13 @@ class PolicyVersion(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe(Record):
-    """Token rows with the logprobs that the learner computes for them. There are P rows. A server with the same weights must compute the
-    same logprobs."""
+    """P rows of tokens, with the logprobs that the learner computes. A server with the same weights must compute the same logprobs."""
 
     token_ids: tuple[tuple[int, ...], ...]  # [P][T]
     logprobs: tuple[tuple[float, ...], ...]  # [P][T-1], logprob of token t+1 given tokens <= t, temperature 1
     next_ids: tuple[tuple[int, ...], ...] = ()  # [P][M] the M most likely tokens after each row; empty: not compared
     next_logprobs: tuple[tuple[float, ...], ...] = ()  # [P][M] their logprobs, before any truncation
-    temperature: float | None = None  # of `next_logprobs`; None means the temperature of rollouts
+    temperature: float | None = None  # temperature for `next_logprobs`; None means the rollout temperature
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)
@@ -70,7 +69,7 @@ class Probe(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwapReport(Record):
-    """The cost of a weight swap, and how well server and learner agree."""
+    """The cost of a weight swap, and how closely the server and the learner agree."""
 
     version: int
     stall_ms: float  # time in which no request made progress

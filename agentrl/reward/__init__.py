@@ -1,7 +1,7 @@
 """Runs the verifiers of a task and combines their scores. If a verifier fails, the episode is unscored.
 
-`rubric` combines verifiers with weights, required criteria and caps. `worker` runs scoring code that may hang in a subprocess.
-`cleanroom` is the verifier of task folders, and `inside/` contains the programs that it runs in sandboxes.
+`rubric` combines verifiers with weights, required criteria and caps. `worker` uses a subprocess to run scoring code that may hang.
+`cleanroom` is the verifier for task folders, and `inside/` contains the programs that `cleanroom` runs in sandboxes.
 """
 
 from agentrl.reward.configured import ConfiguredVerifier

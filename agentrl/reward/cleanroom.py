@@ -1,12 +1,13 @@
 """Clean-room grading: hidden tests grade declared outputs in fresh sandboxes, after the agent's last action.
 
-In mode `judge` the tests and the programs under test are also separated. The host executes the task's runs in a sandbox with the task's
+In mode `judge`, the tests and the programs under test are also separated. The host executes the task's runs in a sandbox with the task's
 files and the outputs, and reads the results as data. The tests then run in a second sandbox that contains this data but never executes a
-program under test. So a program can neither read the expected values nor forge a test report. The other modes run tests and code under
-test in one sandbox; docs/security.md describes the risk.
+program under test. Therefore, such a program can neither read the expected values nor forge a test report. The other modes run the tests
+and the code under test in one sandbox; docs/security.md describes the risk.
 
-A test passes only if its report says so. In mode `harbor` the value is the reward that the tests wrote. If the tests break before they
-report, the gold solution is graded in the same way, once for each task. If it breaks too, the task is to blame, otherwise the outputs are.
+A test passes only if its report says so. In mode `harbor`, the value is the reward that the tests wrote. If the tests break before they
+report, the gold solution is graded in the same way, once for each task. If the tests break on it too, the task is at fault; otherwise, the
+outputs are.
 """
 
 from __future__ import annotations
@@ -30,21 +31,21 @@ INSIDE = Path(__file__).parent / "inside"
 JUDGE, CALL, CONTAINED, PYTEST, HARBOR = (
     (INSIDE / f"{name}.py").read_text() for name in ("judge", "call", "contained", "pytest_child", "harbor")
 )
-RUN_OUTPUT_BYTES = 128 << 10  # maximum size of stdout, and of stderr, of one run
+RUN_OUTPUT_BYTES = 128 << 10  # maximum size of stdout and of stderr, each, in one run
 READ_BYTES = 4 << 20  # maximum total size of the files that runs write
 REPORT_BYTES = 1 << 20
 PROVEN_TASKS = 4096
 REWARD_KEY = "reward"
 LATE_RETRIES = 1  # how often a grading that exceeded a time limit is repeated before its result counts
 OPEN_S = 300.0
-"""Deadline for opening a sandbox. A sandbox may become free only when an episode closes one."""
+"""Deadline in seconds for opening a sandbox. A sandbox may become available only when an episode closes one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TestOutcome:
     """Results of the tests of a task."""
 
-    __test__ = False  # not a test class of pytest
+    __test__ = False  # not a pytest test class
 
     reward: float | None = None  # the reward that the tests wrote, if any
     errors: Mapping[str, str] = field(default_factory=dict)  # test -> error; "" if it passed
@@ -54,7 +55,7 @@ class TestOutcome:
 
 
 class CleanRoom:
-    """The verifier of task folders: 1 if every test passes, otherwise 0. `parts["tests"]` is the share of tests that pass."""
+    """The verifier for task folders. Its value is 1 if every test passes, otherwise 0. `parts["tests"]` is the share of tests that pass."""
 
     needs_sandboxes = True
 
@@ -91,7 +92,7 @@ class CleanRoom:
                 self._gold.clear()
             self._gold[task.key] = await grade_outputs(task, plan, collected.files, sandboxes, removed=collected.removed)
         gold = self._gold[task.key]
-        if gold.late:  # the machine may have been slow, so the next episode repeats the proof
+        if gold.late:  # the machine may have been slow, so the next episode repeats the check
             del self._gold[task.key]
         if gold.broken:
             raise TaskError(f"task {task.id}: its tests break on the gold solution too: {gold.broken}", fix=fix)
@@ -127,7 +128,7 @@ async def grade_outputs(
 async def _report(
     task: Task, plan: Grading, sandboxes: SandboxBackend, program: str, *, files: Mapping[str, bytes], secret: str, stdin: bytes
 ) -> tuple[ExecResult, list[dict[str, Any]]]:
-    """Runs a grading program in a fresh sandbox. Returns the result, and the objects of its report.
+    """Runs a grading program in a fresh sandbox. Returns the program's result and the objects in its report.
 
     The report is empty if stdout contains lines without the secret, because only the program should write to this stdout.
     """
@@ -170,7 +171,7 @@ async def _execute_runs(
 ) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
     """Executes all runs in a sandbox without tests.
 
-    Returns the results in order, and `<index of the run>/<path>` -> the file that the run wrote.
+    Returns the results in order, and a mapping `<index of the run>/<path>` -> contents of the file that the run wrote.
     """
     results: list[dict[str, Any]] = []
     written: dict[str, bytes] = {}
@@ -211,7 +212,7 @@ async def _execute_run(run: GradingRun, sandbox: Sandbox, tests: Mapping[str, by
 
 
 async def _read(sandbox: Sandbox, paths: Sequence[str], left: int) -> dict[str, bytes]:
-    """Returns the files in `paths` that are regular, up to `left` bytes in total. For the tests, the other files are missing."""
+    """Returns the regular files in `paths`, up to `left` bytes in total. To the tests, the other files appear to be missing."""
     files: dict[str, bytes] = {}
     for path in paths:
         try:
@@ -258,9 +259,9 @@ async def _harbor(
 
 
 def parse_reward(txt: str | None, as_json: str | None) -> tuple[float | None, str]:
-    """Returns the reward from 0 to 1 in Harbor's reward.txt or reward.json, or None, and the problem with the files.
+    """Returns (reward, problem): the reward, from 0 to 1, in Harbor's reward.txt or reward.json, or None if both are missing.
 
-    reward.txt contains a number, reward.json an object with the number. Any program in the sandbox may have written them.
+    reward.txt contains a number, and reward.json contains an object with the number. Any program in the sandbox may have written them.
     """
     if txt is not None and txt.strip():
         return _reward_value(txt.strip(), "reward.txt")

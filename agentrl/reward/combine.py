@@ -1,7 +1,7 @@
-"""Combines the scores of several verifiers with weights, and adds the scores of the audit.
+"""Combines the scores of several verifiers with weights, and adds the audit's scores.
 
 The audit consists of verifiers that score every episode only for monitoring. Their values never become a reward. The part `audit` of a
-score is their mean, and the parts `audit/NAME` are the single values. An audit verifier that returns no value adds no part.
+score is their mean, and the parts `audit/NAME` are the individual values. An audit verifier that returns no value adds no part.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def weighted_pending(weighted: Sequence[tuple[float, Score]]) -> tuple[PendingPa
 
 
 def add_branches(combined: Score, weighted: Sequence[tuple[float, Score]]) -> Score:
-    """Adds the weighted scores of single trajectories to a combined score. The weights sum to 1, and every score has a value."""
+    """Adds the weighted scores of single trajectories to a combined score. The weights must sum to 1, and every score
+    must have a value."""
     return replace(combined, branches=_weighted_branches(weighted, "branches"), without=_weighted_branches(weighted, "without"))
 
 
@@ -70,9 +71,9 @@ def add_audit(score: Score, audits: Mapping[str, Score]) -> Score:
 
 
 def audit_contradiction(task: Task, scored: ScoredEpisode) -> str:
-    """Returns how the audit contradicts the score; empty if it does not, or if there is no audit.
+    """Returns how the audit contradicts the score, or an empty string if it does not or if there is no audit.
 
-    The audit contradicts a score if it is less than half of it, and the score is positive and reaches the task's threshold. If there is no
+    A score is contradicted if it is positive and reaches the task's threshold, but the audit is less than half of it. If there is no
     threshold, this applies to every positive score.
     """
     threshold = -math.inf if task.pass_threshold is None else task.pass_threshold

@@ -1,4 +1,4 @@
-"""Base of verifiers with settings. A task can override the settings in its `data`.
+"""Base class of verifiers with settings. A task can override the settings in its `data`.
 
 class Near(ConfiguredVerifier):
     name: ClassVar[str] = "near"
@@ -26,7 +26,7 @@ from agentrl.errors import PluginError, TaskError
 from agentrl.records import Episode, Score, Task
 
 MAX_ANSWER_CHARS = 10_000
-"""Default maximum length of an answer, in characters. A longer answer is wrong."""
+"""Default maximum length of an answer, in characters. A longer answer counts as wrong."""
 EVIDENCE_CHARS = 80  # characters of an answer that the evidence quotes
 _FENCE = re.compile(r"\s*(`{3,}|~{3,})")
 _INFO = re.compile(r"[ \t]*[\w+#.-]*\s*")  # the language of a code block
@@ -63,7 +63,7 @@ class ConfiguredVerifier(Section):
 
 
 def answer_of(episode: Episode, *, after: str = "", longest: int = MAX_ANSWER_CHARS) -> tuple[str, str]:
-    """Returns the submitted answer, stripped, and the reason why it is wrong without any check; empty if the answer must be checked.
+    """Returns the stripped answer, and the reason why it is wrong without any check. The reason is empty if the answer must be checked.
 
     Args:
         after: the answer is the text after the last occurrence of this, such as "Answer:". An answer without it is wrong.
@@ -83,7 +83,7 @@ def answer_of(episode: Episode, *, after: str = "", longest: int = MAX_ANSWER_CH
 
 
 def strip_code_fence(text: str, *languages: str) -> str:
-    """Returns the content of a string that is one fenced code block of CommonMark, and any other string unchanged.
+    """Returns the content of a string that is one fenced CommonMark code block, and returns any other string unchanged.
 
     An unclosed block ends with the string. The content may also start on the line of the fence, optionally after one of `languages`. A
     string with several blocks, or with text around its block, is not one block.

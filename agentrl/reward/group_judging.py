@@ -1,7 +1,7 @@
-"""Scores all attempts of a group together after they ended, with a judge that compares them and optionally with the task's verifiers.
+"""Scores all attempts of a group together after they have ended, with a judge that compares them and, optionally, the task's verifiers.
 
-The judge does not see excluded attempts. An attempt for which the judge returns no value is unscored and masked, never 0. An attempt whose
-text makes the judge fail gets the lowest value, so it cannot exclude its group.
+The judge does not see excluded attempts. An attempt for which the judge returns no value is unscored and masked; its score is never 0. An
+attempt whose text makes the judge fail receives the lowest value, so it cannot cause its group to be excluded.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _REASON = 2000  # characters
 
 
 def load_group_judge(reference: str) -> GroupJudge:
-    """Loads the judge of `tasks.group_judge`. Raises `PluginError` if it is not a `GroupJudge`."""
+    """Loads the judge that `tasks.group_judge` refers to. Raises `PluginError` if it is not a `GroupJudge`."""
     judge: Any = resolve(reference)
     if errors := protocol_errors(judge, GroupJudge) if callable(judge) else []:
         raise PluginError(f"tasks.group_judge {reference!r}: {errors[0].problem}", fix=errors[0].fix)
@@ -56,9 +56,9 @@ def load_group_judge(reference: str) -> GroupJudge:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupJudgeScorer:
-    """Scores an attempt when it ends, and a group when all of its attempts ended.
+    """Scores an attempt when it ends, and a group when all of its attempts have ended.
 
-    With a `weight` of 1 the judge's value is the score, and the task's verifiers do not run. With a smaller weight the score is the
+    With a `weight` of 1, the judge's value is the score, and the task's verifiers do not run. With a smaller weight, the score is the
     weighted mean of the judge's and the verifiers' values, and the judge does not see attempts that the verifiers could not score.
     """
 
@@ -68,7 +68,7 @@ class GroupJudgeScorer:
     task_scorer: TaskScorer  # the verifiers of a task, and the audit
 
     async def score_attempt(self, task: Task, episode: Episode) -> Score:
-        """Returns the score of an attempt that ended. It has no value if only the judge scores the attempt."""
+        """Returns the score of an attempt that has ended. It has no value if only the judge scores the attempt."""
         if self.weight == 1:
             return Score(value=None, reason=AWAITING_GROUP_JUDGE)
         score = await self.task_scorer(task, episode)
@@ -88,7 +88,7 @@ class GroupJudgeScorer:
         return tuple(scores)
 
     async def _judge(self, task: Task, episodes: Sequence[Episode]) -> Sequence[Score]:
-        """Returns one score for each episode. If the judge failed, no score has a value, and all have the same reason."""
+        """Returns one score for each episode. If the judge fails, no score has a value, and all have the same reason."""
         if len(episodes) < _FEWEST:
             return [Score(value=None, reason="there is no other attempt to compare with")] * len(episodes)
         for attempt in range(self.task_scorer.max_retries + 1):
@@ -105,8 +105,9 @@ class GroupJudgeScorer:
     async def _judge_provoked(self, task: Task, episodes: Sequence[Episode], failed: Sequence[Score]) -> Sequence[Score]:
         """Returns the scores after a failure that the text of an attempt may have caused. Raises the judge's `InfrastructureError`.
 
-        The judge compares each attempt with a control episode. Attempts on which it fails get the lowest value, and it compares the other
-        attempts with each other. If it fails on two control episodes, or on no single attempt, it is broken and there is no value.
+        The judge compares each attempt with a control episode. Attempts on which the judge fails receive the lowest value, and the judge
+        compares the other attempts with one another. If the judge also fails on control episodes alone, or fails on none of the attempts,
+        it is broken and there is no value.
         """
         unscored = [replace(score, blame=None) for score in failed]
         for answer in CONTROL_ANSWERS:
@@ -150,7 +151,7 @@ class GroupJudgeScorer:
         return [scores] * len(episodes) if isinstance(scores, Score) else scores
 
     async def _combine(self, task: Task, attempt: ScoredEpisode, judged: Score) -> Score:
-        """Combines the scores of the judge and of the verifiers for one attempt."""
+        """Combines the judge's score and the verifiers' score for one attempt."""
         if judged.value is None:
             return replace(judged, reason=f"{self.name}: {judged.reason}"[:_REASON])
         parts = named_parts({self.name: judged})

@@ -5,10 +5,10 @@
         required="right",
     )
 
-If this is in `rewards/mine.py`, the verifier is `rewards.mine:total`.
+If this code is in `rewards/mine.py`, the reference to the verifier is `rewards.mine:total`.
 
-The value is the weighted mean of the parts, sum(w_i * v_i) / sum(w_i). It is 0 if a required criterion fails, and a cap limits it. All
-values, including the verifiers' own parts, are parts of the score by name. If a part has no value, the rubric has none.
+The value is the weighted mean of the parts, sum(w_i * v_i) / sum(w_i). The value is 0 if a required criterion fails, and caps may limit it.
+All values, including the verifiers' own parts, are named parts of the score. If a part has no value, the rubric has no value.
 """
 
 from __future__ import annotations
@@ -38,16 +38,17 @@ SANDBOX_PART_S = 9000.0  # deadline of a part that uses sandboxes; such a part s
 
 
 class Rubric:
-    """A verifier that combines weighted parts, required criteria and caps. Its values are from 0 to 1.
+    """A verifier that combines weighted parts, required criteria and caps into a value from 0 to 1.
 
     Args:
-        parts: name -> (verifier, weight). Weights are positive and need not sum to 1. A value outside of 0 to 1 counts as missing.
-        required: required criteria: the name of a part, a verifier, or name -> `Requirement`. They are checked in order. If one fails, the
-            score is 0 and no other verifier is called. A verifier that is only a required criterion has no weight.
-        caps: part -> maximum of the rubric's value if the part is less than 1; or part -> (minimum, maximum) if it is less than `minimum`.
-        optional: parts that may have no value. Then only the weights of the other parts count, the part `NAME/unscored` is 1, and the
-            evidence contains the reason.
-        part_s: deadline in seconds of a part that needs no sandboxes and declares no deadline.
+        parts: name -> (verifier, weight). Weights are positive and need not sum to 1. A value outside the range 0 to 1 counts as missing.
+        required: required criteria: the name of a part, a verifier, or a mapping name -> `Requirement`. The criteria are checked in
+            order. If one fails, the score is 0 and no other verifier is called. A verifier that is only a required criterion has no weight.
+        caps: part -> maximum of the rubric's value if the part is less than 1, or part -> (minimum, maximum), where the maximum applies
+            if the part is less than the minimum.
+        optional: parts that may have no value. In that case, only the weights of the other parts count, the part `NAME/unscored` is 1,
+            and the evidence contains the reason.
+        part_s: deadline in seconds for a part that needs no sandboxes and declares no deadline.
 
     Raises:
         PluginError: a reference does not resolve, a name is not the name of a part, or a number is outside its range.
@@ -93,7 +94,7 @@ class Rubric:
             prepare_verifier(verifier, root=root, folder=folder)
 
     async def __call__(self, task: Task, episode: Episode, sandboxes: SandboxBackend | None = None) -> Score:
-        """Scores the episode. If a part raises `InfrastructureError`, it is raised here, and the caller retries all parts."""
+        """Scores the episode. If a part raises `InfrastructureError`, the error propagates, and the caller retries all parts."""
         scores: dict[str, Score] = {}
         for name, minimum in self._minimums.items():
             scores[name] = score = await self._call(name, task, episode, sandboxes)

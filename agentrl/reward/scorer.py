@@ -1,7 +1,7 @@
 """Scores an episode with the verifiers of its task. Each verifier has a deadline.
 
-A verifier is user code that reads an agent's text. If it fails, the episode gets a reason instead of a value, unless the agent's text
-caused the failure. The run continues in both cases.
+A verifier is user code that reads an agent's text. If a verifier fails, the episode receives a reason instead of a value, unless the
+agent's text caused the failure. The run continues in both cases.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class _Scored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskScorer:
-    """Scores an episode with every verifier of its task. The value is their mean, and each verifier is a named part.
+    """Scores an episode with every verifier of its task. The value is the mean of the verifiers' values, and each verifier
+    is a named part.
 
     The verifiers in `audit` only add parts and evidence; see `agentrl.reward.combine`.
     """
@@ -56,7 +57,7 @@ class TaskScorer:
     sandbox_timeout_s: float = 9000.0  # deadline of such a verifier, which sets deadlines for the programs that it runs
     max_retries: int = 2  # retries after infrastructure failures
     controls: bool = True  # whether to call a failing verifier with control answers, to find failures that the agent's text caused
-    root: Path = Path()  # the project; passed to `prepare` of verifiers, with the run folder if there is one
+    root: Path = Path()  # project root; passed to the `prepare` method of verifiers, with the run folder if there is one
     folder: Path | None = None
     audit: tuple[str, ...] = ()
     _verifiers: dict[str, Verifier | SandboxVerifier] = field(default_factory=dict, repr=False)
@@ -84,7 +85,7 @@ class TaskScorer:
 
     @property
     def residual(self) -> tuple[str, ...]:
-        """The loaded verifiers with a true attribute `residual`, whose late parts are applied after the group was trained."""
+        """The loaded verifiers with a true attribute `residual`, whose late parts are applied after the group has been trained."""
         return tuple(reference for reference in self.late if getattr(self._verifiers[reference], "residual", False))
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
@@ -171,8 +172,8 @@ class TaskScorer:
         """Returns the score, or the lowest value if the episode's text makes the verifier fail.
 
         The text is the cause if the verifier fails on the episode twice, scores a control episode, and fails on the episode again. A
-        verifier that fails on all control episodes is broken, and there is no value. If it also fails on its best episode so far, it has
-        lost a resource that control episodes do not need, and the infrastructure is to blame.
+        verifier that fails on all control episodes is broken, and there is no value. If a verifier also fails on its best episode so far,
+        it has lost a resource that control episodes do not need, and the infrastructure is to blame.
         """
         started = time.monotonic()
         score = await self._call(reference, task, episode)
@@ -200,7 +201,8 @@ class TaskScorer:
         return self._lowest_score(reference, evidence, episode, *values)
 
     def _remember(self, reference: str, task: Task, episode: Episode, value: float, seconds: float) -> None:
-        """Records the verifier's lowest value, and the episode with its highest value; if there are several, the one scored fastest."""
+        """Records the verifier's lowest value and the episode with its highest value. If several episodes have that
+        value, the episode that was scored fastest is kept."""
         self._lowest[reference] = min(value, self._lowest.get(reference, value))
         best = self._best.get(reference)
         if best is None or (value, -seconds) > (best.value, -best.seconds):

@@ -1,4 +1,4 @@
-"""Calls one verifier. In all cases, the caller gets a score, or a reason for a missing score, before the deadline."""
+"""Calls one verifier. In all cases, the caller receives a score, or a reason for a missing score, before the deadline."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class InvalidScore(Exception):
 
 
 class VerifierTimeout(InfrastructureError):
-    """A verifier's server or subprocess did not answer in time, or was killed. A fault or the text of the episode may be the cause."""
+    """A verifier's server or subprocess did not respond in time, or was killed. A fault or the text of the episode may be the cause."""
 
 
 class MissingTaskData(KeyError):
@@ -39,7 +39,7 @@ class MissingTaskData(KeyError):
 
 
 class _Data(dict[str, Any]):
-    """`Task.data` that raises a separate error if a key is missing. So a verifier's mistakes with other mappings can be distinguished."""
+    """`Task.data` that raises a separate error if a key is missing, to distinguish this case from a missing key in other mappings."""
 
     def __missing__(self, key: str) -> Any:
         raise MissingTaskData(key)
@@ -108,7 +108,7 @@ async def call_scoring_code(
 
     Raises:
         InfrastructureError: the code raised it, or reported an outage (`agentrl.base.outages`). The caller retries.
-        VerifierTimeout: the outage is a server that did not answer in time, or a killed subprocess. The text may be the cause.
+        VerifierTimeout: the outage is a server that did not respond in time, or a killed subprocess. The text may be the cause.
     """
     role = "group judge" if what.startswith("group judge") else "verifier"
     with user_code.fault_boundary() as fault:
@@ -149,7 +149,7 @@ def control_episode(episode: Episode, answer: str | None) -> Episode:
 
 
 def validate_score(score: object, episode: Episode, *, bounds: tuple[float, float] | None = None) -> Score:
-    """Returns the score of an episode with long strings truncated. Raises `InvalidScore` if it is invalid.
+    """Returns the score of an episode with long strings truncated. Raises `InvalidScore` if the score is invalid.
 
     `bounds` are the smallest and the largest valid value.
     """
@@ -177,7 +177,7 @@ def validate_score(score: object, episode: Episode, *, bounds: tuple[float, floa
 
 
 def needs_sandboxes(verifier: object) -> bool:
-    """Whether the verifier takes a sandbox backend as a third argument."""
+    """Whether the verifier accepts a sandbox backend as a third argument."""
     return bool(getattr(verifier, "needs_sandboxes", False))
 
 
@@ -188,7 +188,8 @@ def timeout_of(verifier: object, default_s: float) -> float:
 
 
 def prepare_verifier(verifier: object, *, root: Path, folder: Path | None) -> None:
-    """Calls `prepare` of a `PreparedVerifier`. Raises `UserError` if the verifier cannot be used, or tries to exit the process."""
+    """Calls the `prepare` method of a `PreparedVerifier`. Raises `UserError` if the verifier cannot be used, or tries to exit the
+    process."""
     if (method := getattr(verifier, "prepare", None)) is None:
         return
     with user_code.raising_as(

@@ -1,8 +1,9 @@
-"""Runs scoring code that may never return in a subprocess: `SubprocessWorker(function)`.
+"""Runs scoring code in a subprocess, because the code may never return: `SubprocessWorker(function)`.
 
-Python cannot stop a thread, and a library's time limit by SIGALRM works only in the main thread. So the function runs in a child process,
-one request at a time. The kernel kills the process at its deadline, and its memory is limited. The next request starts a new process.
-Requests and replies are numbered lines of JSON, so each reply is matched with its request. A child exits when its parent closes its input.
+Python cannot stop a thread, and a library's time limit based on SIGALRM works only in the main thread. Therefore, the function runs in a
+child process, one request at a time. The kernel kills the process at its deadline, and the memory of the process is limited. The next
+request starts a new process. Requests and replies are numbered lines of JSON, so each reply is matched with its request. A child exits when
+its parent closes the child's input.
 
     python -m agentrl.reward.worker REFERENCE PREPARE SECONDS BYTES
 """
@@ -35,8 +36,8 @@ DEADLINE_S = 5.0
 MEMORY = 2 << 30  # bytes of address space
 STARTING_S = 60.0  # time for a child to import its modules on a busy machine
 QUEUE_TIMEOUT_S = 3600.0
-"""`timeout_s` of a verifier that uses a worker. Each request has its own deadline, but it may first wait for minutes in a queue of requests
-that reach their deadlines.
+"""`timeout_s` for a verifier that uses a worker. Each request has its own deadline, but it may first wait for minutes in a queue of
+requests that reach their deadlines.
 """
 MAX_REPLY = 1 << 20
 _SPARE_S = 30.0  # time after the deadline before the parent kills the child, if the kernel has not killed it at the deadline
@@ -60,7 +61,7 @@ class ControlFailed(Exception):
 
 
 class SubprocessWorker:
-    """Runs a module-level function in child processes. Request and result are JSON values.
+    """Runs a module-level function in child processes. Requests and results are JSON values.
 
     A child starts at the first request. Threads and event loops may share a worker. Requests are queued, and a request whose caller was
     cancelled is never sent.
@@ -69,7 +70,7 @@ class SubprocessWorker:
         function: called in the child with one request. It may call `set_deadline` to change its deadline, and raise `TaskError`.
         prepare: called in a child when it starts, to import large modules, for example. The deadline of requests does not apply to it.
         deadline_s: deadline of a request in seconds.
-        memory: bytes of address space of a child. A child that exceeds it gets a MemoryError.
+        memory: limit on a child's address space, in bytes. If a child exceeds it, a MemoryError is raised there.
         processes: maximum number of children; each handles one request at a time.
     """
 
@@ -93,7 +94,7 @@ class SubprocessWorker:
         self._starting = threading.Lock()
 
     def call_blocking(self, request: Any) -> Any:
-        """Returns the function's result for `request`. Blocks until then.
+        """Returns the function's result for `request`. Blocks until it is available.
 
         Raises:
             CallFailed, CallTimeout: the function failed on this request.
@@ -107,7 +108,7 @@ class SubprocessWorker:
             self._free.put(child)
 
     async def call(self, request: Any) -> Any:
-        """Returns the function's result for `request`, without blocking the event loop. Raises the errors of `call_blocking`."""
+        """Returns the function's result for `request`, without blocking the event loop. Raises the same errors as `call_blocking`."""
         with self._starting:
             if self._threads is None:
                 self._threads = ThreadPoolExecutor(len(self._children), thread_name_prefix="judging")
@@ -116,8 +117,9 @@ class SubprocessWorker:
     async def evaluate(self, request: Any, *, control: Any) -> Any:
         """Returns the function's result for a request that contains an agent's text.
 
-        An agent that can make the function fail could otherwise choose which of its answers count. So a failure is attributed to the answer
-        if the control request `control` succeeds and the failure occurs again. It is repeated because the machine may have been slow.
+        Without further checks, an agent that can make the function fail could choose which of its answers count. Therefore, a failure is
+        attributed to the answer if the control request `control` succeeds and the failure occurs again. The request is repeated because the
+        machine may have been slow.
 
         Args:
             control: a request that must succeed, such as a request with the truth as the answer.
@@ -153,7 +155,7 @@ class _Child:
         self._numbers = count()
 
     def ask(self, request: Any) -> Any:
-        """Sends one request and returns the reply. Raises the errors of `SubprocessWorker.call_blocking`."""
+        """Sends one request and returns the reply. Raises the same errors as `SubprocessWorker.call_blocking`."""
         number = next(self._numbers)
         process = self._running()
         rest = memoryview(json.dumps({"number": number, "request": request}).encode() + b"\n")
@@ -206,7 +208,7 @@ class _Child:
         return process
 
     def _read(self, process: subprocess.Popen[bytes], within_s: float) -> bytes | None:
-        """Returns the next line of the child; None if it exited or sent no line in time."""
+        """Returns the next line from the child, or None if the child exited or sent no line in time."""
         assert process.stdout is not None, "it is a pipe"
         until, pieces = time.monotonic() + within_s, bytearray()
         with selectors.DefaultSelector() as waiting:
@@ -248,7 +250,7 @@ def set_deadline(seconds: float) -> None:
 
 
 def main() -> None:
-    """Answers requests until the input ends. Only replies are written to standard output; the function's output is discarded."""
+    """Replies to requests until the input ends. Only replies are written to standard output; the function's output is discarded."""
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="ascii")
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
@@ -273,7 +275,7 @@ def _size() -> int:
 
 
 def _answer(function: Callable[[Any], Any], request: Any, number: int, deadline_s: float, full: int) -> str:
-    """Returns the reply. It contains a flag if the process still uses more than `full` bytes after the call."""
+    """Returns the reply. The reply contains a flag if the process still uses more than `full` bytes after the call."""
     try:
         set_deadline(deadline_s)
         reply = json.dumps({"number": number, "reply": function(request), "full": _size() > full})

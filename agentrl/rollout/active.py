@@ -1,4 +1,4 @@
-"""One running episode: its trajectories, its sandbox, the time and tokens spent, and its state between two turns."""
+"""A running episode: its trajectories, its sandbox, the time and tokens spent, and its state between turns."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ from agentrl.rollout.thinking import sample_turn, thinking_bound
 
 log = logging.getLogger(__name__)
 
-MAX_TOOL_FAILURES = 16  # maximum tool failures that an episode records; later failures are dropped
+MAX_TOOL_FAILURES = 16  # maximum number of tool failures that an episode records; later failures are dropped
 
 AgentState = Callable[[], Awaitable[Mapping[str, Any]]]
 
 
 class ActiveTrajectory:
-    """A `LiveTrajectory`: the turns so far, and the tokens that start the next one."""
+    """A `LiveTrajectory`: the turns so far, and the tokens with which the next turn starts."""
 
     def __init__(self, episode: ActiveEpisode, index: int, begun: Trajectory, prompt_ids: tuple[int, ...] = ()) -> None:
         self.index, self.parent, self.prompt_ids = index, begun.parent, prompt_ids
         self.turns, self.stop_reason = list(begun.turns), begun.stop_reason
-        self.sampling = False  # whether a turn started that is not recorded yet
+        self.sampling = False  # whether a turn has started but is not recorded yet
         self._episode, self._begun = episode, begun
         self._context = [token for turn in begun.turns for token in (*turn.prompt_ids, *turn.completion_ids)]
         self._generate_s, self._computed = 0.0, 0  # `_computed`: tokens that the server has already computed for this trajectory
 
     @property
     def tokens(self) -> int:
-        """Tokens of the context so far."""
+        """The number of tokens in the context so far."""
         return len(self._context) + len(self.prompt_ids)
 
     @property
@@ -56,11 +56,11 @@ class ActiveTrajectory:
         return self._begun.agent
 
     def describe(self, agent: str, prompt: Sequence[Message] | None = None) -> None:
-        """Sets the agent's name and the prompt of the record."""
+        """Sets the agent's name and the prompt for the record."""
         self._begun = replace(self._begun, agent=agent, prompt=self._begun.prompt if prompt is None else tuple(prompt))
 
     def limit(self) -> str:
-        """Returns the stop reason of the limit that prevents another turn; empty if no limit does."""
+        """Returns the stop reason for the limit that prevents a further turn; empty if no limit does."""
         if self._episode.turns_begun >= self._episode.task.limits.turns:
             return "turn_limit"
         if self._episode.out_of_time:
@@ -68,7 +68,7 @@ class ActiveTrajectory:
         return "" if self._budget() > 0 else "token_limit"
 
     def _budget(self) -> int:
-        """Returns the maximum number of tokens of the next completion; 0 or less if no token fits."""
+        """Returns the maximum number of tokens in the next completion; 0 or less if no token fits."""
         task, room = self._episode.task, self._episode.room
         limits = task.limits
         left = room - self.tokens
@@ -120,7 +120,7 @@ class ActiveTrajectory:
             completion = await self._episode.sampled.complete(context, sample, most=budget)
         except RequestRefused as error:
             self.sampling = False
-            if not self._episode.turn_count:  # the context contains no output of the policy
+            if not self._episode.turn_count:  # the context contains no output from the policy yet
                 raise
             raise PolicyFault(f"the server rejects a context that contains the policy's text: {error}") from error
         except BaseException:
@@ -131,7 +131,7 @@ class ActiveTrajectory:
         return completion
 
     def add_turn(self, completion: Completion, message: Message) -> None:
-        """Records the sampled turn. If the turn is not trained, its tokens become context, at the end of the turn's prompt."""
+        """Records the sampled turn. If the turn is not trained, its tokens become context at the end of the turn's prompt."""
         if self._begun.policy:
             self.add_prompt(completion.token_ids)
             completion = Completion(token_ids=(), logprobs=(), versions=(), finish_reason=completion.finish_reason)
@@ -159,7 +159,7 @@ class ActiveTrajectory:
         self._episode.listener.tools_ended(self._episode.id, self.index, len(self.turns) - 1, self.turns[-1])
 
     def add_last_state(self, token_ids: Sequence[int]) -> None:
-        """Records the context of the turn that a truncated episode does not have."""
+        """Records the context of the turn that would follow in a truncated episode."""
         self._begun = replace(self._begun, last_state=tuple(token_ids))
 
     def end(self, stop_reason: str) -> None:
@@ -167,12 +167,12 @@ class ActiveTrajectory:
         self.stop_reason, self.prompt_ids = _checked(stop_reason), ()  # a prompt that no turn reads is not counted
 
     def record(self, stop_reason: str = "") -> Trajectory:
-        """Returns the current record of the trajectory. If it is open, the record has this stop reason."""
+        """Returns the current record of the trajectory. `stop_reason` is used if the trajectory is still open."""
         return replace(self._begun, turns=tuple(self.turns), stop_reason=self.stop_reason or stop_reason)
 
 
 class ActiveEpisode:
-    """A `LiveEpisode`: one attempt, which starts with its first turn or from a state, and ends with `close`."""
+    """A `LiveEpisode`: one attempt, which starts with its first turn or from a stored state, and ends with `close`."""
 
     def __init__(
         self,
@@ -199,10 +199,10 @@ class ActiveEpisode:
         self.task, self.tools, self.memory = task, tools, memory
         self.answer: str | None = None
         self.stage, self.agent_state = "episode", {} if start is None else start.agent_state
-        self.room = min(task.limits.episode_tokens, max_model_len)  # maximum tokens of one trajectory
+        self.room = min(task.limits.episode_tokens, max_model_len)  # maximum number of tokens in one trajectory
         self.failures: list[Failure] = []  # failures of tools that the agent called
         self.spent_s = 0.0  # seconds before this process continued the episode
-        self.sandbox_s = self.program_s = 0.0  # seconds for opening, writing and executing; seconds in programs that the agent called
+        self.sandbox_s = self.program_s = 0.0  # seconds spent on opening, writing and executing; seconds in programs that the agent called
         self.sandboxes, self._attempt, self._sampling = sandboxes, attempt, sampling
         self.requests = EpisodeRequests(
             policy=policy,
@@ -216,7 +216,7 @@ class ActiveEpisode:
         self._box = EpisodeSandbox(self, None if start is None else start.snapshot)
         self._environment = EpisodeEnvironment(task.environment, alone=self.sampled.alone)
         self._sub_sandboxes: set[EpisodeSandbox] = set()  # sandboxes of sub-agents
-        self._running, self._since = 0, 0.0  # calls in progress, and the start of the first of them
+        self._running, self._since = 0, 0.0  # number of calls in progress, and the start time of the first of these calls
         self._output_chars = 0  # characters of tool output so far
         self._trajectories = [ActiveTrajectory(self, 0, Trajectory(agent="main", turns=(), stop_reason=""))]
         if start is not None:
@@ -225,13 +225,13 @@ class ActiveEpisode:
         self._started = loop_time() - self.spent_s
 
     def _go_on_from(self, start: EpisodeState) -> None:
-        """Continues the state's episode, or inherits all of its turns as a branch with a different id."""
+        """Continues the state's episode, or inherits all of its turns if this episode is a branch with a different id."""
         continued = self.id == start.episode_id
         begun = [line if continued else _inherited(line, start.episode_id) for line in start.trajectories]
         self._trajectories = [ActiveTrajectory(self, *one) for one in zip(range(len(begun)), begun, start.prompt_ids, strict=True)]
         self._output_chars = start.output_chars
         self.spent_s, self.sandbox_s, self.program_s = start.wall_s, start.sandbox_s, start.program_s
-        self.failures = list(start.failures) if continued else []  # failures in inherited turns belong to the stem
+        self.failures = list(start.failures) if continued else []  # failures in inherited turns are recorded in the stem
 
     @property
     def trajectories(self) -> Sequence[ActiveTrajectory]:
@@ -240,7 +240,7 @@ class ActiveEpisode:
 
     @property
     def tokens(self) -> int:
-        """The tokens of all trajectories, including prompts of turns that have not started."""
+        """The number of tokens in all trajectories, including prompts of turns that have not started."""
         return sum(trajectory.tokens for trajectory in self._trajectories)
 
     @property
@@ -250,12 +250,12 @@ class ActiveEpisode:
 
     @property
     def turns_begun(self) -> int:
-        """Turns so far, including those being sampled."""
+        """The number of turns so far, including turns that are being sampled."""
         return self.turn_count + sum(trajectory.sampling for trajectory in self._trajectories if not trajectory.stop_reason)
 
     @property
     def wall_s(self) -> float:
-        """Seconds spent so far, including earlier processes."""
+        """Seconds spent so far, including the time in earlier processes."""
         return loop_time() - self._started
 
     @property
@@ -264,12 +264,12 @@ class ActiveEpisode:
         return self.requests.out_of_time
 
     def timeout_failure(self) -> Failure | None:
-        """Returns the failure of an episode that used up its time. `agentrl.rollout.pace` decides the blame."""
+        """Returns the failure of an episode that used up its time, if there is one. `agentrl.rollout.pace` decides the blame."""
         return self.requests.timeout_failure(program_s=self.program_s, sandbox_s=self.sandbox_s, turn=self.turn_count)
 
     @property
     def untouched(self) -> bool:
-        """Whether the sandbox was never opened, so that its files are the task's."""
+        """Whether no code has run in the sandbox, so that its files are still the task's."""
         return self._box.untouched
 
     def open(self, agent: str, *, parent: Parent | None = None, prompt: Sequence[Message] = (), policy: str = "") -> ActiveTrajectory:
@@ -282,16 +282,16 @@ class ActiveEpisode:
         return self._trajectories[-1]
 
     def record(self, stop_reason: str = "") -> tuple[Trajectory, ...]:
-        """Returns the records of all trajectories. Those of open trajectories have this stop reason."""
+        """Returns the records of all trajectories. The records of open trajectories contain this stop reason."""
         return tuple(trajectory.record(stop_reason) for trajectory in self._trajectories)
 
     def cancellation_record(self, reason: str) -> Cancelled:
-        """Returns the record of this attempt as cancelled by its group."""
+        """Returns the record of this attempt, which its group cancelled."""
         own = [turn.sampled for line in self.record() for turn in line.own_turns]
         return Cancelled(episode_id=self.id, reason=reason, turns=len(own), tokens=sum(own), wall_s=self.wall_s)
 
     def check_result(self, stop_reason: str) -> str:
-        """Checks what the agent returned. Raises `ValueError` if the stop reason or the answer cannot be recorded."""
+        """Returns the agent's stop reason. Raises `ValueError` if the stop reason or the answer cannot be recorded."""
         if not isinstance(self.answer, str | None):
             kind, self.answer = type(self.answer).__name__, None
             raise ValueError(f"the agent's answer must be text, got {kind}")
@@ -311,7 +311,7 @@ class ActiveEpisode:
     ) -> Completion:
         """Samples a part of a turn.
 
-        `part`: suffix of the request id for the part after the thinking bound. Raises the errors of `EpisodeRequests.sample`.
+        `part`: suffix of the request id for the part after the thinking bound. Raises the same errors as `EpisodeRequests.sample`.
         """
         sampling = self._sampling.constrained() if constraint else self._sampling
         common = {**asdict(sampling), "stop_token_ids": tuple(stop_token_ids), "stop": tuple(stop), "constraint": constraint}
@@ -334,7 +334,7 @@ class ActiveEpisode:
         return await self._environment.environment()
 
     async def sandbox(self) -> Sandbox:
-        """Returns the sandbox. The first call opens it, with the task's files or the working directory of the start state."""
+        """Returns the sandbox. The first call opens it with the task's files, or with the working directory from the start state."""
         return await self._box.sandbox()
 
     @property
@@ -361,7 +361,7 @@ class ActiveEpisode:
 
     @contextmanager
     def running(self, sandbox: Sandbox | None) -> Iterator[None]:
-        """Counts the time of a tool call."""
+        """Measures the time of a tool call."""
         self.stage = "tool" if sandbox is None else "sandbox"
         started, self._running = loop_time(), self._running + 1
         if self._running == 1:
@@ -375,11 +375,11 @@ class ActiveEpisode:
             self._running -= 1
             ended = loop_time()
             self.sandbox_s += 0.0 if sandbox is None else ended - started
-            if self._running == 0:  # time with several concurrent calls counts once
+            if self._running == 0:  # time during which several calls run concurrently counts once
                 self.program_s += ended - self._since
 
     def clip_output(self, output: str) -> str:
-        """Cuts tool output to the episode's remaining budget."""
+        """Truncates tool output to the episode's remaining budget."""
         left = self.task.limits.all_output_chars - self._output_chars
         self._output_chars += min(len(output), left)
         if len(output) <= left:
@@ -390,12 +390,12 @@ class ActiveEpisode:
         return output[: (left + 1) // 2] + cut + output[len(output) - left // 2 :]
 
     def add_failure(self, failure: Failure) -> None:
-        """Records a failure of a tool."""
+        """Records a tool's failure."""
         if len(self.failures) < MAX_TOOL_FAILURES:
             self.failures.append(failure)
 
     async def boundary(self, agent_state: AgentState) -> None:
-        """Marks the boundary between two turns, where the state can be captured."""
+        """Marks the boundary between two turns, at which the state can be captured."""
         if self._on_turn is not None:
             self.stage = "turn"
             await self._on_turn(self.turn_count, lambda: self._capture(agent_state))

@@ -27,7 +27,7 @@ from agentrl.task.outputs import CollectedOutputs, collect_outputs, select_files
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeRunner:
-    """Runs episodes of any task with one policy and one agent. The runner has no state of an episode, so many episodes may run at once."""
+    """Runs episodes of any task with one policy and one agent. The runner holds no episode state, so many episodes may run at once."""
 
     agent: Agent
     policy: Policy
@@ -37,7 +37,7 @@ class EpisodeRunner:
     request_timeout_s: float
     open_timeout_s: float = OPEN_TIMEOUT_S
     tools: ToolSource | None = None
-    router: RequestRouter | None = None  # distributes episodes over several servers
+    router: RequestRouter | None = None  # distributes episodes across several servers
     pace: Pace = field(default_factory=Pace)  # request times of the policy's server in this run
     listener: EpisodeListener = field(default_factory=SilentListener)
 
@@ -56,14 +56,14 @@ class EpisodeRunner:
         """Runs one attempt. A fault becomes a `Failure` in the episode, never an exception or a score.
 
         Args:
-            start: state to continue from. Its turns are kept: none of their tokens is sampled or tokenized again, no tool call is repeated,
-                and the sandbox is opened from the snapshot. If the episode has the id of `start`, it is continued. If it has a different
-                id, it is a branch that inherits the turns (see `agentrl.objective.branches`).
+            start: state to continue from. Its turns are kept: their tokens are not sampled or tokenized again, no tool call is repeated,
+                and the sandbox is opened from the snapshot. If `episode_id` is the id of the state's episode, that episode is continued.
+                Otherwise, the new episode is a branch that inherits the turns (see `agentrl.objective.branches`).
             on_turn: called after every turn except the last.
-            memory: notes of earlier episodes that the episode may read; None disables memory. Notes that the episode writes are only in its
-                record.
+            memory: notes of earlier episodes that the episode may read; None disables memory. Notes that the episode writes are stored only
+                in its record.
             on_start: called with the running episode, so that a caller that cancels it can read its progress.
-            sampled: completions of earlier attempts. The episode repeats them and adds its own. None repeats nothing.
+            sampled: completions from earlier attempts. The episode repeats them and adds its own. None means that nothing is repeated.
 
         Raises:
             SandboxUnavailable: this machine cannot open any sandbox of this kind.
@@ -129,7 +129,7 @@ class EpisodeRunner:
         )
 
     async def _attempt(self, episode: ActiveEpisode) -> tuple[str, CollectedOutputs, tuple[Failure, ...]]:
-        """Runs the agent and collects the outputs within the episode's time. Returns stop reason, outputs and failures."""
+        """Runs the agent and collects the outputs within the episode's time. Returns the stop reason, the outputs and the failures."""
         limit_s = episode.task.limits.wall_s
         nothing, wall = CollectedOutputs(files={}), asyncio.timeout(max(0.0, limit_s - episode.spent_s))
         with user_code.fault_boundary() as fault:
@@ -158,7 +158,7 @@ class EpisodeRunner:
 
 
 def _out_of_time(episode: ActiveEpisode) -> tuple[str, CollectedOutputs, tuple[Failure, ...]]:
-    """Returns the end of an episode that used up its time: no outputs, and no failure if the policy's programs used the time."""
+    """Returns the result for an episode that used up its time: no outputs, and no failure if the policy's programs used the time."""
     failure = episode.timeout_failure()
     return WALL_LIMIT, CollectedOutputs(files={}), () if failure is None else (failure,)
 
@@ -189,7 +189,7 @@ class EmptyMemory:
 
     @property
     def memo(self) -> Memo:
-        """The notes of the state from which the episode started."""
+        """The notes in the state from which the episode started."""
         return self._memo
 
     def note(self, text: str) -> tuple[bool, str]:
@@ -202,7 +202,7 @@ class EmptyMemory:
 
 
 def episode_memory(view: MemoryView | None, start: EpisodeState | None) -> EpisodeMemory | None:
-    """Returns the memory of an episode. An episode that continues a state has a memory if and only if that state had one."""
+    """Returns the memory of an episode. An episode that continues a state has a memory if and only if the state had a memory."""
     if start is None:
         return None if view is None else view.begin()
     if start.memory is None:

@@ -1,4 +1,4 @@
-"""The sandbox and the environment of one episode. Both are opened on first use, and closed once."""
+"""The sandbox and the environment of one episode. Each is opened on first use and closed once."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 
 CLOSE_S = 60.0
-"""Maximum seconds for closing a sandbox. After that, its backend ends it with the run."""
+"""Maximum seconds for closing a sandbox. After that, its backend closes it at the end of the run."""
 
 
 class EpisodeSandbox:
-    """The sandbox of one or several agents of an episode. It is opened on first use, because many episodes of a weak policy never use it.
+    """The sandbox of one or more agents in an episode. It is opened on first use, because many episodes of a weak policy never use it.
 
     Args:
-        episode: the episode that records the sandbox's time and faults.
-        snapshot: initial content of the working directory; None means the task's files.
+        episode: episode that records the sandbox's time and faults.
+        snapshot: snapshot of the initial working directory; None means that it contains the task's files.
     """
 
     def __init__(self, episode: ActiveEpisode, snapshot: bytes | None = None) -> None:
@@ -54,7 +54,7 @@ class EpisodeSandbox:
             return self._sandbox or await self._open()
 
     async def snapshot(self) -> bytes | None:
-        """Returns the content of the working directory; None means the task's initial files. Raises the errors of `Sandbox.snapshot`."""
+        """Returns the content of the working directory; None means the task's initial files. Raises what `Sandbox.snapshot` raises."""
         return self._snapshot if self._sandbox is None else await self._sandbox.snapshot()
 
     async def working_copy(self) -> bytes | None:

@@ -7,7 +7,7 @@ from agentrl.errors import InfrastructureError, PluginError, PolicyFault, Sandbo
 from agentrl.records import Blame, Failure
 
 NOT_TAKEN = "not_taken"
-"""`Failure.kind` of an episode that a server, chat template or tokenizer ended because of the policy's output."""
+"""`Failure.kind` of an episode that ended because a server, a chat template or a tokenizer rejected the policy's output."""
 
 
 def task_fault(error: BaseException, *, turn: int | None = None) -> Failure:
@@ -16,13 +16,13 @@ def task_fault(error: BaseException, *, turn: int | None = None) -> Failure:
 
 
 def failure_from_error(error: BaseException, *, stage: str, turn: int | None = None) -> Failure:
-    """Returns the failure for an exception that left an episode. The type of the exception decides the blame: task, policy, or else
-    infrastructure.
+    """Returns the failure for an exception that an episode did not handle. The exception's type decides the blame.
 
-    An unknown exception is a bug. Its traceback is logged, and only this episode is lost.
+    The blame is the task, the policy or, for all other exceptions, the infrastructure. An unknown exception is a bug: its traceback is
+    logged, and only this episode is lost.
 
     Args:
-        stage: stage of the episode, used if the exception does not determine it.
+        stage: the episode's current stage, used if the exception does not determine the stage.
     """
     if (task_error := user_code.first_cause(error, TaskError, PluginError)) is not None:
         return task_fault(task_error, turn=turn)
@@ -40,7 +40,7 @@ def failure_from_error(error: BaseException, *, stage: str, turn: int | None = N
 
 
 def infrastructure_fault(stage: str, kind: str, message: str, *, turn: int | None = None) -> Failure:
-    """Returns a retryable failure of the infrastructure."""
+    """Returns a retryable infrastructure failure."""
     return Failure(stage=stage, blame=Blame.INFRASTRUCTURE, kind=kind, message=message, turn=turn, retryable=True)
 
 

@@ -2,8 +2,8 @@
 
 A group may be a forest (`GroupConfig.branches`): some attempts run to a given turn, and other attempts branch from their state after that
 turn. More attempts may start than the group needs, so that it does not wait for the slowest (`agentrl.rollout.scheduling`). If a process
-died, its groups may continue from their saved episodes (`EpisodeCheckpoints`). A broken task excludes its group, because no attempt at it
-measures the policy. Any other fault, even an unexpected one, belongs to one attempt.
+died, its groups may continue from their saved episodes (`EpisodeCheckpoints`). A broken task excludes its group, because no attempt at such
+a task measures the policy. Any other fault, even an unexpected fault, affects only one attempt.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from agentrl.rollout.scheduling import AttemptScheduler, GroupAttempt
 log = logging.getLogger(__name__)
 
 MAX_RETRIES = 2
-"""Maximum retries of an episode after infrastructure faults. After that, the episode is excluded."""
+"""Maximum number of retries of an episode after infrastructure faults. If the last retry also fails, the episode is excluded."""
 RETRY_S = 0.2
-"""Seconds before the first retry. The pause doubles with each additional retry."""
+"""Seconds before the first retry. The pause doubles with each further retry, up to 5 seconds."""
 
 
 class _BrokenTask(Exception):
-    """Ends the other attempts at a broken task."""
+    """Stops the other attempts at a broken task."""
 
     def __init__(self, fault: Failure) -> None:
         super().__init__(fault.message)
@@ -56,7 +56,7 @@ class _Fork:
     state: asyncio.Future[EpisodeState | None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def settle(self, state: EpisodeState | None) -> None:
-        """Starts the branches from `state`. None starts them from the task, because the stem ended before `turn`."""
+        """Starts the branches from `state`. If it is None, they start from the task, because the stem ended before `turn`."""
         if not self.state.done():
             self.state.set_result(state)
 
@@ -81,17 +81,17 @@ class _Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRunner:
-    """Runs groups and single episodes. `slots` limits how many run at once."""
+    """Runs groups and single episodes. `slots` limits how many attempts run at once."""
 
     runner: EpisodeRunner
     scorer: EpisodeScorer
     group_scoring: GroupScoring | None = None  # replaces `scorer` in groups
-    slots: AbstractAsyncContextManager[object]  # each attempt enters it before it starts
+    slots: AbstractAsyncContextManager[object]  # context manager that each attempt enters before it starts
     group_size: int
     max_retries: int = MAX_RETRIES
-    spare_attempts: int = 0  # extra attempts, which are cancelled when `group_size` attempts count; 0 with `branches`
-    stop_equal_after: int = 0  # attempts that start first; the group stops if their scores are equal. 0 starts all at once
-    branches: int = 1  # attempts that continue from one state, after `branch_turn`; 1 for independent attempts
+    spare_attempts: int = 0  # extra attempts; when `group_size` attempts count, the rest are cancelled. 0 with `branches`
+    stop_equal_after: int = 0  # number of attempts that start first; the group stops if their scores are equal. 0 starts all at once
+    branches: int = 1  # number of attempts that continue from one state, after `branch_turn`; 1 for independent attempts
     branch_turn: int = 1
     checkpoints: EpisodeCheckpoints | None = None
     memory: MemorySource | None = None
@@ -99,13 +99,13 @@ class GroupRunner:
     history: FaultHistory = field(default_factory=FaultHistory)
 
     async def run_group(self, index: int, task: Task, *, oldest_version: int = 0) -> Group:
-        """Runs all attempts at one task and returns them in order, including excluded attempts. All are excluded if the task is broken.
+        """Runs all attempts at one task and returns the group, with excluded attempts. If the task is broken, all attempts are excluded.
 
         Args:
             oldest_version: a stored attempt is continued only if no version older than this one sampled any of its tokens.
 
         Raises:
-            ExceptionGroup: of `SandboxUnavailable`, if this machine cannot open any sandbox of this kind.
+            ExceptionGroup: contains `SandboxUnavailable`, because this machine cannot open any sandbox of this kind.
         """
         broken: Failure | None = None
         members = self._members(index, oldest_version)
@@ -127,7 +127,7 @@ class GroupRunner:
             attempt = play(slot)
             try:
                 return running.create_task(attempt)
-            except RuntimeError:  # the group is ending
+            except RuntimeError:  # the group is shutting down
                 attempt.close()
                 return None
 
@@ -151,7 +151,7 @@ class GroupRunner:
         return Group(index=index, task_id=task.id, task_key=task.key, episodes=scored, cancelled=race.cancelled)
 
     async def _judged(self, judge: GroupScoring, task: Task, scored: tuple[ScoredEpisode, ...]) -> tuple[ScoredEpisode, ...]:
-        """Returns the attempts with their scores from the group's scorer. If the scorer fails, the attempts are unscored."""
+        """Returns the attempts with the scores from the group's scorer. If the scorer fails, the attempts are unscored."""
         with user_code.fault_boundary() as fault, ACTIVITY.doing(SCORING):
             scores = await judge.score_group(task, scored)
         if fault.error is not None:
@@ -183,7 +183,8 @@ class GroupRunner:
         """Runs one scored episode. After infrastructure faults, retries it up to `max_retries` times.
 
         Args:
-            start: state from which the first attempt continues, if it is a state of the attempt with this name, or else branches.
+            start: state from which the first attempt starts. If it is a state of the attempt with this name, the attempt continues;
+                otherwise, it branches.
             always: whether retries also start from `start`, because the task starts there.
             on_turn: see `EpisodeRunner.run`.
 
@@ -206,9 +207,9 @@ class GroupRunner:
     ) -> ScoredEpisode:
         """See `run_episode`.
 
-        `final`: whether the score is final, so that `on_attempt` is called for it; a group scorer may still change a score that is not
-        final. `slot`: the attempt's entry in its group's schedule; None outside of groups. A fault is not retried if the group does not
-        need the attempt and the policy cannot have provoked the fault.
+        `final`: whether the score is final, so that `on_attempt` is called for it. A group scorer may still change a score that is not
+        final. `slot`: the attempt's entry in its group's schedule; None outside of groups. After a fault, the attempt is not retried if the
+        group does not need it and the policy cannot have provoked the fault.
         """
         continued = start is not None and start.episode_id == f"{name}-a{start.attempt}"
         group, faults, since = name if slot is None else str(slot.group), list[Failure](), 0
@@ -239,7 +240,7 @@ class GroupRunner:
             if attempt < self.max_retries:
                 if slot is not None and not repeats and slot.abandon():
                     break
-                await asyncio.sleep(min(RETRY_S * 2**attempt, 5.0))  # time for a failed part to restart
+                await asyncio.sleep(min(RETRY_S * 2**attempt, 5.0))  # gives a failed part time to restart
                 if repeats and attempt == self.max_retries - 1:
                     await self.history.wait_for_others(failure, group, since=since, environment=environment)
         if (provoked := self.history.provoked(faults, group, since=since, environment=environment)) is not None:
@@ -258,7 +259,7 @@ class GroupRunner:
         return scored
 
     def _watched(self, slot: GroupAttempt | None, task: Task, attempt: int) -> StartListener:
-        """Returns a listener that reports the start of an episode, and stores the running episode in its group attempt."""
+        """Returns a listener that reports the start of an episode and stores the running episode in its `GroupAttempt`."""
 
         def on_start(episode: ActiveEpisode) -> None:
             group = None if slot is None else slot.group
@@ -269,7 +270,7 @@ class GroupRunner:
         return on_start
 
     async def _score_provoked(self, task: Task, episode: Episode, provoked: Failure, scorer: EpisodeScorer) -> ScoredEpisode:
-        """Scores an episode that the policy ended by provoking a fault. If scoring fails, the episode is excluded."""
+        """Scores an episode that ended because the policy provoked a fault. If scoring fails, the episode is excluded."""
         own = tuple(failure for failure in episode.failures if failure.blame is Blame.POLICY)
         episode = replace(episode, failures=(*own, provoked))
         with user_code.fault_boundary() as fault:
@@ -291,7 +292,7 @@ class GroupRunner:
     ) -> tuple[Episode, Score | None]:
         """Runs one attempt and scores it.
 
-        The score is None if a fault excludes the attempt. That fault is the last of the episode's failures.
+        The score is None if a fault excludes the attempt. That fault is the last item in the episode's `failures`.
         """
         episode = _empty_episode(episode_id, task.id, task.key, attempt)
         stage = "episode"
@@ -330,7 +331,7 @@ class GroupRunner:
         return [_Member(index, member, forks[member // width], oldest_version) for member in range(self.group_size)]
 
     async def _scored(self, member: _Member, task: Task, stored: EpisodeState | ScoredEpisode | None, slot: GroupAttempt) -> ScoredEpisode:
-        """Starts or continues one attempt, and returns it scored.
+        """Starts or continues one attempt, and returns it with its score.
 
         A branch waits for its stem outside of `slots`, so stems never wait for branches.
         """
@@ -359,8 +360,7 @@ class GroupRunner:
         return scored
 
     def _watching(self, member: _Member, task: Task) -> TurnListener:
-        """Returns a listener that stores the state after every turn, if there are checkpoints, and passes the fork's state to the
-        branches."""
+        """Returns a listener that passes the fork's state to the branches and, with checkpoints, stores the state after every turn."""
 
         async def on_turn(turns: int, capture: CaptureState) -> None:
             fork = member.stem_of
@@ -371,7 +371,7 @@ class GroupRunner:
             if state is None:
                 return
             if self.checkpoints is not None:
-                # The stem's state is stored first, because the branches can be recreated from it, but not the stem from the branches.
+                # The stem's state is stored first: branches can be recreated from it, but the stem cannot be recreated from the branches.
                 for number in (member.number, *(fork.branches if fork is not None and forks else ())):
                     with user_code.logging_faults("storing a running episode"):
                         await self.checkpoints.save_state(member.group, number, state)
@@ -402,10 +402,10 @@ class GroupRunner:
 
 
 def _capped(scored: tuple[ScoredEpisode, ...], threshold: float | None) -> tuple[ScoredEpisode, ...]:
-    """Lowers the score of each attempt that the policy's own output or actions ended to the lowest score of the other attempts.
+    """Lowers the score of each attempt that ended because of the policy's output or actions to the lowest score of the other attempts.
 
-    Otherwise, provoking such an end would be better than a negative score. If the pass threshold is at most 0, steps have costs, and such
-    an attempt does not pass either.
+    Otherwise, provoking such an end would be better than receiving a negative score. If the pass threshold is at most 0, steps have costs,
+    and the score of such an attempt is also lowered below the threshold.
     """
 
     def ended_itself(one: ScoredEpisode) -> bool:
@@ -424,7 +424,7 @@ def _capped(scored: tuple[ScoredEpisode, ...], threshold: float | None) -> tuple
 
 
 def excluded_group(index: int, task_id: str, task_key: str, failure: Failure, *, size: int) -> Group:
-    """Returns a group of excluded attempts, for a task that is broken or a group that cannot be stored."""
+    """Returns a group in which all attempts are excluded, because the task is broken or the group cannot be stored."""
     attempts = tuple(excluded_attempt(f"g{index:06d}-{member}", task_id, task_key, failure) for member in range(size))
     return Group(index=index, task_id=task_id, task_key=task_key, episodes=attempts)
 

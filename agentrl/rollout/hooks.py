@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class EpisodeScorer(Protocol):
-    """Scores a finished episode, such as `agentrl.reward.TaskScorer`."""
+    """Scores a finished episode. An example is `agentrl.reward.TaskScorer`."""
 
     async def __call__(self, task: Task, episode: Episode, /) -> Score:
-        """Returns the score. It has no value if a verifier failed. Raises only if the task is broken."""
+        """Returns the score. The score has no value if a verifier failed. Raises an error only if the task is broken."""
         ...
 
 
@@ -26,7 +26,7 @@ class GroupSampler(Protocol):
 
     @property
     def group_size(self) -> int:
-        """Scored attempts per group."""
+        """Number of scored attempts per group."""
         ...
 
     async def run_group(self, index: int, task: Task, *, oldest_version: int = 0) -> Group:
@@ -35,19 +35,19 @@ class GroupSampler(Protocol):
 
 
 class GroupScoring(Protocol):
-    """Scores the attempts of a group together, such as `agentrl.reward.group_judging.GroupJudgeScorer`."""
+    """Scores the attempts of a group together. An example is `agentrl.reward.group_judging.GroupJudgeScorer`."""
 
     async def score_attempt(self, task: Task, episode: Episode) -> Score:
-        """Returns the score of an attempt that just ended, like an `EpisodeScorer`."""
+        """Returns the score of an attempt that has just ended, like an `EpisodeScorer`."""
         ...
 
     async def score_group(self, task: Task, scored: Sequence[ScoredEpisode]) -> Sequence[Score]:
-        """Returns the scores of all attempts, in their order, after all have ended."""
+        """Returns the scores of all attempts, in the order of `scored`. Called after all attempts have ended."""
         ...
 
 
 class MemorySource(Protocol):
-    """Provides the notes of earlier episodes, such as `agentrl.memory.run_memory.RunMemory`."""
+    """Provides the notes that earlier episodes wrote. An example is `agentrl.memory.run_memory.RunMemory`."""
 
     def view(self, task: Task, group: int | None) -> MemoryView:
         """Returns the notes that the attempts of a group may read; `group` is None outside of groups."""
@@ -55,18 +55,18 @@ class MemorySource(Protocol):
 
 
 class RequestRouter(Protocol):
-    """Distributes episodes over servers, such as `agentrl.serving.server_pool.ServerPool`."""
+    """Distributes episodes across servers. An example is `agentrl.serving.server_pool.ServerPool`."""
 
     def episode(self, episode_id: str, task_key: str) -> AbstractContextManager[object]:
-        """Returns a context. All requests of an episode are sent inside of it."""
+        """Returns a context manager within which all requests of an episode are sent."""
         ...
 
 
 class AttemptListener(Protocol):
-    """Observes attempts, such as `agentrl.failure.FaultRate.record_attempt`."""
+    """Observes attempts. An example is `agentrl.failure.FaultRate.record_attempt`."""
 
     def __call__(self, failure: Failure | None, /) -> None:
-        """Called for every attempt that ends, with its failure or None.
+        """Called for every attempt that ends, with its failure, or with None if it did not fail.
 
         This includes attempts that are retried, but not attempts at a broken task.
         """
@@ -93,5 +93,5 @@ class TurnListener(Protocol):
     """Observes the turns of an episode."""
 
     async def __call__(self, turns: int, capture: CaptureState, /) -> None:
-        """Called between two turns with the number of turns. The episode continues when the call returns."""
+        """Called between two turns with the number of finished turns. The episode continues when the call returns."""
         ...

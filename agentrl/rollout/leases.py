@@ -1,9 +1,9 @@
-"""Leases of groups to rollout workers. Each group is sampled by one worker at a time, and is not lost if its worker is lost.
+"""Leases groups to rollout workers. Each group is sampled by one worker at a time, and is not lost if its worker is lost.
 
-The driver queues groups, and workers take them, one lease per group. A worker that is silent or leaves loses its leases, and its groups
-return to the head of the queue. A different worker continues them from their saved episodes (`EpisodeCheckpoints`). Only the newest lease
-of a group may deliver its result over HTTP, so a worker that was silent and returns cannot deliver a group twice. The attempts that were in
-flight in a lost worker count as infrastructure faults.
+The driver queues groups, and workers take them, with one lease per group. A worker that leaves, or that is silent for too long, loses its
+leases, and its groups return to the head of the queue. A different worker continues them from their saved episodes (`EpisodeCheckpoints`).
+Only the holder of a group's newest lease may deliver the result over HTTP, so if a silent worker returns, the group is not delivered twice.
+Attempts that were in flight in a lost worker count as infrastructure faults.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ log = logging.getLogger(__name__)
 SILENT_S = 15.0
 """Seconds without a request after which a worker counts as lost."""
 MAX_LOSSES = 3
-"""Number of workers that may be lost while they sample one group. Then the group is excluded, because it may have caused the losses."""
+"""A group is excluded after this many workers were lost while they sampled it, because it may have caused the losses."""
 _LOOK_S = 2.0
 _UNHEARD_S = 10.0  # if a worker does not list a lease of this age, it never received the lease
-_LOST = 256  # newest lost workers that are remembered
+_LOST = 256  # number of lost workers that are remembered, the newest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """One group for one worker."""
+    """A group that is assigned to a worker."""
 
     id: str
     index: int
@@ -46,14 +46,14 @@ class Lease:
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A group that waits for a worker or is leased to one."""
+    """A group that waits for a worker or is leased to a worker."""
 
     index: int
     task: Task
     oldest_version: int
     result: asyncio.Future[Group] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     losses: int = 0
-    lease: str = ""  # empty while it waits
+    lease: str = ""  # empty while the group waits
     worker: str = ""
     leased_at: float = 0.0
 
@@ -71,10 +71,10 @@ class GroupLeases:
     """The queue of groups and their leases. A `GroupSampler`; use it from one event loop.
 
     Args:
-        group_size: scored attempts per group.
-        concurrency: maximum attempts in flight in one worker.
+        group_size: number of scored attempts per group.
+        concurrency: maximum number of attempts in flight in one worker.
         on_attempt: called with the fault of each attempt that was in flight in a lost worker.
-        clock: returns monotonic seconds.
+        clock: returns the monotonic time in seconds.
     """
 
     def __init__(
@@ -93,20 +93,20 @@ class GroupLeases:
         self._clock = clock
         self._waiting = deque[_Job]()
         self._leased: dict[str, _Job] = {}
-        self._early: dict[int, Group] = {}  # groups that arrived before they were requested
+        self._early: dict[int, Group] = {}  # index -> group that arrived before it was requested
         self._silent_s: dict[str, float] = {}  # worker -> counted seconds since its newest request
-        self._lost = deque[str](maxlen=_LOST)  # lost workers that have sent no renewal since
+        self._lost = deque[str](maxlen=_LOST)  # lost workers that have sent no renewal since they were lost
         self._looked = clock()
         self._queued = asyncio.Condition()
 
     @property
     def waiting(self) -> int:
-        """Groups that no worker has taken."""
+        """The number of groups that no worker has taken."""
         return len(self._waiting)
 
     @property
     def workers(self) -> int:
-        """Workers that are not lost."""
+        """The number of workers that are not lost."""
         return len(self._silent_s)
 
     def expect(self, worker: str, *, within_s: float) -> None:
@@ -114,7 +114,7 @@ class GroupLeases:
         self._silent_s[worker] = SILENT_S - within_s
 
     async def run_group(self, index: int, task: Task, *, oldest_version: int = 0) -> Group:
-        """Returns the group that a worker sampled. A cancellation withdraws it from the queue or the worker."""
+        """Queues a group and returns it after a worker has sampled it. Cancellation withdraws it from the queue or the worker."""
         job = _Job(index, task, oldest_version)
         if (group := self._early.pop(index, None)) is not None and job.accepts(group):
             return group
@@ -128,7 +128,7 @@ class GroupLeases:
                 self._end(job)
 
     async def take(self, worker: str, *, wait_s: float) -> Lease | None:
-        """Returns a lease of the next group; None if no group is queued within `wait_s` seconds, or if the worker is lost."""
+        """Returns a lease on the next group; None if no group is queued within `wait_s` seconds, or if the worker is lost."""
         self._silent_s[worker] = 0.0
         try:
             async with asyncio.timeout(wait_s), self._queued:
@@ -147,16 +147,16 @@ class GroupLeases:
         return lease in self._leased
 
     def group_of(self, lease: str) -> int | None:
-        """Returns the group of a lease; None if the lease is finished or lost."""
+        """Returns the index of the leased group; None if the lease is finished or lost."""
         job = self._leased.get(lease)
         return None if job is None else job.index
 
     def was_lost(self, worker: str) -> bool:
-        """Whether a worker was lost since its last renewal. The attempts that it then reports as ended are already counted."""
+        """Whether a worker was lost after its last renewal. If so, the attempts that it reports as ended are already counted."""
         return worker in self._lost
 
     async def renew(self, worker: str, leases: Collection[str]) -> list[str]:
-        """Records that a worker is alive and works on `leases`. Returns those leases that the worker must abandon."""
+        """Records that a worker is alive and works on `leases`. Returns the leases that the worker must abandon."""
         with suppress(ValueError):
             self._lost.remove(worker)
         self._silent_s[worker], now = 0.0, self._clock()
@@ -169,7 +169,7 @@ class GroupLeases:
     def finish(self, lease: str, group: Group) -> bool:
         """Delivers the result of a lease.
 
-        Returns False, and drops the result, if the lease is lost. Raises `ValueError` if it is a different group.
+        Returns False, and drops the result, if the lease is lost. Raises `ValueError` if `group` is not the leased group.
         """
         job = self._leased.get(lease)
         if job is None:
@@ -183,10 +183,10 @@ class GroupLeases:
         return True
 
     async def arrive(self, lease: str, group: Group) -> None:
-        """Delivers a group that a transport carried.
+        """Delivers a group that arrived through a transport.
 
-        A group of a lost lease, or of an earlier driver, is the result if it is the first group with its index and none of its attempts
-        failed. Failed attempts may have failed because the lease was lost.
+        A group that was sampled under a lost lease, or for an earlier driver, is accepted if it is the first group with its index and none
+        of its attempts failed. Failed attempts are not accepted, because they may have failed because the lease was lost.
         """
         if (job := self._leased.get(lease)) is not None:
             if job.is_for(group):
@@ -202,7 +202,7 @@ class GroupLeases:
             self._settle(open_jobs[0], group)
 
     def forget(self, index: int) -> None:
-        """Drops a group that arrived and is not needed, because the store already has a group with its index."""
+        """Drops a group that has arrived but is not needed, because the store already contains a group with its index."""
         self._early.pop(index, None)
 
     def _settle(self, job: _Job, group: Group) -> None:
@@ -214,13 +214,13 @@ class GroupLeases:
             job.result.set_result(group)
 
     async def lose(self, worker: str, *, failed: bool = True) -> int:
-        """Requeues the groups of a worker that is gone, and returns their number.
+        """Requeues the groups of a worker that was lost or left, and returns the number of groups.
 
         `failed`: True if the worker was lost, False if it left.
         """
         self._silent_s.pop(worker, None)
         async with self._queued:
-            self._queued.notify_all()  # its requests for a lease return None
+            self._queued.notify_all()  # wakes the worker's pending requests for a lease, which then return None
         lost = [job for job in self._leased.values() if job.worker == worker]
         if failed and worker not in self._lost:
             self._lost.append(worker)
@@ -228,9 +228,9 @@ class GroupLeases:
         return len(lost)
 
     async def lose_silent(self) -> list[str]:
-        """Requeues the groups of workers that are silent, and returns the names of these workers. Call it at least every `_LOOK_S`.
+        """Requeues the groups of silent workers, and returns the names of these workers. Call it at least every `_LOOK_S` seconds.
 
-        One call counts at most `_LOOK_S` of silence, because the driver reads no requests while it is stopped.
+        One call counts at most `_LOOK_S` seconds of silence, because the driver reads no requests while its process is suspended.
         """
         now = self._clock()
         passed_s, self._looked = min(now - self._looked, _LOOK_S), now
@@ -246,13 +246,13 @@ class GroupLeases:
         faults.sort(key=lambda fault: not fault.policy_reachable)
         for fault in [fault for fault in faults for _ in range(self.group_size)][: self._concurrency]:
             self._on_attempt(fault)
-        for job in jobs:  # all jobs first: a result may arrive while the first job is queued
+        for job in jobs:  # end all leases before queueing, because a result may arrive while the first job is being queued
             self._end(job)
         for job in sorted(jobs, key=lambda job: -job.index):
             await self._queue(job, first=True)
 
     def _record_loss(self, job: _Job) -> Failure:
-        """Returns the fault of the attempts in a lost lease. The last loss excludes the group."""
+        """Returns the fault for the attempts under a lost lease. Excludes the group after `MAX_LOSSES` losses."""
         self.losses += 1
         job.losses += 1
         if job.losses < MAX_LOSSES:

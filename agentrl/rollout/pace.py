@@ -1,6 +1,6 @@
-"""Compares the pace of the policy's server with its history in this run, and decides the blame for an episode that uses up its time.
+"""Compares the pace of the policy's server with its history in this run, and decides the blame if an episode uses up its time.
 
-The policy is responsible for how much it samples; the machine is responsible for a server that is much slower than usual.
+The policy is responsible for the amount that it samples. The machine is responsible if the server is much slower than usual.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from agentrl.errors import ServingError
 from agentrl.records import Blame
 
 SLOW_FACTOR = 2.0
-"""A request is slow if it takes longer than this multiple of its usual time. The time in excess of the usual time is lost."""
+"""A request is slow if it takes more than this multiple of the usual time for such requests. The time beyond the usual time is lost."""
 LOST_SHARE = 0.1
-"""If slow requests cost an episode more than this share of `Limits.wall_s`, the machine is to blame for its end."""
+"""If slow requests cost an episode more than this share of `Limits.wall_s`, the machine is to blame for the timeout."""
 POLICY_SHARE = 0.5
-"""If programs and sampling took at least this share of `Limits.wall_s`, the policy is to blame for the end."""
+"""If programs and sampling took at least this share of `Limits.wall_s`, the policy is to blame for the timeout."""
 MIN_TOKENS_PER_S = 1.0
-"""Tokens per second. A request that was cut off at a lower pace is not added to the history."""
+"""Minimum pace, in tokens per second, at which a request that was cut off is added to the history."""
 FIRST_S = 10.0
 """Seconds after which the first request is cut off if there is no history. Its tokens are the first measurement."""
 REQUESTS_PER_EPISODE = 8
@@ -28,16 +28,16 @@ detected."""
 CUT_S = 5.0
 """Seconds reserved at the end of an episode to fetch the tokens of a request that is cut off."""
 PROMPT_TOKEN_WORK = 0.125
-"""Cost of computing one new prompt token, in sampled tokens."""
+"""Cost of computing one new prompt token, as a multiple of the cost of sampling one token."""
 _FRESH = 16  # the medians are recomputed when a sixteenth of the history is new
-_KEPT = 256  # remembered requests of each size, spread over the run
-_MEASURED = 16  # number of tokens that the measurement at the start represents
-_FIRST = 16  # requests after which the run's pace is compared with that measurement
+_KEPT = 256  # number of requests remembered per size, spread over the run
+_MEASURED = 16  # number of tokens that the measurement at the start counts as
+_FIRST = 16  # number of requests after which the run's pace is compared with that measurement
 _MOST_SIZES = 64
 
 
 class OutOfTime(ServingError):
-    """The episode's time ended before a token of the turn was sampled."""
+    """The episode's time ran out before a token of the turn was sampled."""
 
 
 def fetch_reserve_s(limit_s: float) -> float:
@@ -46,16 +46,17 @@ def fetch_reserve_s(limit_s: float) -> float:
 
 
 def blame_for_timeout(limit_s: float, *, program_s: float, sampled_s: float, lost_s: float, stalled_s: float = 0.0) -> Blame:
-    """Returns the blame for an episode that used up `Limits.wall_s`. The first rule that applies decides:
+    """Returns the blame for an episode that used up `Limits.wall_s`. The first rule whose condition is met applies:
 
-    1. Slow requests, or stalls of the driver's event loop, cost more than a tenth of the time: the infrastructure.
-    2. Programs and sampling, at the server's usual pace, took at least half of the time: the policy. All sampled tokens are scored.
-    3. Otherwise the infrastructure, for example because sandboxes open slowly.
+    1. If slow requests, or stalls of the driver's event loop, cost more than a tenth of the time, the infrastructure is to blame.
+    2. If programs and sampling at the server's usual pace took at least half of the time, the policy is to blame. All sampled tokens are
+       scored.
+    3. Otherwise, the infrastructure is to blame, for example because sandboxes open slowly.
 
     Args:
         program_s: seconds in programs that the agent called.
-        sampled_s: seconds in requests; for a slow request, the usual time of such requests.
-        lost_s: seconds that slow requests took in excess of the usual time.
+        sampled_s: seconds in requests; a slow request counts with the usual time for such requests.
+        lost_s: seconds by which slow requests exceeded the usual time.
         stalled_s: seconds for which the driver's event loop was blocked (`agentrl.base.loop_lag.StallCount`).
     """
     if max(lost_s, stalled_s) > LOST_SHARE * limit_s:
@@ -65,16 +66,16 @@ def blame_for_timeout(limit_s: float, *, program_s: float, sampled_s: float, los
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """One finished request: its time, and the usual time of such requests."""
+    """A finished request: its time, and the usual time for such requests."""
 
-    tokens: int | None  # sampled; None if unknown, because the policy cannot be cut off
+    tokens: int | None  # number of sampled tokens; None if unknown, because the policy cannot be cut off
     seconds: float  # including queueing and prefill
     in_flight: float  # mean number of requests in flight while it ran, including itself
-    usual_s: float | None  # usual time; if `tokens` is unknown, of a request with the most tokens allowed. None if there is no history
+    usual_s: float | None  # usual time; if `tokens` is unknown, for a request with the maximum number of tokens. None means no history
 
     @property
     def sampled_s(self) -> float:
-        """Seconds that count for the policy."""
+        """Seconds that are attributed to the policy."""
         if self.tokens is None:
             return 0.0
         if self.usual_s is None:
@@ -90,7 +91,7 @@ class Reading:
 
 
 class _History:
-    """Seconds per token, and tokens per second of all requests in flight, for a sample of the run's requests."""
+    """A sample of the run's requests: seconds per token, and tokens per second over all requests in flight."""
 
     def __init__(self) -> None:
         self._kept: list[tuple[float, float, float]] = []  # seconds per token, tokens per second, tokens
@@ -112,7 +113,7 @@ class _History:
             self._stride *= 2
 
     def usual(self) -> tuple[float, float]:
-        """Returns the medians, weighted by tokens, so that a stall with few tokens has little weight."""
+        """Returns the medians of both measures, weighted by tokens, so that a stall with few tokens has little weight."""
         if _FRESH * self._newer >= len(self._kept):  # sorting for each request would take longer than parsing its JSON
             self._newer = 0
             self._usual = _median([(one, tokens) for one, _, tokens in self._kept]), _median([(one, n) for _, one, n in self._kept])
@@ -121,7 +122,7 @@ class _History:
     def to_data(self) -> dict[str, Any]:
         """Returns the history as JSON data.
 
-        Times and rates have three significant digits; tokens are exact, because they weight the medians.
+        Times and rates have three significant digits. Token counts are exact, because they are the weights of the medians.
         """
         return {
             "stride": self._stride,
@@ -130,7 +131,7 @@ class _History:
 
     @classmethod
     def from_data(cls, data: Any) -> _History:
-        """Restores the history. Raises `ValueError` if `to_data` cannot have returned the data."""
+        """Restores a history. Raises `ValueError` if `data` cannot come from `to_data`."""
         history = cls()
         try:
             history._stride = int(data["stride"])
@@ -154,26 +155,26 @@ def _median(weighted: list[tuple[float, float]]) -> float:
 
 
 class RequestInProgress:
-    """A request in progress, see `Pace.begin`."""
+    """A request in progress; see `Pace.begin`."""
 
     def __init__(self, started: float, area: float, reads: int, read: int) -> None:
         self.started, self.area = started, area
         self.reads = reads  # new prompt tokens
-        self.read = read  # new prompt tokens of all earlier requests
+        self.read = read  # number of new prompt tokens in all earlier requests
 
 
 class Pace:
-    """The request times of this run, as the client of the policy's server measures them. Use it from one event loop.
+    """The request times in this run, measured by the client of the policy's server. Use it from one event loop.
 
-    A request that ended normally is compared with requests of a similar number of tokens (the same power of two). A request that was cut
-    off is compared by its tokens per second, because the server decided how many tokens it got. The history covers the whole run, so that a
-    slow server does not soon count as usual. A request is as fast as usual if its time is as usual, or if the tokens per second of all
-    requests in flight are. Both measures are also taken with the prompt tokens that the server had to compute (`PROMPT_TOKEN_WORK`), for
-    this request and for those that started in the meantime. A server with more requests at once therefore does not count as slower, and a
-    policy cannot make it count as slow by sampling or reading more.
+    A request that finished normally is compared with requests of a similar number of tokens (the same power of two). A request that was cut
+    off is compared by its tokens per second, because the server decided how many tokens were sampled. The history covers the entire run, so
+    that a slow server does not soon count as usual. A request is as fast as usual if either its time or the tokens per second of all
+    requests in flight are as usual. Both are also measured with the prompt tokens that the server had to compute (`PROMPT_TOKEN_WORK`), for
+    this request and for the requests that started in the meantime. A server therefore does not count as slower because it has more
+    concurrent requests, and a policy cannot make it count as slow by sampling or reading more.
 
     Args:
-        slots: requests that the servers decode at once; None means unknown.
+        slots: number of requests that the servers decode concurrently; None means unknown.
     """
 
     def __init__(self, *, slots: int | None = None) -> None:
@@ -182,7 +183,7 @@ class Pace:
         self._all = _History()
         self._work = _History()  # including prompt tokens, in sampled tokens
         self._read = 0  # new prompt tokens so far
-        self._sizes: dict[int, _History] = {}  # requests that ended normally, by the power of two of their tokens
+        self._sizes: dict[int, _History] = {}  # power of two of the number of tokens -> requests that finished normally
         self._measured_s: float | None = None  # seconds per token of the idle server, until `slow_start_alert` has used it
         self._area, self._at = 0.0, 0.0  # request-seconds so far, and the time of the last update
 
@@ -193,7 +194,7 @@ class Pace:
 
     @property
     def waiting(self) -> int:
-        """The number of requests in flight in excess of those that the servers decode at once."""
+        """The number of requests in flight beyond those that the servers decode concurrently."""
         return 0 if self.slots is None else max(0, self.in_flight - self.slots)
 
     def begin(self, now: float, *, reads: int = 0) -> RequestInProgress:
@@ -209,11 +210,11 @@ class Pace:
         """Compares a finished request with the history and adds it.
 
         Args:
-            tokens: sampled; None means unknown.
-            at_most: tokens that were requested.
-            cut: whether it was cut off. If it has hardly any tokens, its time shows how long the server stalled, not how fast the server
-                is.
-            reads: prompt tokens that the server had to compute; None means the number given to `begin`.
+            tokens: number of sampled tokens; None means unknown.
+            at_most: maximum number of tokens that was requested.
+            cut: whether it was cut off. If such a request has hardly any tokens, its time shows how long the server stalled, not how fast
+                the server is, and is not added.
+            reads: prompt tokens that the server had to compute; None means the number passed to `begin`.
         """
         self._advance(now)
         self.in_flight -= 1
@@ -233,10 +234,11 @@ class Pace:
         return Reading(tokens=tokens, seconds=seconds, in_flight=in_flight, usual_s=usual)
 
     def usual_s(self, tokens: int, in_flight: float, *, cut: bool = False, reads: int = 0, others: int = 0) -> float | None:
-        """Returns the seconds that a request of `tokens` tokens usually takes with `in_flight` requests; None if there is no history.
+        """Returns the usual seconds for a request of `tokens` tokens with `in_flight` requests in flight; None if there is no history.
 
-        The server computes `reads` prompt tokens for it, and `others` for requests that started in the meantime. If the history has no
-        request of this size, the next smaller size is scaled up. If there is no smaller size, the next larger size is used unchanged.
+        The server computes `reads` prompt tokens for this request, and `others` for requests that started in the meantime. If the history
+        contains no request of this size, the next smaller size is scaled up. If there is no smaller size, the next larger size is used
+        unchanged.
         """
         if not self._all:
             return None
@@ -257,9 +259,9 @@ class Pace:
         )
 
     def set_idle_token_s(self, token_s: float) -> None:
-        """Adds the time per token of an idle server to the history, if the history is empty.
+        """Adds the time per token of an idle server to the history if the history is empty.
 
-        Until there are other measurements, requests in flight share this throughput, a lower bound for any server.
+        Until there are other measurements, all requests in flight are assumed to share this throughput, a lower bound for any server.
         """
         if self._all or not 0 < token_s < math.inf:
             return
@@ -269,7 +271,7 @@ class Pace:
         self._measured_s = token_s
 
     def slow_start_alert(self) -> str:
-        """Returns an alert, only once, if the first requests were slower than the measurement at the server's start; otherwise ""."""
+        """Returns an alert, only once, if the first requests were much slower than the measurement at the server's start; otherwise ""."""
         if self._measured_s is None or len(self._all) < _FIRST:
             return ""
         usual_s, throughput = self._all.usual()
@@ -289,7 +291,7 @@ class Pace:
     def restore(self, data: Any) -> None:
         """Restores the history of an earlier process.
 
-        Raises `ValueError`, and changes nothing, if `to_data` cannot have returned the data.
+        Raises `ValueError`, and changes nothing, if `data` cannot come from `to_data`.
         """
         if not isinstance(data, dict) or not isinstance(sizes := data.get("sizes"), dict) or len(sizes) > _MOST_SIZES:
             raise ValueError("not a history of requests")
@@ -307,12 +309,12 @@ class Pace:
 
 @dataclass(slots=True)
 class SamplingTime:
-    """The time that one episode's requests took. Time with several concurrent requests counts once, divided among them."""
+    """The time that one episode's requests took. Time during which several requests run concurrently counts once, divided among them."""
 
     before: tuple[float, float] = (0.0, 0.0)  # `sampled_s` and `lost_s` from an earlier process
     _running: int = 0
     _since: float = 0.0
-    _wall_s: float = 0.0  # seconds with at least one request
+    _wall_s: float = 0.0  # seconds with at least one request in flight
     _seconds: float = 0.0
     _sampled_s: float = 0.0
     _lost_s: float = 0.0
@@ -336,7 +338,7 @@ class SamplingTime:
 
     @property
     def sampled_s(self) -> float:
-        """Seconds of sampling that count for the policy."""
+        """Seconds of sampling that are attributed to the policy."""
         return self.before[0] + self._sampled_s * self._share
 
     @property

@@ -1,16 +1,16 @@
-"""Repeats the actions of an attempt that a fault ended, and decides whether these actions provoked the fault.
+"""Repeats the actions of an attempt that ended with a fault, and decides whether these actions provoked the fault.
 
-The policy may have caused a fault that occurs after its first turn. If the next attempt sampled new actions, or if the episode were
-excluded in the end, a policy that provokes faults when its episode goes badly would choose which of its episodes count. The next attempt
-therefore repeats the completions of the earlier attempts as long as its contexts are equal to theirs. A fault of a machine does not depend
-on the actions. The repetition does not encounter it, and the episode has the tokens that were sampled first.
+The policy may have caused a fault that occurs after its first turn. If the next attempt sampled new actions, or if the episode were finally
+excluded, a policy that provokes faults when its episode goes badly would choose which of its episodes count. The next attempt therefore
+repeats the completions of the earlier attempts as long as its contexts are equal to theirs. A machine fault does not depend on the actions,
+so the repetition does not encounter it, and the episode contains the tokens that were sampled first.
 
-The actions provoked a fault if it ended three attempts of an episode in a row, while the same part worked for at least `MIN_OTHERS`
-episodes of other groups, and hardly any of them encountered the fault. If the part is an environment, only episodes with the same
-environment count. If an environment ends its process, the repetition runs it in a separate process, so that it does not end the
+The actions count as the cause of a fault if the fault ended three consecutive attempts of an episode, at least `MIN_OTHERS` episodes of
+other groups used the same part, and hardly any of them encountered the fault. If the part is an environment, only episodes with the same
+environment count. If an environment crashes its process, the repetition runs it in a separate process, so that it does not crash the
 environments of other episodes again. If faults did not depend on the actions, two repetitions would encounter the fault with a probability
 of at most `MAX_CHANCE` squared. An episode with a provoked fault is scored like every other failure of the policy. This module does not
-decide faults of tools, because an agent may be the only one that calls a tool (`agentrl.agent.outage_blame`).
+decide the blame for tool faults, because an agent may be the only agent that calls a tool (`agentrl.agent.outage_blame`).
 """
 
 from __future__ import annotations
@@ -27,18 +27,17 @@ from agentrl.records import Blame, Completion, Failure
 PROVOKED = "provoked"
 """`Failure.kind` of a fault that the policy's actions provoked."""
 ATTEMPTS = 3
-"""Number of attempts in a row that the same fault must have ended."""
+"""Number of consecutive attempts that the same fault must have ended."""
 MIN_OTHERS = 8
 """Number of episodes of other groups that must have used the part since the first of these faults."""
 MAX_CHANCE = 0.1
-"""Maximum estimated probability that an episode of a different group encounters the fault: (faults + 1) / (episodes + 2) of these
-episodes."""
+"""Maximum estimated probability that an episode of another group encounters the fault: (episodes with the fault + 1) / (episodes + 2)."""
 PATIENCE_S = 20.0
-"""Maximum seconds for which the last attempt waits for episodes of other groups. It does not wait if no other group is running."""
+"""Maximum number of seconds to wait for episodes of other groups after the last attempt. There is no wait if no other group is running."""
 GENERATE, SANDBOX = "generate", "sandbox"
-"""Parts that an episode used successfully: the policy's server, a sandbox. `part_in` returns the name of a part in one environment."""
+"""Names of the parts that an episode may use: the policy's server and a sandbox. `part_in` returns the name of a part in an environment."""
 _POLL_S = 0.1
-_NEWEST = 1024  # events that are recorded
+_NEWEST = 1024  # number of events that are kept
 _DECIDED_ELSEWHERE = ("score", "tool")  # stages
 _IN_SANDBOXES = ("sandbox", "collect")
 
@@ -49,12 +48,12 @@ def part_in(environment: str, part: str = GENERATE) -> str:
 
 
 def may_be_provoked(failure: Failure) -> bool:
-    """Whether the next attempt should repeat the actions, because it is undecided whether they provoked the fault."""
+    """Whether the next attempt should repeat the actions, because they may have provoked the fault."""
     return failure.policy_reachable and failure.stage not in _DECIDED_ELSEWHERE
 
 
 class SampledTurns:
-    """The completions of one episode's attempts, by their contexts. An attempt repeats each completion of the earlier attempts once.
+    """The completions of one episode's attempts, indexed by context. An attempt repeats each completion of the earlier attempts once.
 
     Args:
         used: called with `GENERATE` or `SANDBOX` after each successful use of that part.
@@ -63,13 +62,12 @@ class SampledTurns:
     def __init__(self, used: Callable[[str], None] = lambda part: None) -> None:
         self.used = used
         self.alone = False
-        """Whether the next attempt's environment gets a separate process."""
+        """Whether the next attempt's environment runs in a separate process."""
         self._earlier: dict[bytes, list[Completion]] = {}
         self._own: dict[bytes, list[Completion]] = {}
 
     async def complete(self, context: Sequence[int], sample: Callable[[], Awaitable[Completion]], *, most: int) -> Completion:
-        """Returns the completion of a turn: the completion that an earlier attempt sampled in this context, or else a new completion from
-        `sample`."""
+        """Returns the completion that an earlier attempt sampled in this context, or a new completion from `sample` if there is none."""
         completion = self.take(context, most=most)
         if completion is None:
             completion = await sample()
@@ -78,7 +76,7 @@ class SampledTurns:
         return completion
 
     def take(self, context: Sequence[int], *, most: int) -> Completion | None:
-        """Returns the next completion that an earlier attempt sampled in a context, if it has at most `most` tokens."""
+        """Removes and returns the next completion that an earlier attempt sampled in a context, if it has at most `most` tokens."""
         left = self._earlier.get(_digest(context)) if self._earlier else None
         return left.pop(0) if left and len(left[0].token_ids) <= most else None
 
@@ -87,8 +85,7 @@ class SampledTurns:
         self._own.setdefault(_digest(context), []).append(completion)
 
     def end_attempt(self, *, repeat: bool, alone: bool = False) -> None:
-        """Ends the running attempt. If `repeat` is set, the next attempt repeats its completions, and the earlier completions that it did
-        not reach.
+        """Ends the running attempt. If `repeat` is true, the next attempt repeats its completions and earlier ones that it did not reach.
 
         Args:
             alone: whether the environments of all later attempts run in separate processes.
@@ -100,9 +97,9 @@ class SampledTurns:
 
 
 class FaultHistory:
-    """The parts that the newest episodes of all groups used, and the faults that ended their first attempts. Use it from one event loop.
+    """The parts that recent episodes of all groups used, and the faults that ended their first attempts. Use it from one event loop.
 
-    Faults of later attempts do not count, because they repeat the first attempt.
+    Faults in later attempts do not count, because these attempts repeat the first attempt.
     """
 
     def __init__(self) -> None:
@@ -138,8 +135,7 @@ class FaultHistory:
             self._newest.popitem(last=False)
 
     async def wait_for_others(self, fault: Failure, group: str, *, since: int, environment: str = "") -> None:
-        """Waits, for at most `PATIENCE_S`, until the events of other groups after number `since` show that hardly any episode encounters
-        the fault."""
+        """Waits at most `PATIENCE_S` seconds until other groups' events after `since` show that hardly any episode encounters the fault."""
         for _ in range(round(PATIENCE_S / _POLL_S)):
             if self._others_are_well(fault, group, since, environment) or not self._running.keys() - {group}:
                 return
@@ -169,8 +165,7 @@ class FaultHistory:
         return others >= MIN_OTHERS and (met + 1) / (others + 2) <= MAX_CHANCE
 
     def _met_by_others(self, fault: Failure, group: str, since: int, environment: str) -> tuple[int, int]:
-        """Returns the number of episodes of other groups that met the fault after event `since`, and the number that met it or used the
-        failed part."""
+        """Returns how many episodes of other groups encountered the fault after `since`, and how many encountered it or used the part."""
         part = SANDBOX if fault.stage in _IN_SANDBOXES else GENERATE
         if fault.stage == "environment" and environment:
             part = part_in(environment)

@@ -1,7 +1,7 @@
-"""Sends the requests of one episode to the policy: their deadlines, and the continuation of requests that are cut off.
+"""Sends one episode's requests to the policy, enforces their deadlines, and continues requests that are cut off.
 
-A turn may take several requests. A long request is cut off and continued from the exact tokens so far, so that a stall is detected while it
-happens. Only `Limits.wall_s` shortens the policy's output; no server setting does.
+A turn may need several requests. A long request is cut off and continued from the exact tokens so far, so that a stall is detected while it
+happens. Only `Limits.wall_s` shortens the policy's output. No server setting does.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ ADVICE = "raise Limits.wall_s or serving.threads, or lower rollout.concurrency; 
 
 
 class SlowServer(ServingError):
-    """A turn lost `serving.request_timeout_s` to a slow server."""
+    """A turn lost `serving.request_timeout_s` because of a slow server."""
 
 
 def loop_time() -> float:
-    """Returns the time of the event loop, which tests can replace; if no loop is running, the time of the monotonic clock."""
+    """Returns the event loop's time, which tests can replace. If no loop is running, returns the time of the monotonic clock."""
     try:
         return asyncio.get_running_loop().time()
     except RuntimeError:
@@ -66,40 +66,40 @@ class EpisodeRequests:
     pace: Pace
     limit_s: float  # `Limits.wall_s`
     timeout_s: float  # seconds for one request
-    spent_s: Callable[[], float]  # returns the seconds that the episode has taken
+    spent_s: Callable[[], float]  # returns the seconds that the episode has taken so far
     sampling: SamplingTime
     stalls: StallCount = field(default_factory=StallCount)  # stalls of the driver's event loop since the episode started
     _cut: bool = False
-    _version: int | None = None  # weight version that sampled last, to which the server's cache belongs
+    _version: int | None = None  # weight version that sampled last; the server's cache belongs to it
 
     @property
     def left_s(self) -> float:
-        """The seconds in which the episode may still sample. The time after that is reserved to fetch the tokens of a cut-off request."""
+        """The seconds for which the episode may still sample. Time after that is reserved for fetching the tokens of a cut-off request."""
         return self.limit_s - fetch_reserve_s(self.limit_s) - self.spent_s()
 
     @property
     def out_of_time(self) -> bool:
-        """Whether no more requests may be sent."""
+        """Whether the episode may send no more requests."""
         return self._cut or self.left_s <= 0
 
     async def sample(
         self, token_ids: Sequence[int], params: Callable[[int], SamplingParams], max_tokens: int, name: str, *, reads: int
     ) -> Completion:
-        """Returns a completion of at most `max_tokens`. Its finish reason is `CUT` if the episode's time ended it.
+        """Returns a completion of at most `max_tokens` tokens. Its finish reason is `CUT` if it stopped because the episode's time ran out.
 
         Args:
-            params: returns the sampling parameters for a number of tokens.
+            params: returns the sampling parameters for a maximum number of tokens.
             name: id of the first request; continuations append a number.
-            reads: tokens of `token_ids` that the server has not computed for this episode yet.
+            reads: number of tokens in `token_ids` that the server has not computed for this episode yet.
 
         Raises:
-            OutOfTime: the episode's time ended before a token was sampled.
-            SlowServer: the server was slow for `timeout_s`.
+            OutOfTime: the episode's time ran out before a token was sampled.
+            SlowServer: the turn lost `timeout_s` because of a slow server.
             ServingError: the server failed.
         """
         completion: Completion | None = None
         lost_before_s = self.sampling.lost_s
-        for number in count():  # ends because each request takes time
+        for number in count():  # terminates because each request takes time
             ids = [] if completion is None else list(completion.token_ids)
             request = params(max_tokens - len(ids)), f"{name}.{number}" if number else name
             part = await self._part([*token_ids, *ids], *request, first=not number, reads=0 if ids else reads, lost_before_s=lost_before_s)
@@ -121,7 +121,7 @@ class EpisodeRequests:
         left_s = self.left_s
         if left_s <= 0:
             return EMPTY_COMPLETION
-        whole = bool(params.constraint)  # a continuation does not know the grammar state of the request that was cut off
+        whole = bool(params.constraint)  # a continuation does not have the grammar state of the request that was cut off
         timeout_s = left_s if whole else min(left_s, self.timeout_s, self.limit_s / REQUESTS_PER_EPISODE)
         if first and not whole and not self.pace.known:
             timeout_s = min(timeout_s / 2, FIRST_S)
@@ -131,7 +131,7 @@ class EpisodeRequests:
             completion = await self.policy.generate(token_ids, params, request_id=name, timeout_s=timeout_s)
             tokens, cut = len(completion.token_ids), completion.finish_reason == CUT
             if completion.versions:
-                if self._version not in (None, completion.versions[0].version):  # the cache of a different version cannot be used
+                if self._version not in (None, completion.versions[0].version):  # another version's cache cannot be used
                     reads = len(token_ids)
                 self._version = completion.versions[-1].version
         finally:
@@ -159,7 +159,7 @@ class EpisodeRequests:
             self.sampling.end(loop_time(), reading)
 
     def timeout_failure(self, *, program_s: float, sandbox_s: float, turn: int) -> Failure | None:
-        """Returns the failure of an episode that used up its time; None if the policy's programs took most of the time."""
+        """Returns the failure of an episode that used up its time; None if the policy is to blame, mostly because of its programs."""
         sampled_s, lost_s, stalled_s = self.sampling.sampled_s, self.sampling.lost_s, self.stalls.seconds
         blame = blame_for_timeout(self.limit_s, program_s=program_s, sampled_s=sampled_s, lost_s=lost_s, stalled_s=stalled_s)
         spent = f"{self.limit_s:g} s: programs took {program_s:.1f} s, sampling {sampled_s + lost_s:.1f} s"

@@ -1,7 +1,6 @@
-"""Decides which attempts of a group start, which of them the group waits for, and which it cancels. `agentrl.rollout.group` runs the
-attempts.
+"""Decides which attempts of a group start, which the group waits for, and which it cancels. Also limits how many episodes run at once.
 
-Limits how many episodes run at once, by number and by the use of the servers' key/value caches.
+`agentrl.rollout.group` runs the attempts. Concurrent episodes are limited by number and by the use of the servers' KV caches.
 
 A server with a full cache evicts running requests and later recomputes their contexts, so too many concurrent episodes slow down all of
 them. The cache use of a new episode is unknown; it is estimated by the average of the episodes in flight.
@@ -28,20 +27,20 @@ SPARE, EQUAL = "spare", "equal"
 
 @dataclass(slots=True, eq=False)
 class GroupAttempt:
-    """One attempt of a group: waiting, running, ended or abandoned."""
+    """An attempt in a group: waiting, running, ended or abandoned."""
 
     race: AttemptScheduler
     number: int
     name: str
     group: int
     job: asyncio.Task[None] | None = None  # None before it starts
-    episode: ActiveEpisode | None = None  # its newest episode
+    episode: ActiveEpisode | None = None  # the attempt's newest episode
     scored: ScoredEpisode | None = None  # None until it ends
     abandoned: bool = False
-    suspect: bool = False  # it repeats its actions after a fault, so the group must not cancel it as unneeded
+    suspect: bool = False  # the attempt repeats its actions after a fault, so the group must not cancel it as unneeded
 
     def abandon(self) -> bool:
-        """Abandons this attempt after a fault if the group has enough other attempts. Returns whether it did; if so, no retry is needed."""
+        """Abandons this attempt after a fault if the group has enough other attempts. Returns whether it was abandoned."""
         return self.race.abandon(self)
 
 
@@ -49,17 +48,17 @@ class StartAttempt(Protocol):
     """Runs an attempt."""
 
     def __call__(self, attempt: GroupAttempt, /) -> asyncio.Task[None] | None:
-        """Starts the attempt. Returns its task, or None if the group is ending."""
+        """Starts the attempt. Returns its asyncio task, or None if the group is shutting down."""
         ...
 
 
 class AttemptScheduler:
-    """Schedules the attempts of one group: `size` must count, and `size + spare` may start.
+    """Schedules the attempts of one group. `size` attempts must count, and `size + spare` attempts may start.
 
     The number of attempts that run at once is the number still needed, plus `spare`. If an attempt is excluded or has no score, an
     additional attempt starts. When `size` attempts count, the others are cancelled, except those that repeat their actions after a fault.
-    If `first` is set, only `first` attempts start. When they count and their scores differ, the others start; if the scores are equal, the
-    group ends.
+    If `first` is set, only `first` attempts start. When they count, the other attempts start if the scores differ. If the scores are equal,
+    the group ends.
 
     Args:
         names: names of the attempts, in the order in which they start.
@@ -77,7 +76,7 @@ class AttemptScheduler:
         self._over, self._reason = False, SPARE
 
     def start(self, ended: Sequence[int] = ()) -> None:
-        """Starts the schedule. `ended`: numbers of attempts that an earlier process finished; they are recorded before any other starts."""
+        """Starts the schedule. `ended`: numbers of attempts that an earlier process finished, recorded before others start."""
         self._before = [attempt for attempt in self.attempts if attempt.number in ended]
         for attempt in self._before:
             self._start(attempt)
@@ -94,7 +93,7 @@ class AttemptScheduler:
         self._advance()
 
     def abandon(self, attempt: GroupAttempt) -> bool:
-        """Abandons an attempt if the group has enough other attempts. Returns whether it did."""
+        """Abandons an attempt if the group has enough other attempts. Returns whether it was abandoned."""
         if self._may_count - 1 >= self._size:
             self._may_count -= 1
             attempt.abandoned = True
@@ -106,7 +105,7 @@ class AttemptScheduler:
 
     @property
     def episodes(self) -> tuple[ScoredEpisode, ...]:
-        """The attempts of the group in order: those that count, and those that were excluded or have no score."""
+        """The group's attempts in order: those that count, and those that were excluded or have no score."""
         counted = {attempt.number for attempt in self.counted}
         return tuple(
             attempt.scored
@@ -160,12 +159,12 @@ class AttemptScheduler:
 
 
 def counts_for_group(scored: ScoredEpisode) -> bool:
-    """Whether an attempt counts for its group: it has a score, or its score has not arrived yet."""
+    """Whether an attempt counts towards its group: it has a score, or its score is still pending."""
     return not scored.episode.left_out and (not scored.score.is_absent or scored.score.reason == AWAITING_GROUP_JUDGE)
 
 
 def _cancelled(attempt: GroupAttempt, reason: str) -> Cancelled:
-    if attempt.scored is not None:  # it ended when it was no longer needed
+    if attempt.scored is not None:  # the attempt ended when it was no longer needed
         episode = attempt.scored.episode
         turns = sum(len(trajectory.own_turns) for trajectory in episode.trajectories)
         return Cancelled(episode_id=episode.id, reason=reason, turns=turns, tokens=episode.completion_tokens, wall_s=episode.wall_s)
@@ -177,19 +176,19 @@ def _cancelled(attempt: GroupAttempt, reason: str) -> Cancelled:
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
-"""Seconds between two checks of the cache use."""
+"""Seconds between checks of the cache use."""
 
 
 class Admission:
     """An asynchronous context manager around each episode. Entering waits until the episode may start.
 
     Between two readings of the cache use u, with n episodes in flight, at most n (full - u) / u more may start: the number that would fill
-    the cache up to `full` at the average use. With several caches, both the use and the free shares are summed; a cache beyond `full` has
-    no free share. One episode may always run. If there are no readings, only `most` limits the episodes. Episodes start in the order in
+    the cache up to `full` at the average use. With several caches, both the use and the free shares are summed. A cache beyond `full` has
+    no free share. One episode may always run. Without readings, only `most` limits the number of episodes. Episodes start in the order in
     which they arrive.
 
     Args:
-        most: maximum episodes in flight.
+        most: maximum number of episodes in flight.
         use: returns the newest reading, or None before the first reading.
         full: share of each cache that may be in use; 1 disables this limit.
     """
@@ -228,7 +227,7 @@ class Admission:
             await asyncio.sleep(POLL_S)
 
     def _fits(self) -> bool:
-        """Returns whether one more episode may start now. If so, counts it."""
+        """Returns whether one more episode may start now. If it may, counts it."""
         use = self._use()
         taken = 0.0 if use is None else sum(use.shares)
         if use is None or taken <= 0 or self.in_flight == 0:

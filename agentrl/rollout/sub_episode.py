@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class _Fresh(ForwardingSandbox):
-    """A sandbox opened from a copy.
+    """A sandbox that was opened from a copy.
 
     It never reports its first session as restarted, because the sub-agent had no session in the original.
     """
@@ -49,7 +49,7 @@ class SubEpisode:
 
     @property
     def answer(self) -> str | None:
-        """The submitted answer."""
+        """The answer that the episode submitted."""
         return self._episode.answer
 
     @answer.setter
@@ -62,7 +62,7 @@ class SubEpisode:
 
     @property
     def stage(self) -> str:
-        """The current stage, for failures."""
+        """The episode's current stage, which failures record."""
         return self._episode.stage
 
     @stage.setter
@@ -85,12 +85,12 @@ class SubEpisode:
 
     @property
     def turn_count(self) -> int:
-        """Finished turns of the episode."""
+        """The number of finished turns in the episode."""
         return self._episode.turn_count
 
     @property
     def agent_state(self) -> Mapping[str, Any]:
-        """The agent state that the episode resumed from."""
+        """The agent state from which the episode resumed."""
         return self._episode.agent_state
 
     @property
@@ -121,15 +121,15 @@ class SubEpisode:
         return self._episode.sub_episode(copy)
 
     def running(self, sandbox: Sandbox | None) -> AbstractContextManager[None]:
-        """Counts the time of a tool call."""
+        """Measures the time of a tool call."""
         return self._episode.running(sandbox)
 
     def clip_output(self, output: str) -> str:
-        """Cuts tool output to the episode's remaining budget."""
+        """Truncates tool output to the episode's remaining budget."""
         return self._episode.clip_output(output)
 
     def add_failure(self, failure: Failure) -> None:
-        """Records a failure of a tool."""
+        """Records a tool's failure."""
         self._episode.add_failure(failure)
 
     async def boundary(self, agent_state: Callable[[], Awaitable[Mapping[str, Any]]]) -> None:
@@ -141,7 +141,7 @@ class SubEpisode:
 async def open_sub_episode(episode: ActiveEpisode, copy: bytes | None, sandboxes: set[EpisodeSandbox]) -> AsyncIterator[SubEpisode]:
     """See `LiveEpisode.sub_episode`.
 
-    When the episode ends, it closes the sandboxes that are left in `sandboxes`, for example because closing was interrupted here.
+    When the episode ends, it closes any sandbox that is still in `sandboxes`, for example because its closing was interrupted here.
     """
     box = EpisodeSandbox(episode, copy)
     sandboxes.add(box)

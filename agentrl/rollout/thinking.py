@@ -1,6 +1,6 @@
-"""Samples a turn with bounded thinking: first up to the bound, then the model's end mark if the model is still thinking, then the rest.
+"""Samples a turn with bounded thinking: up to the bound, then the model's end mark if the model is still thinking, then the rest.
 
-The mark's tokens are part of the completion, because the model reads them, but they were not sampled: `Completion.forced` lists them, and
+The mark's tokens are part of the completion, because the model reads them, but they are not sampled. `Completion.forced` lists them, and
 the learner treats them as context.
 """
 
@@ -17,11 +17,11 @@ from agentrl.records.sampling import Supports
 from agentrl.rollout.pace import OutOfTime
 
 ANSWER = ".answer"
-"""Suffix of the request id for the part after the bound."""
+"""Suffix of the request id for the part of a turn after the bound."""
 
 
 def thinking_bound(task: Task, thinking: Thinking | None) -> tuple[int, Thinking] | None:
-    """Returns the task's bound on thinking and how to end it; None if there is no bound.
+    """Returns the task's bound on thinking, in tokens, and how to end thinking; None if there is no bound.
 
     Raises `TaskError` if the bound cannot be enforced.
     """
@@ -44,10 +44,10 @@ class SampleTokens(Protocol):
 
 
 async def sample_turn(context: Sequence[int], budget: int, ask: SampleTokens, thought: tuple[int, Thinking] | None) -> Completion:
-    """Returns a completion of at most `budget` tokens, including forced ones.
+    """Returns a completion of at most `budget` tokens, including forced tokens.
 
     Args:
-        thought: the bound on thinking and how to end it; None means no bound. A bound beyond the budget has no effect.
+        thought: the bound on thinking and how to end thinking; None means no bound. A bound beyond the budget has no effect.
     """
     if thought is None or thought[0] + len(thought[1].end) >= budget:
         return await ask(context, budget)
@@ -64,7 +64,7 @@ async def sample_turn(context: Sequence[int], budget: int, ask: SampleTokens, th
 
 
 def join_completions(first: Completion, rest: Completion, forced: tuple[int, ...] = ()) -> Completion:
-    """Joins two parts with the forced tokens between them.
+    """Joins two parts of a turn, with the forced tokens between them.
 
     The forced tokens belong to the preceding version span and have a logprob of 0.
     """

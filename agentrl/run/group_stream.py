@@ -1,7 +1,7 @@
-"""The Redis stream of a run with `store=redis`: rollout workers add finished groups, and the driver reads them.
+"""The Redis stream of a run with `store=redis`. Rollout workers add finished groups to the stream, and the driver reads them.
 
-If the option `url` is not set, the run starts a server, with its data in `RUN/redis`. Options: `url` (`redis://HOST:PORT/DB`), and
-`password` as a reference (`env:NAME`). The driver passes both to workers in the answer to `GET /spec`, never in a file or an argument.
+If the option `url` is not set, the run starts a server, whose data is stored in `RUN/redis`. Options: `url` (`redis://HOST:PORT/DB`), and
+`password` as a reference (`env:NAME`). The driver passes both to workers in the response to `GET /spec`, never in a file or an argument.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     from agentrl.experience.redis_transport import RedisTransport
 
 BATCH = 16
-"""Maximum groups of one transaction."""
+"""Maximum number of groups in one transaction."""
 _WATCH_S = 0.25
 _SILENT_S = 20.0
-_RESTARTS = 5  # maximum restarts in a row
+_RESTARTS = 5  # maximum number of restarts in a row
 _SOUND_S = 120.0
-_CHECK_S = 10.0  # time to reach a server before the run starts
+_CHECK_S = 10.0  # maximum time to reach a server before the run starts
 
 
 def check_stream(recipe: Recipe) -> None:
-    """Raises `UserError`, with the fix, if a package or program is missing, or if the server at `url` is unreachable or can lose groups."""
+    """Raises `UserError` if a package or a program is missing, or if the server at `url` is unreachable or may lose groups."""
     if recipe.store.ref != "redis":
         return
     import_optional("redis", "redis", needed_for="store=redis")
@@ -70,7 +70,7 @@ def open_transport(options: dict[str, Any]) -> RedisTransport:
 
 
 class GroupStream:
-    """The driver's end of the stream.
+    """The driver's side of the stream.
 
     Args:
         folder: the run folder.
@@ -92,7 +92,7 @@ class GroupStream:
 
     @asynccontextmanager
     async def serving(self, deliver: Callable[[Delivery], Awaitable[None]], forget: Callable[[int], None]) -> AsyncIterator[dict[str, Any]]:
-        """Receives groups during the block. Yields the arguments of `open_transport` for workers on all machines.
+        """Receives groups during the block. Yields the options with which workers on any machine call `open_transport`.
 
         Args:
             deliver, forget: see `agentrl.experience.redis_transport.receive_groups`.
@@ -124,7 +124,7 @@ class GroupStream:
                 await server.close()
 
     async def _keep(self, server: RedisServer) -> None:
-        """Restarts the run's server if it ends or is silent, until it fails too often in a row."""
+        """Restarts the run's server whenever it exits or stops responding, until it fails too often in a row."""
         restarts, clock = Restarts(sound_s=_SOUND_S), asyncio.get_running_loop().time
         answered = clock()
         while True:
@@ -145,7 +145,7 @@ class GroupStream:
             answered = clock()
 
     def _prefix(self) -> str:
-        """Returns the prefix of the run's keys, which differs from that of a different run in a folder of the same name."""
+        """Returns the prefix of the run's keys. It is unique, so that a different run in a folder with the same name has different keys."""
         path = self._folder / "prefix"
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -154,20 +154,20 @@ class GroupStream:
 
 
 class Outbox:
-    """Sends the groups of one worker. Groups that wait at the same time are added in one transaction."""
+    """Sends the groups of one worker. Groups that are waiting at the same time are added in one transaction."""
 
     def __init__(self, transport: GroupTransport) -> None:
         self._transport = transport
         self._waiting: asyncio.Queue[tuple[str, Group, asyncio.Future[bool]]] = asyncio.Queue()
 
     async def send(self, lease: str, group: Group) -> bool:
-        """Adds a group durably, and returns True; returns False if the group is too large for the stream. Raises `StoreError`."""
+        """Returns True when the group has been added durably, and False if it is too large for the stream. Raises `StoreError`."""
         sent: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._waiting.put_nowait((lease, group, sent))
         return await sent
 
     async def run(self) -> None:
-        """Adds waiting groups until it is cancelled."""
+        """Adds the waiting groups to the stream until it is cancelled."""
         while True:
             batch = [await self._waiting.get()]
             while len(batch) < BATCH and not self._waiting.empty():
@@ -194,7 +194,7 @@ def _resolve(sent: asyncio.Future[bool], result: bool) -> None:
 
 
 def _options(recipe: Recipe) -> dict[str, Any]:
-    """Returns `url` and `password` of a server that the run does not start; empty if it starts one. Raises `UserError`."""
+    """Returns the options `url` and `password` if the run uses an existing server; empty if it starts a server. Raises `UserError`."""
     options = secrets.resolve_options({name: value for name, value in recipe.store.options.items() if name != "keep_steps"})
     unknown = sorted(set(options) - {"url", "password"})
     if unknown or not all(isinstance(value, str) for value in options.values()) or ("password" in options and "url" not in options):

@@ -1,4 +1,4 @@
-"""Follows the groups that wait for late scores: counts them, closes expired parts, and records their outcomes."""
+"""Tracks the groups that wait for late scores: counts them, closes expired score parts, and records the outcomes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from agentrl.task.group_tasks import GroupTasks
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.5
-_BATCH = 64  # groups in memory at once
+_BATCH = 64  # maximum number of groups in memory at once
 
 
 def check_order(order: GroupOrder, *late: str) -> None:
-    """Raises `UserError` if `late` names late scores and the order accepts none."""
+    """Raises `UserError` if `late` is not empty and the order accepts no late scores. `late` describes the late scores."""
     if late and not order.accepts_late:
         raise UserError(
             f"{late[0]}: a step of this run waits for its own groups, so scores cannot be late",
@@ -34,7 +34,8 @@ def check_order(order: GroupOrder, *late: str) -> None:
 
 
 def check_residuals(order: GroupOrder, *late: str) -> None:
-    """Raises `UserError` if `late` names late scores to apply as residuals and the recipe does not allow residuals."""
+    """Raises `UserError` if `late` is not empty and the recipe does not allow residuals. `late` describes late scores to apply as
+    residuals."""
     if late and order.no_residuals:
         raise UserError(
             f"{late[0]}: residual scores cannot be applied with {order.no_residuals}",
@@ -44,10 +45,11 @@ def check_residuals(order: GroupOrder, *late: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LateGroups:
-    """The parked groups of one run. `changed` is set when their number changes; the caller that waits for it clears it.
+    """The parked groups of one run. `changed` is set when the number of parked or running groups changes, and the caller that waits for it
+    clears it.
 
-    The outcome of a group is recorded once, when its last score arrives or expires. If no driver runs at that time, or a driver dies while
-    it records the outcome, the next driver records it (`resume`).
+    The outcome of a group is recorded once, when the last late score arrives or expires. If no driver is running at that time, or if the
+    driver dies while it records the outcome, the next driver records the outcome (`resume`).
     """
 
     folder: Path
@@ -57,17 +59,17 @@ class LateGroups:
     capture: Capture
     tracker: Tracker
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    recording: asyncio.Lock = field(default_factory=asyncio.Lock)  # files of lines have one writer at a time
+    recording: asyncio.Lock = field(default_factory=asyncio.Lock)  # JSON-lines files must have one writer at a time
     _clock: Clock = field(default_factory=Clock)
     _parked: set[int] = field(default_factory=set)
 
     @property
     def count(self) -> int:
-        """The number of parked groups, not counting residuals, when the store was last read."""
+        """The number of parked groups, excluding residuals, when the store was last read."""
         return sum(1 for index in self._parked if index >= 0)
 
     async def resume(self) -> None:
-        """Reads the parked groups that an earlier driver left, and records those that became ready in the meantime."""
+        """Reads the parked groups that an earlier driver left, and records the outcomes of groups that became ready in the meantime."""
         parked = set(await self.store.call(lambda store: store.parked()))
         self._parked.update(parked)
         unrecorded = await asyncio.to_thread(PendingTranscripts(self.folder).groups) - set(map(sampled_index, parked))
@@ -76,12 +78,12 @@ class LateGroups:
         await self._record([index for index in stored if -1 - index not in residual] + residual, again=True)
 
     def check(self, group: Group) -> None:
-        """Raises `UserError` if scores of the group are late and the run's order accepts none."""
+        """Raises `UserError` if scores of the group are late and the run does not accept them."""
         check_order(self.order, *(f"late score {part.name!r} of group {group.index}" for _, _, part in group.pending))
         check_residuals(self.order, *(f"late score {part.name!r} of group {group.index}" for _, _, part in group.pending if part.residual))
 
     def park(self, group: Group) -> None:
-        """Counts a stored group, or a residual, that waits for late scores."""
+        """Adds a stored group, or a residual, that waits for late scores."""
         self._parked.add(group.index)
         self.changed.set()
         if self.count == MAX_PARKED_BLOCKS * self.order.per_step:
@@ -91,22 +93,23 @@ class LateGroups:
             )
 
     async def watch(self) -> None:
-        """Closes expired parts and records groups that become ready, until it is cancelled. Raises `StoreError`."""
+        """Closes expired score parts and records the outcomes of groups that become ready, until it is cancelled. Raises `StoreError`."""
         while True:
             if self._parked:
                 await self.update()
             await asyncio.sleep(_POLL_S)
 
     async def update(self) -> None:
-        """Reads the store once."""
+        """Closes expired score parts and records the outcomes of groups that became ready, once."""
         now = self._clock.now()
         if expired := await self.store.call(lambda store: store.expire_scores(now=now)):
             log.info("late scores of groups %s expired", ", ".join(str(sampled_index(index)) for index in expired))
-        known = set(self._parked)  # read before the call, because a group may be parked during it
+        known = set(self._parked)  # copied before the call, because a group may be parked during the call
         await self._record(sorted(known.difference(await self.store.call(lambda store: store.parked()))))
 
     async def _record(self, ready: Sequence[int], *, again: bool = False) -> None:
-        """Records the outcomes of groups whose scores are complete. `again`: whether an earlier driver may have recorded some of them."""
+        """Records the outcomes of groups whose scores are complete. `again`: whether an earlier driver may have recorded some of the
+        outcomes."""
         for start in range(0, len(ready), _BATCH):
             groups = await self.store.groups(ready[start : start + _BATCH])
             async with self.recording:
@@ -120,10 +123,10 @@ class LateGroups:
     def _write(self, groups: Sequence[Group], *, again: bool) -> None:
         """Writes the outcomes and failures of groups, in a thread.
 
-        Each step can be repeated, and the last step marks the outcomes as recorded.
+        Each write can be repeated, and the last one marks the outcomes as recorded.
         """
         pending = PendingTranscripts(self.folder)
-        sampled = [group for group in groups if group.index >= 0]  # the outcome of a group with a residual was recorded with the group
+        sampled = [group for group in groups if group.index >= 0]  # for a residual, the outcome was recorded with its group
         known = [(task, group) for group in sampled if (task := pending.task(group.index)) is not None]
         self.tasks.record_scores(known, again=again)
         for task, group in known:

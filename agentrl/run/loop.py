@@ -1,10 +1,11 @@
-"""The pipeline of a run on one page. Rollouts, learner and server exchange data only through the store, the registry and the server.
+"""The pipeline of a run on one page. The rollouts, the learner and the server exchange data only through the store, the registry and the
+server.
 
     groups --(store)--> learner --(registry)--> swap --(server)--> newer groups ...
 
-`agentrl.experience.blocks` limits the number of groups in flight, and so decides when a group may start. The learner's next step starts
-when enough groups are stored and scored (`agentrl.experience.ledger`). There is no other synchronization. Neither rollouts nor learner wait
-for late scores.
+`agentrl.experience.blocks` limits the number of groups in flight, and thus determines when a group may start. The learner's next step
+starts when enough groups are stored and scored (`agentrl.experience.ledger`). There is no other synchronization. Neither the rollouts nor
+the learner wait for late scores.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ _POLL_S = 0.05
 
 
 async def train(recipe: Recipe, start: RunStart, checked: PreflightResult, *, root: Path, console: bool = True) -> Summary:
-    """Runs a recipe, from the first evaluation to the last, and returns its summary. If `start.folder` contains a run, continues it.
+    """Runs a recipe from the first evaluation to the last, and returns the summary of the run. If `start.folder` contains a run, continues
+    that run.
 
     The caller must lock the run folder (`claim_run_folder`) and run the cheap checks (`run_preflight`) first. Raises `UserError` before
     anything starts if the recipe cannot run here, and `InfrastructureError` if a part fails permanently. Finished work is kept.
@@ -68,7 +70,7 @@ async def train(recipe: Recipe, start: RunStart, checked: PreflightResult, *, ro
         if len(read_sessions(start.folder)) > starts:  # otherwise the last session belongs to an earlier driver
             _ended(start.folder, error)
         raise
-    return _report(run, unfinished, ledger)  # last, so that it includes all stage times
+    return _report(run, unfinished, ledger)  # called last, so that the summary includes the times of all stages
 
 
 async def _pipeline(run: Run) -> None:
@@ -79,7 +81,7 @@ async def _pipeline(run: Run) -> None:
     async with asyncio.TaskGroup() as parts:
         needed = newest.number < run.progress.end and not concluded
         learning = None
-        if needed:  # early, so that an error of the learner stops the start
+        if needed:  # started early, so that an error in the learner stops the start of the run
             learning = parts.create_task(watch_learner(run.learner, run.registry, run.tracker.alert))
         await run.start_serving(newest, gating=not concluded, learning=needed)
         await asyncio.to_thread(run.registry.set_state, newest.number, VersionState.SERVING)
@@ -117,9 +119,9 @@ async def _pipeline(run: Run) -> None:
 
 
 def _export_result(run: Run) -> None:
-    """Exports the result to `model/`, except version 0, because a copy of it would look like a result.
+    """Exports the result to `model/`. Version 0 is not exported, because a copy of it would look like a result.
 
-    The summary states why there is no result.
+    If there is no result, the summary states why.
     """
     result = run.registry.get(run.served.version) if run.recipe.gate is None else promoted_result(run.registry, run.folder)
     if result is not None and measure.weights_changed(run.folder):
@@ -128,7 +130,7 @@ def _export_result(run: Run) -> None:
 
 
 async def _learn(run: Run, learning: asyncio.Task[None] | None) -> None:
-    """Runs rollouts, swaps and the learner until version `stop_at` serves.
+    """Runs the rollouts, the swaps and the learner until version `stop_at` is served.
 
     `learning` is the task that watches the learner, if the run needs a learner.
     """
@@ -150,9 +152,9 @@ async def _learn(run: Run, learning: asyncio.Task[None] | None) -> None:
 
 
 async def _roll_out(run: Run) -> None:
-    """Starts groups as soon as they may be sampled. Groups that a resumed run already has are skipped.
+    """Starts groups as soon as they may be sampled. In a resumed run, groups that are already stored are skipped.
 
-    Returns when the steps have enough groups and no running group can still be parked. A parked group would have to be replaced.
+    Returns when the steps have enough groups and no running group can still be parked, because a parked group would have to be replaced.
     """
     rollouts, per_step = Rollouts.of(run), run.order.per_step
     await run.late.resume()
@@ -184,7 +186,7 @@ def _start_block(store: ExperienceStore, *, block: int, version: int) -> None:
 
 
 async def _wait_for_change(run: Run, *, version: int) -> None:
-    """Returns when the version serves, a group ends, or the number of parked groups changes."""
+    """Returns when `version` is served, a group ends, or the number of parked groups changes."""
     changes = (run.served.wait_version(version), run.late.changed.wait())
     waiting: list[asyncio.Task[object]] = [asyncio.create_task(change) for change in changes]
     try:
@@ -197,7 +199,7 @@ async def _wait_for_change(run: Run, *, version: int) -> None:
 
 
 async def _swap_versions(run: Run) -> None:
-    """Loads each version that the learner publishes into the server, in order, except rolled-back versions, and lets the gate evaluate
+    """Loads into the server, in order, each version that the learner publishes, except rolled-back versions, and lets the gate evaluate
     it."""
     registry, served, records = run.registry, run.served, StepRecords.of(run)
     async with schedule_gate(Gate.of(run), run.progress) as gate:
@@ -218,7 +220,7 @@ async def _swap_versions(run: Run) -> None:
                 except SwapError:
                     if await asyncio.to_thread(registry.get, number) == version:
                         raise
-                    continue  # it was retracted or rolled back in the meantime, so its files may be gone
+                    continue  # the version was retracted or rolled back in the meantime, so its files may be gone
             if report is not None:
                 run.tracker.swapped(report)
             await records.finish(version, report)
@@ -243,7 +245,7 @@ def _report(run: Run, unfinished: tuple[Group, ...], ledger: LedgerCounts | None
 def _ended(
     folder: Path, error: BaseException | None, *, interrupted: bool = False, figures: Mapping[str, float] = MappingProxyType({})
 ) -> Ended:
-    """Records how the driver ended, if that is not recorded yet."""
+    """Records and returns how the session ended. An existing record is not replaced."""
     fault = main_error(error) if error is not None and not ended_by_user(error) else None
     how: Ended = "failed" if fault is not None else "interrupted" if interrupted or error is not None else "finished"
     with warn_on_error(folder, SESSIONS_FILE):

@@ -1,6 +1,6 @@
-"""Measures how a recipe's learner steps spend their time: it runs a few steps, and reads the timeline of the measured steps.
+"""Measures how the learner steps of a recipe spend their time: runs a few steps, and reads the timeline of the steps to measure.
 
-The run continues after the measured steps until they are recorded, so that the pipeline is as full as in a long run. Then it is stopped.
+The run continues until the measured steps are recorded, so that the pipeline is as full as in a long run, and is then stopped.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Line = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """How some learner steps spent their time, in seconds."""
+    """How the time of some learner steps was spent, in seconds."""
 
     recipe: str
     first_step: int
@@ -42,27 +42,28 @@ class Profile:
     """Wall time of the steps."""
     cpus: int
     start_s: dict[str, float]
-    """Stage before the first step -> seconds, which are not part of `wall_s`."""
+    """Stage before the first step -> seconds. They are not included in `wall_s`."""
     busy_at_once: dict[str, float]
-    """Parts that computed at the same time -> seconds. They add up to `wall_s`."""
+    """Parts that were busy at the same time -> seconds. The seconds add up to `wall_s`."""
     parts: dict[str, dict[str, float]]
-    """Part -> state -> seconds. For each part they add up to `wall_s`."""
+    """Part -> state -> seconds. For each part, the seconds add up to `wall_s`."""
     learner: dict[str, float]
-    """Work of the learner -> seconds. They add up to the time in which the learner ran."""
+    """Kind of work in the learner -> seconds. The seconds add up to the time during which the learner ran."""
     cpu_s: dict[str, float]
-    """Part -> CPU seconds of its processes. With `idle` they add up to `cpus` times `wall_s`; Linux only."""
+    """Part -> CPU seconds used by its processes. Together with `idle`, they add up to `cpus` times `wall_s`. Linux only."""
     episode: dict[str, float]
-    """Mean seconds of an episode: `sampling`, `tools` and `other` add up to `all`, except for agents that act at the same time."""
+    """Mean seconds per episode. `sampling`, `tools` and `other` add up to `all`, unless several agents of an episode act at the same
+    time."""
     figures: dict[str, float]
-    """Mean of other metrics per step."""
+    """Other metrics: name -> mean over the steps."""
 
     @classmethod
     def of(cls, recipe: str, lines: Sequence[Line], episodes: Sequence[ScoredEpisode], start_s: Mapping[str, float]) -> Self:
         """Returns the profile of some steps.
 
         Args:
-            lines: their metrics.
-            episodes: the episodes that they used.
+            lines: the metrics of the steps.
+            episodes: the episodes that the steps used.
             start_s: stage before the first step -> seconds.
 
         Raises `StoreError` if a step has no timeline.
@@ -98,9 +99,9 @@ async def profile_steps(
     """Runs a recipe until the `wanted` steps are recorded, stops it, and returns the profile of these steps.
 
     Args:
-        nsight: records the `wanted` steps; its `wrap` must be in the plan of `checked`.
+        nsight: records the `wanted` steps. Its `wrap` must be in the plan in `checked`.
 
-    Raises the errors of `agentrl.run.loop.train`, and `InfrastructureError` if the run ended before these steps were recorded.
+    Raises the errors of `agentrl.run.loop.train`, and `InfrastructureError` if the run ends before these steps are recorded.
     """
     training = asyncio.create_task(train(recipe, start, checked, root=root, console=False))
     try:
@@ -138,7 +139,7 @@ def _recorded(folder: Path) -> dict[int, Line]:
 
 
 def _episodes(recipe: Recipe, folder: Path, steps: range) -> list[ScoredEpisode]:
-    """Returns the episodes that counted in some steps."""
+    """Returns the scored episodes of the groups that the given steps used."""
     store = open_store(folder, recipe)
     try:
         indices = [entry.index for step in steps for entry in store.entries(step=step - 1) if not entry.is_residual]
@@ -154,7 +155,7 @@ def _before_training(folder: Path) -> dict[str, float]:
 
 
 def _sums(lines: Sequence[Line], prefix: str) -> dict[str, float]:
-    """Returns the sums of the metrics that start with a prefix, the largest first. The names are without the prefix."""
+    """Returns the sums of the metrics whose names start with a prefix, the largest first. The prefix is removed from the names."""
     sums: dict[str, float] = {}
     for line in lines:
         for key, value in line.items():
@@ -165,7 +166,7 @@ def _sums(lines: Sequence[Line], prefix: str) -> dict[str, float]:
 
 
 def _episode_times(episodes: Sequence[ScoredEpisode]) -> dict[str, float]:
-    """Returns the mean times of episodes; empty if there are no episodes."""
+    """Returns the mean times per episode by kind; empty if there are no episodes."""
     if not episodes:
         return {}
     turns = [[turn for trajectory in scored.episode.trajectories for turn in trajectory.own_turns] for scored in episodes]
@@ -175,12 +176,12 @@ def _episode_times(episodes: Sequence[ScoredEpisode]) -> dict[str, float]:
     return {"all": whole, "sampling": sampling, "tools": tools, "other": max(0.0, whole - sampling - tools)}
 
 
-_WIDTH = 26  # characters of a bar
-_NAME = 34  # characters of a name
+_WIDTH = 26  # number of characters in a full bar
+_NAME = 34  # number of characters in a name
 
 
 def render_profile(profile: Profile) -> str:
-    """Returns the profile as text: each table with its sum."""
+    """Returns the profile as text, in which each table ends with its sum."""
     steps = f"steps {profile.first_step} to {profile.first_step + profile.steps - 1}"
     lines = [f"{profile.recipe}: {steps} took {profile.wall_s:.2f} s of wall time on {profile.cpus} CPUs"]
     lines += [f"before the first step: {name} {seconds:.1f} s" for name, seconds in profile.start_s.items()]
@@ -198,7 +199,7 @@ def render_profile(profile: Profile) -> str:
 
 
 def _table(title: str, seconds: Mapping[str, float], whole: float, *, rest: str = "") -> list[str]:
-    """Returns the rows of a table and their sum. `rest`: name of the row for the time that is missing from `whole`."""
+    """Returns the lines of a table, including its sum. `rest`: name of the row for the part of `whole` that the other rows do not cover."""
     if not seconds:
         return []
     rows = dict(seconds)

@@ -1,4 +1,5 @@
-"""Runs the groups of a run, from their tasks to the store. Failures are recorded in the group. Only a failure of the store ends the run."""
+"""Runs the groups of a run, from their tasks to the store. Failures are recorded in the group. Only a failure of the store stops the
+run."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollouts:
-    """The groups of one run: their tasks, their attempts and where they are stored."""
+    """The groups of one run: their tasks, their attempts, and the places where they are recorded."""
 
     folder: Path
     max_staleness: int
@@ -62,13 +63,13 @@ class Rollouts:
         )
 
     async def prepare_block(self, block: int) -> None:
-        """Updates notes and task weights for the groups of a block. Call it when the block may start."""
+        """Updates the notes and the task weights for the groups of a block. Call it when the block may start."""
         if self.memory is not None:
             await self.memory.prepare_block(block)
         await self.tasks.prepare_block(block)
 
     async def group(self, index: int) -> Group:
-        """Samples, scores and stores group `index`. Reports it to the tracker if none of its scores are late."""
+        """Samples, scores and stores group `index`. Reports the group to the tracker if none of its scores are late."""
         step = self.order.block_of(index)
         with ACTIVITY.doing(GROUPS):
             group, task = await self._sample(index, step)
@@ -93,7 +94,7 @@ class Rollouts:
         return group
 
     def _record_pending(self, task: Task, group: Group, step: int) -> None:
-        """Writes the data that is needed when the scores of a group arrive, because its task may no longer be known then.
+        """Writes the data that will be needed when the late scores of a group arrive, because its task may no longer be known then.
 
         Runs in a thread, before the group is stored.
         """
@@ -105,7 +106,7 @@ class Rollouts:
         """Writes the records of a stored group to the run folder, in addition to the store. Runs in a thread. Returns an alert, or ""."""
         self.checkpoints.remove_group(group.index)
         if scored:
-            PendingTranscripts(self.folder).remove(group.index)  # left by a killed driver, whose attempts had late scores
+            PendingTranscripts(self.folder).remove(group.index)  # left by a killed driver whose attempts at the task had late scores
         if not late:
             self.capture.capture_group(task, group, step=step)
         if task is None:
@@ -118,25 +119,27 @@ class Rollouts:
         return record_answer_leaks(self.folder, task, group.episodes, phase="train", step=step)
 
     async def _sample(self, index: int, step: int) -> tuple[Group, Task | None]:
-        """Returns the group of a task, and the task.
+        """Samples group `index`. Returns the group and its task.
 
-        The group has no attempts if the task is quarantined or cannot be created; if it cannot be created, the task is None.
+        If the task is quarantined or cannot be created, the group is an excluded group without attempts. If it cannot be created, the task
+        is None.
         """
         size = self.runner.group_size
         try:
             task = self.tasks.task(index)
-        except Exception as error:  # user-supplied; a retry would fail again, because the task is a pure function of the index
+        except Exception as error:  # user-supplied code; a retry would fail again, because the task is a pure function of the index
             if not isinstance(error, UserError):
                 user_code.log_unexpected(f"task of group {index}", error)
             return excluded_group(index, f"task of group {index}", f"group {index}", task_fault(error), size=size), None
         if (fault := self.quarantine.known_fault(task.key)) is not None:
             return excluded_group(index, task.id, task.key, fault, size=size), task
-        # With oldest_first, late groups are trained too, so an interrupted attempt continues with any start version.
+        # With oldest_first, late groups are also used for training, so an interrupted attempt continues with any start version.
         oldest_version = 0 if self.order.oldest_first and self.max_staleness else step - self.max_staleness
         return await self.runner.run_group(index, task, oldest_version=oldest_version), task
 
     async def _stored(self, group: Group) -> Group:
-        """Stores the group, or an excluded group if it cannot be serialized. A `StoreError`, such as a full disk, ends the run."""
+        """Stores and returns the group, or an excluded group if it cannot be serialized. A `StoreError`, such as for a full disk, stops the
+        run."""
         try:
             await self.store.put(group)
             return group
@@ -151,16 +154,16 @@ class Rollouts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Block:
-    """A block whose groups run."""
+    """A block whose groups are running."""
 
     groups: range
-    stored: Mapping[int, LedgerEntry]  # its groups and later groups that an earlier driver stored
-    prepared: asyncio.Task[None]  # its notes and task weights
-    extra: Iterator[int]  # extra groups that are not started yet
+    stored: Mapping[int, LedgerEntry]  # groups in this and later blocks that an earlier driver stored, by index
+    prepared: asyncio.Task[None]  # task that prepares the notes and task weights of the block
+    extra: Iterator[int]  # indices of extra groups that are not started yet
 
 
 class RunningGroups:
-    """The groups that run in a task group. Stored groups do not run again."""
+    """The groups that run in an asyncio task group. Stored groups are not run again."""
 
     def __init__(self, rollouts: Rollouts, running: asyncio.TaskGroup) -> None:
         self.tasks = set[asyncio.Task[None]]()
@@ -169,7 +172,8 @@ class RunningGroups:
         self._block: _Block | None = None  # the newest block
 
     async def start(self, slot: int) -> None:
-        """Starts the group in a slot, and an extra group after each group without a preference, up to the recipe's limit."""
+        """Starts the group in a slot. For each group that may be replaced (`GroupOrder.is_replaceable`), starts an extra group, up to the
+        limit in the recipe."""
         order = self._rollouts.order
         number, place = divmod(slot, order.per_step)
         groups = order.block(number)

@@ -1,4 +1,4 @@
-"""Samples attempts of one policy at training tasks, without a learner. They are scored and stored like those of a run."""
+"""Samples attempts of one policy at training tasks, without a learner. The attempts are scored and stored as in a training run."""
 
 from __future__ import annotations
 
@@ -31,31 +31,31 @@ from agentrl.session.preflight import PreflightResult
 from agentrl.session.transcript import append_transcripts, transcript
 
 SAMPLE_FILE = "sample.json"
-"""File in a run folder: the requested number of groups, and the result."""
+"""File in a run folder that contains the requested number of groups and the result."""
 DEFAULT_GROUPS = 32
 """Default number of groups."""
-_REPORTS = 10  # progress reports
+_REPORTS = 10  # number of progress reports
 
 
 @dataclass(slots=True)
 class SampleTotals(AttemptTotals):
-    """Totals of the attempts of sampled groups."""
+    """Totals over the attempts in sampled groups."""
 
-    differ: int = 0  # groups with different scores, which a learner could use
+    differ: int = 0  # number of groups with different scores, which a learner could use
 
     @property
     def tasks(self) -> int:
-        """Tasks with a scored attempt."""
+        """The number of tasks with a scored attempt."""
         return len(self.scored)
 
     @property
     def attempts(self) -> int:
-        """Scored attempts."""
+        """The number of scored attempts."""
         return sum(map(len, self.tries))
 
     @property
     def solved(self) -> int:
-        """Tasks that at least one attempt solved."""
+        """The number of tasks that at least one attempt solved."""
         return sum(any(attempt.passed for attempt in tries) for tries in self.tries)
 
     def add_group(self, group: Group, task: Task | None, *, min_group_size: int) -> None:
@@ -75,10 +75,10 @@ class SampleResult:
     """The content of a run folder after sampling."""
 
     folder: Path
-    requested: int  # requested groups
+    requested: int  # number of requested groups
     totals: SampleTotals
     by_kind: dict[str, SampleTotals]
-    unfinished: bool  # interrupted before all groups were sampled
+    unfinished: bool  # whether sampling was interrupted before all groups were sampled
 
     def as_json(self) -> dict[str, Any]:
         """Returns the result as JSON data."""
@@ -94,13 +94,13 @@ class SampleResult:
 async def sample(
     recipe: Recipe, start: RunStart, checked: PreflightResult, *, groups: int | None, root: Path, console: bool = True
 ) -> SampleResult:
-    """Serves the recipe's model and samples the first `groups` groups of its tasks that the run folder does not contain yet.
+    """Serves the recipe's model, and samples those of the first `groups` groups that the run folder does not contain yet.
 
-    Each group has the next task; the recipe's steps, extra groups and task weights do not apply. The requirements and errors are those of
-    `agentrl.run.loop.train`. Finished groups are kept.
+    Each group gets the next task. The recipe's steps, extra groups and task weights do not apply. The requirements and the errors are the
+    same as for `agentrl.run.loop.train`. Finished groups are kept.
 
     Args:
-        groups: None means the same number as before, or `DEFAULT_GROUPS`. Raises `UserError` if the number is lower than before.
+        groups: None means the number that was requested before, or `DEFAULT_GROUPS`. Raises `UserError` if the number is lower than before.
     """
     requested = _requested_groups(start.folder, groups)
     async with open_run(recipe, start, checked, root=root, console=console, order=GroupOrder.single_block(recipe.rollout)) as run:
@@ -144,7 +144,8 @@ async def _served(run: Run, indices: Sequence[int]) -> None:
 
 
 async def sample_groups(run: Run, indices: Sequence[int]) -> None:
-    """Samples these groups in order. Runs enough groups at once to keep all slots busy, and starts none after an interrupt."""
+    """Samples the groups with the given indices, in order. Runs enough groups at once to keep all slots busy, and starts none after an
+    interrupt."""
     rollouts, rollout = Rollouts.of(run), run.recipe.rollout
     await rollouts.prepare_block(0)
     waiting, began, done = iter(indices), time.monotonic(), 0
@@ -165,12 +166,12 @@ async def sample_groups(run: Run, indices: Sequence[int]) -> None:
 
     run.tracker.stage("sample", goal)
     async with asyncio.TaskGroup() as running:
-        for _ in range(2 * math.ceil(rollout.concurrency / rollout.group.starts_together)):  # twice, because ending groups leave slots free
+        for _ in range(2 * math.ceil(rollout.concurrency / rollout.group.starts_together)):  # twice: groups about to end leave slots free
             running.create_task(work())
 
 
 async def sample_result(run: Run, requested: int) -> SampleResult:
-    """Returns the result of the first `requested` groups. Writes their transcripts to `episodes/train.jsonl`."""
+    """Computes the result from the stored groups among the first `requested`. Writes their transcripts to `episodes/train.jsonl`."""
     totals, kinds = SampleTotals(), defaultdict[str, SampleTotals](SampleTotals)
     path = run.folder / "episodes" / "train.jsonl"
     path.unlink(missing_ok=True)  # left by a killed process
@@ -191,11 +192,11 @@ def _append_transcripts(path: Path, task: Task, group: Group) -> None:
 
 
 async def _stored(run: Run, requested: int) -> AsyncIterator[tuple[Group, Task | None]]:
-    """Yields the stored groups with their tasks; None for a task that cannot be created."""
+    """Yields pairs of stored group and task. The task is None if it cannot be created."""
     for index in range(requested):
         if await run.store.has(index):
             try:
                 task = run.group_tasks.task(index)
-            except Exception:  # user-supplied; the group contains the reason
+            except Exception:  # user-supplied code; the group contains the reason
                 task = None
             yield (await run.store.groups([index]))[0], task

@@ -1,4 +1,4 @@
-"""Restarts the learner when it dies or makes no progress, and watches servers that a run uses but cannot restart."""
+"""Restarts the learner when it dies or makes no progress, and watches servers that the run uses but cannot restart."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from agentrl.learner.process import LearnerProcess
 from agentrl.protocols import VersionRegistry
 from agentrl.sandbox import docker_client
 
-_RESTARTS = 3  # maximum restarts in a row
+_RESTARTS = 3  # maximum number of restarts in a row
 _PING_S = 5.0  # interval between two pings of the daemon
 _LOOK_S = 5.0  # interval between two checks of unanswered requests
 
 
 async def watch_learner(learner: LearnerProcess, registry: VersionRegistry, alert: Callable[[str], None]) -> None:
-    """Starts the learner, and restarts it from its newest checkpoint when it fails. It is not restarted after `LearnerHalted`.
+    """Starts the learner, and restarts it from its newest checkpoint when it fails, except after `LearnerHalted`.
 
-    The count of restarts returns to 0 when a version is published that is newer than all earlier versions.
+    The count of restarts is reset to 0 when a version is published that is newer than all earlier versions.
     """
     restarts, reached = Restarts(sound_s=0.0), await asyncio.to_thread(_newest, registry)
     while True:
@@ -46,10 +46,10 @@ def _newest(registry: VersionRegistry) -> int:
 
 
 async def watch_daemon(alert: Callable[[str], None], live: Liveness | None = None) -> None:
-    """Alerts when the Docker daemon stops answering, and when it answers again. Runs until it is cancelled.
+    """Sends an alert when the Docker daemon stops responding, and another when it responds again. Runs until it is cancelled.
 
     A run never starts or restarts a daemon, because other users of the machine may need it. Every request to the daemon has a deadline, and
-    episodes are retried. If that does not help, the fault rate pauses the run.
+    episodes are retried. If that does not help, the run is paused because of its fault rate.
     """
     live = live or Liveness("the Docker daemon", first_s=120.0)
     silent = False
@@ -66,9 +66,11 @@ async def watch_daemon(alert: Callable[[str], None], live: Liveness | None = Non
 
 
 async def watch_external_servers(alert: Callable[[str], None]) -> None:
-    """Alerts when an MCP server or a judge's endpoint answers no request, and when it answers again. Runs until it is cancelled.
+    """Sends an alert when an MCP server or a judge's endpoint stops responding, and another when it responds again. Runs until it is
+    cancelled.
 
-    Each request has its own deadline, after which its connection is closed. A server that the run started is restarted by the next call.
+    Each request has its own deadline, after which its connection is closed. A server that the run started is restarted by the next call to
+    it.
     """
     silent: set[liveness.AnswerLiveness] = set()
     while True:

@@ -1,4 +1,4 @@
-"""Records at regular intervals in the run's timeline which parts of the run work and which wait."""
+"""Records at regular intervals in the run's timeline which parts of the run are working and which are waiting."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from agentrl.session.opening import Run
 
 LOOK_S = 0.2
-"""Seconds between two readings. A shorter state may be missed."""
+"""Seconds between two readings. A state that lasts for less time may be missed."""
 _STARTING = ("", "starting", "loading the model", "resuming", "computing version 0's probe")  # work of a learner that is still starting
 
 
 async def watch_parts(run: Run) -> NoReturn:
     """Records the states of the parts until it is cancelled.
 
-    If the event loop is blocked, the states before the block are recorded as longer.
+    While the event loop is blocked, no states are recorded, so the last recorded states seem to last longer.
     """
     while True:
         run.progress.timeline.mark(part_states(run))
@@ -27,7 +27,7 @@ async def watch_parts(run: Run) -> NoReturn:
 
 
 def part_states(run: Run) -> dict[str, str]:
-    """Returns the state of each part now: busy, waiting for another part, or down."""
+    """Returns the current state of each part: busy, waiting, or down."""
     attempts = ACTIVITY.count(ATTEMPTS)
     return {
         "server": _server_state(run),

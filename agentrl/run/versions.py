@@ -1,4 +1,5 @@
-"""Handles new versions in the driver: records the step that produced each version, and falls back if the learner retracts a version."""
+"""Handles new versions in the driver: records the step that produced each version, and returns to an older version if the learner retracts
+one."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ _OPEN_BLOCKS = 64
 
 
 def is_retracted(registry: VersionRegistry, served: PolicyServer) -> bool:
-    """Whether the learner returned to an older checkpoint, because the newest was damaged, and retracted the serving version.
+    """Whether the learner retracted the serving version, because it returned to an older checkpoint when the newest was damaged.
 
     Blocks the thread.
     """
@@ -41,7 +42,7 @@ def is_retracted(registry: VersionRegistry, served: PolicyServer) -> bool:
 
 
 async def fall_back(registry: VersionRegistry, served: PolicyServer, alert: Callable[[str], None]) -> None:
-    """Serves the newest remaining version instead of a retracted one."""
+    """Serves the newest remaining version instead of the retracted version."""
     version = await asyncio.to_thread(version_to_serve, registry)
     assert version is not None, "version 0 is never retracted"
     alert(f"version {served.version} was retracted by the learner; serving version {version.number}")
@@ -50,7 +51,7 @@ async def fall_back(registry: VersionRegistry, served: PolicyServer, alert: Call
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecords:
-    """Records the learner steps of one run, one line in `metrics.jsonl` for each step."""
+    """Records the learner steps of one run, with one line in `metrics.jsonl` for each step."""
 
     recipe: Recipe
     folder: Path
@@ -67,7 +68,7 @@ class StepRecords:
 
     @classmethod
     def of(cls, run: Run) -> StepRecords:
-        """Returns the step records of an open run."""
+        """Returns the object that records the steps of an open run."""
         return cls(
             recipe=run.recipe,
             folder=run.folder,
@@ -96,7 +97,7 @@ class StepRecords:
         await asyncio.to_thread(self.registry.prune, self.recipe.learner.keep_versions)
 
     async def finish_serving(self) -> None:
-        """Finishes the step of the serving version if an earlier driver died before it finished the step."""
+        """Finishes the step that produced the serving version if an earlier driver died before it finished that step."""
         version = await asyncio.to_thread(self.registry.get, self.served.version)
         if version is not None and version.number and version.number not in await asyncio.to_thread(measure.recorded_steps, self.folder):
             await self.finish(version, None)
@@ -136,9 +137,9 @@ class StepRecords:
         return metrics | self.fault_rate.attempt_metrics() | self.served.figures() | workers
 
     async def _queues(self) -> dict[str, float]:
-        """Returns the numbers of groups that are running, ready, or assigned to a step that is not complete.
+        """Returns metrics with the numbers of groups that are running, ready, or assigned to an incomplete step.
 
-        Earlier blocks have no open groups.
+        Only recent blocks are counted, because earlier blocks have no open groups.
         """
         first = self.order.block(max(0, self.served.version - _OPEN_BLOCKS)).start
         open_ = Counter(entry.state for entry in await self.store.entries(first=first) if not entry.is_residual)
@@ -147,7 +148,8 @@ class StepRecords:
     def _group_metrics(
         self, version: PolicyVersion, groups: tuple[Group, ...], report: SwapReport | None, wall_s: float | None
     ) -> dict[str, float]:
-        """Returns the metrics of a step's groups, and records excluded episodes. Runs in a thread: a step may have 100 MB of groups."""
+        """Returns the metrics of a step's groups, and records the excluded episodes. Runs in a thread, because a step may have 100 MB of
+        groups."""
         measure.record_excluded(self.folder, version.number, groups)
         metrics = measure.step_metrics(groups, self.folder / version.folder, report, step=version.number - 1, wall_s=wall_s)
         return metrics | memory_metrics(groups)

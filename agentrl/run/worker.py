@@ -4,9 +4,9 @@
     agentrl worker RUN_DIR
     agentrl worker URL
 
-If the worker gets an address, its host needs the project, but no run folder. The worker opens the run's sandboxes, agent, tools and
-verifiers, takes leases of groups, and samples through the driver. It has no state that the run needs: if it is killed, another worker
-continues its groups from their saved episodes.
+If the worker is started with the driver's address, its host needs the project, but no run folder. The worker opens the run's sandboxes,
+agent, tools and verifiers, leases groups, and samples through the driver. It holds no state that the run needs: if it is killed, another
+worker continues its groups from their saved episodes.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ from agentrl.session.preflight import open_chat, open_group_judge, open_tasks
 log = logging.getLogger(__name__)
 
 RENEW_S = 1.0
-"""Seconds between two signs of life."""
-_PATIENCE_S = 30.0  # time without an answer from the driver, after which the worker ends
-_REQUEST_S = 60.0  # deadline of a request that does not wait
+"""Seconds between two heartbeats."""
+_PATIENCE_S = 30.0  # time without a response from the driver after which the worker exits
+_REQUEST_S = 60.0  # deadline of a request for which the driver need not wait
 _MARGIN_S = 45.0  # added to the deadline of a request to the policy
-_SENT_S = 600.0  # time in which the driver must read a group from the stream; otherwise the group is sampled again
+_SENT_S = 600.0  # time within which the driver must read a group from the stream; otherwise, the group is sampled again
 _CONNECTIONS = 8192
 _STREAMED_BYTES = 1 << 20  # maximum size of the events in one renewal
-_KINDS = {error.__name__: error for error in (ServingError, ServerDied, RequestRefused)}  # the class decides the blame
+_KINDS = {error.__name__: error for error in (ServingError, ServerDied, RequestRefused)}  # the class determines the blame
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +80,9 @@ class WorkerSpec:
 
     recipe: dict[str, Any]
     folder: str  # run folder on the driver's machine
-    root: str  # project with the recipe's plug-ins on the driver's machine
-    concurrency: int  # episodes at once in one worker
-    max_open: int  # sandboxes at once in one worker
+    root: str  # project folder with the recipe's plug-ins on the driver's machine
+    concurrency: int  # maximum number of episodes at once in one worker
+    max_open: int  # maximum number of sandboxes at once in one worker
     judges: dict[str, str] = field(default_factory=dict)  # judge server -> sha256 of its weights
     token_s: float = 0.0  # see `PolicyServer.token_s`
     pace: dict[str, Any] | None = None  # see `Pace.to_data`; None means no history
@@ -90,14 +90,15 @@ class WorkerSpec:
 
 
 class DriverConnection:
-    """Requests to the driver. Raises `ServingError` if it fails or does not answer, and `UserError` if it rejects the request."""
+    """Sends requests to the driver. Raises `ServingError` if the driver fails or does not respond, and `UserError` if it rejects a
+    request."""
 
     def __init__(self, url: str, key: str, *, worker: str) -> None:
         self.worker = worker
         self._transport = HttpTransport(url, key=key, max_connections=_CONNECTIONS, what="the driver")
 
     async def call(self, path: str, data: Any = None, *, content: bytes | None = None, timeout_s: float = _REQUEST_S) -> bytes:
-        """Returns the content of the answer. Sends a GET request if `data` and `content` are None."""
+        """Sends a POST request, or a GET request if `data` and `content` are None. Returns the content of the response."""
         method = "GET" if data is None and content is None else "POST"
         body = content if content is not None else b"" if data is None else json.dumps({"worker": self.worker, **data}).encode()
         try:
@@ -118,7 +119,7 @@ class DriverConnection:
 
 
 def _fault(status: int, answer: bytes) -> ServingError:
-    """Returns the error for a failed request. If the driver forwards an error of the policy's server, that error is returned."""
+    """Returns the error for a failed request: the error of the policy's server if the driver forwards one, otherwise a `ServingError`."""
     try:
         problem = json.loads(answer)
         return _KINDS.get(problem["kind"], ServingError)(str(problem["error"]))
@@ -128,7 +129,7 @@ def _fault(status: int, answer: bytes) -> ServingError:
 
 @dataclass(slots=True, eq=False)
 class _Work:
-    """A lease, and the task that samples it."""
+    """A lease, and the asyncio task that samples its group."""
 
     lease: str
     task: Task
@@ -138,12 +139,12 @@ class _Work:
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """Takes leases and samples their groups. It is also a `Policy` that samples through the driver."""
+    """Leases groups and samples them. It is also a `Policy` that samples through the driver."""
 
     driver: DriverConnection
-    lanes: int  # groups at once
+    lanes: int  # number of groups that are sampled at once
     outbox: Outbox | None = None  # None means that groups are sent over HTTP
-    server_wait_s: float = 0.0  # time that the driver waits, in addition to a request's deadline, for a lost server to return
+    server_wait_s: float = 0.0  # time, in addition to a request's deadline, that the driver waits for a lost server
     cache_use: CacheUse | None = None  # cache use of the policy's servers at the last renewal
     _work: dict[int, _Work] = field(default_factory=dict)  # by group index
     _sent: dict[str, float] = field(default_factory=dict)  # lease of a group in the stream -> time after which it counts as lost
@@ -154,7 +155,7 @@ class Worker:
     _heard_at: float = 0.0
 
     def record_attempt(self, failure: Failure | None) -> None:
-        """Queues an ended attempt for the driver (an `AttemptListener`)."""
+        """Queues a report of an ended attempt for the driver (an `AttemptListener`)."""
         self._attempts.append(failure)
 
     def alert(self, message: str) -> None:
@@ -162,7 +163,7 @@ class Worker:
         self._alerts.append(message)
 
     def record_event(self, event: Event) -> None:
-        """Queues an event of an episode for the driver, or drops it if too many events wait."""
+        """Queues an event of an episode for the driver, or drops it if too many events are waiting."""
         if len(self._events) < MAX_WAITING:
             self._events.append(event)
         else:
@@ -173,7 +174,7 @@ class Worker:
         return self._work[group].memory_version
 
     def lease_of(self, group: int) -> str | None:
-        """Returns the lease of a group; None if it is not leased to this worker."""
+        """Returns the lease of a group; None if the group is not leased to this worker."""
         work = self._work.get(group)
         return None if work is None else work.lease
 
@@ -187,7 +188,8 @@ class Worker:
         return codec.from_json(Completion, await self.driver.call("/generate", data, timeout_s=timeout_s + self.server_wait_s + _MARGIN_S))
 
     async def run(self, runner: GroupRunner) -> None:
-        """Samples groups until the driver is gone. Raises `SandboxUnavailable` if this machine cannot open the tasks' sandboxes."""
+        """Samples groups until the driver no longer responds. Raises `SandboxUnavailable` if this machine cannot open the tasks'
+        sandboxes."""
         self._heard_at = asyncio.get_running_loop().time()
         async with asyncio.TaskGroup() as working:
             renewing = working.create_task(self._renew())
@@ -198,7 +200,7 @@ class Worker:
                 task.cancel()
 
     async def leave(self) -> None:
-        """Returns the leases, so that other workers continue their groups at once."""
+        """Returns the leases to the driver, so that other workers can continue the groups at once."""
         with suppress(ServingError, UserError):
             await self.driver.call("/leave", {}, timeout_s=5.0)
 
@@ -235,16 +237,16 @@ class Worker:
             self._sent[work.lease] = time.monotonic() + _SENT_S
             return
         content = await asyncio.to_thread(_content_of, group)
-        while True:  # the worker ends this loop if the driver is gone
+        while True:  # cancelled when the worker exits because the driver does not respond
             with suppress(ServingError):
                 await self.driver.call(f"/groups/{work.lease}", content=content)
                 return
             await asyncio.sleep(RENEW_S)
 
     async def _renew(self) -> None:
-        """Sends signs of life until the driver has not answered for `_PATIENCE_S`.
+        """Sends heartbeats until the driver has not responded for `_PATIENCE_S`.
 
-        A report that is not answered is sent again with the same number.
+        A report without a response is sent again with the same number.
         """
         report: dict[str, Any] | None = None
         while True:
@@ -265,7 +267,7 @@ class Worker:
             await asyncio.sleep(RENEW_S)
 
     def _take_events(self) -> list[str]:
-        """Returns the oldest waiting events, as lines."""
+        """Removes the oldest waiting events from the queue, and returns them as lines."""
         lines, size = list[str](), 0
         if self._dropped:
             self._events.appendleft(EventsDropped(count=self._dropped))
@@ -301,7 +303,7 @@ def _result(sampling: asyncio.Task[Group], task: Task, index: int, size: int) ->
 def _content_of(group: Group) -> bytes:
     """Returns the group as JSON.
 
-    If the driver would reject it, returns an excluded group, because an error would end the worker and lose all of its groups.
+    If the group is too large for the driver, returns an excluded group, because an error would stop the worker and lose all of its groups.
     """
     content = codec.to_json(group)
     if len(content) <= MAX_GROUP_BYTES:
@@ -312,20 +314,20 @@ def _content_of(group: Group) -> bytes:
 
 
 def _group_of(request_id: str) -> int:
-    """Returns the group of a request; -1 if it belongs to no group."""
+    """Returns the index of the group to which a request belongs; -1 if it belongs to no group."""
     head = request_id.partition("-")[0]
     return int(head[1:]) if head[:1] == "g" and head[1:].isdecimal() else -1
 
 
 class _Notes:
-    """The notes of earlier episodes (a `MemorySource`)."""
+    """The notes from earlier episodes (a `MemorySource`)."""
 
     def __init__(self, config: MemoryConfig, access: WorkerAccess, worker: Worker) -> None:
         self._config, self._access, self._worker = config, access, worker
         self._store: SearchableNotes | None = None
 
     def view(self, task: Task, group: int | None) -> StoreView:
-        """Returns the memory that a group's attempts read. The driver commits it before it queues the group."""
+        """Returns the memory that a group's attempts read. The driver commits the memory before it queues the group."""
         version = None if group is None else self._worker.memory_version(group)
         assert version is not None, "the groups of a run with a memory are leased with its version"
         if self._store is None:
@@ -334,9 +336,9 @@ class _Notes:
 
 
 async def work(open_access: Callable[[AsyncExitStack], WorkerAccess], *, worker: str) -> None:
-    """Samples groups for the driver of a run until the driver is gone.
+    """Samples groups for the driver of a run until the driver no longer responds.
 
-    Raises `UserError` if the driver accepts no workers or the run's parts cannot be opened here, and `InfrastructureError`.
+    Raises `UserError` if the driver accepts no workers or the run's parts cannot be opened on this machine, and `InfrastructureError`.
     """
     async with AsyncExitStack() as stack:
         access = open_access(stack)
@@ -347,7 +349,7 @@ async def work(open_access: Callable[[AsyncExitStack], WorkerAccess], *, worker:
         add_project_root(root)
         recipe = build(spec.recipe)
         rollout = recipe.rollout
-        lanes = 2 * math.ceil(spec.concurrency / rollout.group.starts_together)  # twice, because ending groups leave slots free
+        lanes = 2 * math.ceil(spec.concurrency / rollout.group.starts_together)  # twice, because groups about to end leave slots free
         one = Worker(driver, lanes, Outbox(open_transport(spec.redis)) if spec.redis else None, recipe.serving.startup_timeout_s)
         await stack.enter_async_context(rare_collections())
         await stack.enter_async_context(DRIVER_LAG.watched(one.alert))
@@ -398,19 +400,19 @@ async def _open_runner(
 
 
 def worker_name(pid: int, *, node: str = "") -> str:
-    """Returns the name of a worker. `node`: host name of its machine; empty for this one."""
+    """Returns the name of a worker. `node`: host name of its machine; empty for this machine."""
     return f"{node or socket.gethostname()}-{pid}"
 
 
 UNUSABLE = 2
 """Exit code of a worker that cannot work on its host, for example because the sandbox backend is missing.
 
-A restart on the host does not help.
+Restarting the worker on the same host does not help.
 """
 
 
 def main(open_access: Callable[[AsyncExitStack], WorkerAccess], *, parent: int | None = None) -> int:
-    """Runs one worker, and returns its exit code. `open_access`: returns the worker's access to its run. The access ends with the stack."""
+    """Runs one worker and returns its exit code. `open_access`: returns the worker's access to its run. The stack closes the access."""
     if parent is not None:
         die_with_parent(parent)
     raise_file_limit()

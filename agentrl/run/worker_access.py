@@ -1,5 +1,5 @@
-"""A rollout worker's access to its run: the run folder on the driver's machine, or the driver and a mirror of the few files that the worker
-needs."""
+"""A rollout worker's access to its run: either the run folder on the driver's machine, or the driver and a mirror of the few files that the
+worker needs."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T", EpisodeState, ScoredEpisode)
 
-_LOADS = 3  # attempts
+_LOADS = 3  # maximum number of attempts to load a checkpoint
 _NOTES_S = 30.0
 _MAX_KEY_FILE = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerAccess:
-    """The address of a worker's driver, and the folders of its files.
+    """The address of a worker's driver, and the folders with the files that the worker needs.
 
-    `link`: the driver, for a worker whose host does not share the driver's disk; None if the host shares it.
+    `link`: connection to the driver for a worker whose host does not share the driver's disk; None if the host shares it.
     """
 
     url: str
@@ -58,13 +58,14 @@ class WorkerAccess:
 
     @classmethod
     def local(cls, folder: Path) -> WorkerAccess:
-        """Returns the access of a worker with the run folder. Raises `UserError` if the driver accepts no workers."""
+        """Returns the access for a worker that has the run folder. Raises `UserError` if the driver accepts no workers."""
         url, key = read_address(folder)
         return cls(url=url, key=key, folder=folder)
 
     @classmethod
     def remote(cls, url: str, key: str, *, stack: AsyncExitStack, root: Path, folder: Path | None = None) -> WorkerAccess:
-        """Returns the access of a worker on a different host. If `folder` is None, it uses a temporary folder, which `stack` removes."""
+        """Returns the access for a worker on a different host. If `folder` is None, the worker uses a temporary folder, which `stack`
+        removes."""
         if folder is None:
             folder = Path(tempfile.mkdtemp(prefix="agentrl-worker-"))
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
@@ -77,7 +78,7 @@ class WorkerAccess:
         return await asyncio.to_thread(self._fetch, self.link)
 
     async def judge_folders(self, names: Collection[str]) -> dict[str, Path]:
-        """Returns copies of the model folders of judges, without weights, for a worker on a different host.
+        """Returns copies of the judges' model folders by name, without weights, for a worker on a different host.
 
         Raises the errors of `Mirror.fetch`.
         """
@@ -87,15 +88,15 @@ class WorkerAccess:
 
     @property
     def media(self) -> MediaFolder:
-        """The images of the run."""
+        """The folder with the images of the run."""
         return MediaFolder(self.folder) if self.link is None else mirrored_media(self.folder, self.link)
 
     def checkpoints(self, driver: DriverConnection, lease_of: Callable[[int], str | None]) -> EpisodeCheckpoints:
-        """Returns where episodes in progress are saved. `lease_of`: returns the lease of a group."""
+        """Returns the object that saves and loads episodes in progress. `lease_of`: returns the lease of a group."""
         return FolderCheckpoints(self.folder / "running") if self.link is None else DriverCheckpoints(driver, lease_of)
 
     def notes(self, config: MemoryConfig) -> SearchableNotes:
-        """Opens the notes of earlier episodes."""
+        """Opens the notes from earlier episodes."""
         return NoteStore(self.folder / NOTES_FILE, config) if self.link is None else DriverNotes(self.link, config)
 
     def _fetch(self, link: Link) -> Path:
@@ -120,7 +121,7 @@ class DriverCheckpoints:
         await self._save(group, member, "scored", scored)
 
     async def load(self, group: int, member: int) -> EpisodeState | ScoredEpisode | None:
-        """Returns the saved state or scored episode of an attempt; None if neither is intact, or if the driver does not answer."""
+        """Returns the saved state or scored episode of an attempt; None if neither is intact or the driver does not respond."""
         scored = await self._load(group, member, "scored", ScoredEpisode)
         return await self._load(group, member, "state", EpisodeState) if scored is None else scored
 
@@ -149,13 +150,13 @@ class DriverCheckpoints:
 
 
 class DriverNotes:
-    """The driver's notes of earlier episodes. Call it from threads."""
+    """The driver's notes from earlier episodes. Its methods block, so call them from threads."""
 
     def __init__(self, link: Link, config: MemoryConfig) -> None:
         self._link, self.config = link, config
 
     def search(self, query: str, *, scope: str, version: int, task_key: str) -> tuple[NoteMatch, ...]:
-        """See `NoteStore.search`. Raises `InfrastructureError` if the driver does not answer."""
+        """See `NoteStore.search`. Raises `InfrastructureError` if the driver does not respond."""
         data = {"query": query, "scope": scope, "version": version, "task_key": task_key}
         return tuple(NoteMatch(**note) for note in self._link.json("POST", "/notes", data, timeout_s=_NOTES_S))
 
@@ -172,7 +173,7 @@ def read_address(folder: Path) -> tuple[str, str]:
 
 
 def read_key(path: Path) -> str:
-    """Returns the key in a file, which is a copy of the driver's `ADDRESS_FILE` or contains only the key. Raises `UserError`."""
+    """Returns the key from a file, which may be a copy of the driver's `ADDRESS_FILE` or contain only the key. Raises `UserError`."""
     try:
         text = read_bytes(path, most=_MAX_KEY_FILE).decode().strip()
         return str(json.loads(text)["key"]) if text.startswith("{") else text

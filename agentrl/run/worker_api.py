@@ -1,20 +1,20 @@
-"""The driver's HTTP interface for rollout workers: leases of groups, requests to the policy and results. Requests need the run's key.
+"""The driver's HTTP interface for rollout workers: leases of groups, requests to the policy, and results. Requests need the run's key.
 
-Every token passes through the driver, which withholds the tokens of new weights until their probe agrees. A worker therefore never has
-tokens of rejected weights, and does not need the address of a server. A worker has no state that the run needs.
+Every token passes through the driver, which withholds the tokens of new weights until their probe agrees. A worker therefore never receives
+tokens from rejected weights, and does not need the address of a server. A worker holds no state that the run needs.
 
     GET  /spec            the data that a worker needs to open the run's parts
-    POST /lease           the next group; 204 if none is queued in time
-    POST /renew           a sign of life, ended attempts, alerts, events and activity; the answer has the leases to abandon
+    POST /lease           the next group; 204 if no group is queued in time
+    POST /renew           a heartbeat with ended attempts, alerts, events and activity; the response lists leases to abandon
     POST /generate        one request to the policy
-    POST /groups/LEASE    the result of a lease
-    POST /leave           the worker ends; its groups go to other workers
+    POST /groups/LEASE    the group that was sampled under a lease
+    POST /leave           the worker exits; its groups are assigned to other workers
 
 A worker on a different host, which has no run folder, also uses:
 
     POST /running/LEASE/MEMBER/KIND   saves an episode in progress (`agentrl.experience.checkpoints`)
     GET  /running/LEASE/MEMBER/KIND   the saved episode; 204 if there is none
-    POST /notes                       a search in the notes of earlier episodes
+    POST /notes                       a search in the notes from earlier episodes
 """
 
 from __future__ import annotations
@@ -55,27 +55,27 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ADDRESS_FILE = "workers.json"
-"""File in a run folder: address and key of the driver. Only the run's user can read it."""
+"""File in a run folder that contains the address and the key of the driver. Only the user of the run can read it."""
 LEASE_WAIT_S = 20.0
 MAX_GROUP_BYTES = 512 << 20
 MAX_EVENTS = 256
-"""Maximum number of ended attempts, and of alerts, in one renewal. Together they fit into the largest request body."""
+"""Maximum number of ended attempts, and maximum number of alerts, in one renewal. Together they fit into the largest request body."""
 MAX_STREAMED = 2000
-"""Maximum number of episode events, for the run's stream, in one renewal."""
+"""Maximum number of episode events for the run's event stream in one renewal."""
 _BODY_S = 60.0
 _NAME_CHARS = 100
 _MEMBERS = 1 << 20
-_WORKERS = 4096  # maximum number of workers whose repeated reports are recognised
+_WORKERS = 4096  # maximum number of workers for which repeated reports are recognised
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class WorkerApi:
     """Serves workers while `serving` is open.
 
-    `service`: the driver's interface for all parts of the run; opened by `serving` if it is not open.
+    `service`: the driver's interface for all parts of the run; if it is not open yet, `serving` opens it.
     """
 
-    folder: Path  # the run folder, with the address file
+    folder: Path  # the run folder, which contains the address file
     spec: dict[str, Any] = field(repr=False)  # JSON data, see `agentrl.run.worker.WorkerSpec`; may contain a password
     leases: GroupLeases
     served: PolicyServer
@@ -87,15 +87,15 @@ class WorkerApi:
     record_event: Record = lambda event: None
     service: RunService = field(default_factory=RunService)
     _episodes: dict[str, dict[str, AbstractContextManager[object]]] = field(default_factory=dict)  # lease -> episode -> its routing
-    _requests: dict[str, tuple[str, asyncio.Task[Completion]]] = field(default_factory=dict)  # id -> lease, request to the policy
-    _reports: dict[str, int] = field(default_factory=dict)  # worker -> its newest report of events
+    _requests: dict[str, tuple[str, asyncio.Task[Completion]]] = field(default_factory=dict)  # id -> (lease, request to the policy)
+    _reports: dict[str, int] = field(default_factory=dict)  # worker -> number of its newest report
 
     def __post_init__(self) -> None:
         self.leases.on_end = self._end_episodes
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        """Answers workers during the block, at the address in `ADDRESS_FILE`. Raises `InfrastructureError` if it cannot serve."""
+        """Serves workers during the block, at the address in `ADDRESS_FILE`. Raises `InfrastructureError` if it cannot listen."""
         self.service.add(self._routes())
         async with AsyncExitStack() as stack:
             if not self.service.url:
@@ -143,7 +143,7 @@ class WorkerApi:
         ended = [None if attempt is None else codec.from_json(Failure, json.dumps(attempt)) for attempt in attempts]
         activity = {kind: int(data["activity"].get(kind, 0)) for kind in (ATTEMPTS, SANDBOXES, SCORING)}
         report = int(data["report"])
-        if report > self._reports.pop(worker, 0):  # not a repetition after a lost answer
+        if report > self._reports.pop(worker, 0):  # not a repetition of a report whose response was lost
             for alert in list(data["alerts"])[:MAX_EVENTS]:
                 self.alert(f"worker {worker}: {user_code.printable(str(alert), 2000)}")
             for failure in () if self.leases.was_lost(worker) else ended:
@@ -203,7 +203,7 @@ class WorkerApi:
     async def _save_running(self, request: Request) -> Response:
         self._running(request)
         body = await bytes_of(request, _BODY_S, most=MAX_BYTES)
-        checkpoints, group, member, kind = self._running(request)  # the lease may be lost by now; its successor saves newer states
+        checkpoints, group, member, kind = self._running(request)  # again: if the lease was lost, its next holder saves newer states
         await asyncio.to_thread(checkpoints.receive, group, member, kind, body)
         return json_response({})
 
@@ -213,7 +213,7 @@ class WorkerApi:
         return bytes_response(b"", status=204) if body is None else bytes_response(body, kind="application/octet-stream")
 
     def _running(self, request: Request) -> tuple[FolderCheckpoints, int, int, str]:
-        """Returns the checkpoints, group, attempt and kind of a request. Raises `RequestError` if its lease is lost."""
+        """Returns the checkpoints, and the group, attempt and kind in a request. Raises `RequestError` if the lease in it was lost."""
         group = self.leases.group_of(request.path_params["lease"])
         member, kind = int(request.path_params["member"]), request.path_params["kind"]
         if self.checkpoints is None or not 0 <= member < _MEMBERS or kind not in ("state", "scored"):
@@ -231,14 +231,14 @@ class WorkerApi:
         return json_response([asdict(match) for match in matches])
 
     def _begin_episode(self, lease: str, episode: str, task_key: str) -> None:
-        """Registers an episode with the servers' routing, until its lease ends."""
+        """Registers an episode with the routing of the servers until its lease ends."""
         episodes = self._episodes.setdefault(lease, {})
         if episode not in episodes:
             routing = episodes[episode] = self.served.episode(episode, task_key)
             routing.__enter__()
 
     def _end_episodes(self, lease: str) -> None:
-        """Cancels the requests of a lease that ended."""
+        """Cancels the requests and ends the routing for a lease that ended."""
         for of_lease, sampling in self._requests.values():
             if of_lease == lease:
                 sampling.cancel()
@@ -249,7 +249,7 @@ class WorkerApi:
 async def _unless_gone(request: Request, result: asyncio.Task[T]) -> T:
     """Returns the result of a task. Cancels the task if the worker closes its connection.
 
-    Raises `RequestError` if the task was cancelled.
+    Raises `RequestError` if the worker disconnects or the task is cancelled.
     """
     disconnected = asyncio.Event()
     watching, waiting = asyncio.create_task(watch(request, disconnected)), asyncio.create_task(disconnected.wait())
@@ -271,7 +271,7 @@ def _lost_lease() -> Response:
 
 
 def _worker(data: Any) -> str:
-    """Returns the name of the worker that sent a request. Raises `ValueError`."""
+    """Returns the name of the worker that sent a request. Raises `ValueError` if the name is invalid."""
     name = data["worker"]
     if not isinstance(name, str) or not 0 < len(name) <= _NAME_CHARS:
         raise ValueError(f"worker must be a name of 1 to {_NAME_CHARS} characters")

@@ -1,4 +1,4 @@
-"""The rollout workers of a run: their interface, and the processes that the driver starts and replaces."""
+"""The rollout workers of a run: the interface for workers, and the worker processes that the driver starts and replaces."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from agentrl.run.worker_api import WorkerApi
 from agentrl.session.pace import history_of, restore_pace
 
 _WATCH_S = 0.25
-_RESTARTS = 5  # maximum restarts of one process in a row
-_RESTARTS_UNUSABLE = 1  # maximum restarts if the host lacks something that a different host may have
-_SOUND_S = 120.0  # duration of work after which earlier failures no longer count
+_RESTARTS = 5  # maximum number of restarts of one process in a row
+_RESTARTS_UNUSABLE = 1  # maximum number of restarts if the host lacks something that a different host may have
+_SOUND_S = 120.0  # duration of work after which earlier failures are no longer counted
 _BACKOFF_S = 5.0
 _START_S = 180.0
 _TAIL_BYTES = 1 << 16
-_END_S = 10.0  # time for a worker to end before it is killed
+_END_S = 10.0  # time for a worker to exit before it is killed
 
 
 class WorkerPool:
     """Samples groups in other processes (a `GroupSampler`).
 
-    The driver starts `rollout.workers` processes, and additional workers may join.
+    The driver starts `rollout.workers` processes. Additional workers may join.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class WorkerPool:
             folder=str(folder.resolve()),
             root=str(root.resolve()),
             concurrency=share,
-            max_open=math.ceil(recipe.sandbox.max_open * share / rollout.concurrency),  # the same number per episode as in one process
+            max_open=math.ceil(recipe.sandbox.max_open * share / rollout.concurrency),  # the same number per episode as without workers
             judges={name: one.weights for name, one in registered_servers().items()},
         )
         self._service = service
@@ -95,12 +95,12 @@ class WorkerPool:
         self._processes: dict[int, PartHandle] = {}  # number -> process
 
     async def run_group(self, index: int, task: Task, *, oldest_version: int = 0) -> Group:
-        """Returns the group that a worker sampled. See `GroupLeases`."""
+        """Returns a group that a worker samples. See `GroupLeases`."""
         return await self._leases.run_group(index, task, oldest_version=oldest_version)
 
     def figures(self) -> dict[str, float]:
-        """Returns step metrics: the numbers of active workers and of groups that wait for a worker, and the numbers of restarts and of
-        groups whose worker was lost since the start."""
+        """Returns step metrics: the current numbers of active workers and of groups that wait for a worker, and, since the start, the
+        numbers of restarts and of groups whose worker was lost."""
         leases = self._leases
         return {
             "workers": leases.workers,
@@ -115,9 +115,9 @@ class WorkerPool:
         return tuple(process.pid for process in self._processes.values())
 
     async def watch(self) -> None:
-        """Serves workers and keeps the driver's own workers running, until cancelled.
+        """Serves workers, and keeps the workers that the driver started running, until it is cancelled.
 
-        Raises `InfrastructureError` if a worker cannot work here.
+        Raises `InfrastructureError` if a worker fails too often in a row.
         """
         async with AsyncExitStack() as stack:
             if self._stream is not None:
@@ -151,7 +151,7 @@ class WorkerPool:
             await asyncio.sleep(min(_BACKOFF_S, 0.1 * 4 ** (failures - 1)) if failures > 1 else 0.0)
 
     async def _run(self, number: int, restarts: Restarts) -> tuple[int, str]:
-        """Runs one process until its end. Returns its exit code and the cause. Raises `LaunchError` if it does not start."""
+        """Runs one process until it exits. Returns its exit code and the cause. Raises `LaunchError` if it does not start."""
         process = self._processes[number] = await self._start(number)
         name = worker_name(process.pid, node=process.node)
         self._leases.expect(name, within_s=_START_S)
@@ -159,7 +159,7 @@ class WorkerPool:
         code = await process.wait()
         restarts.progress()
         await self._leases.lose(name)
-        await process.kill()  # and the processes that it started
+        await process.kill()  # also kills the processes that the worker started
         return code, process.lost or self._cause(number, code)
 
     async def _start(self, number: int) -> PartHandle:
@@ -173,7 +173,8 @@ class WorkerPool:
         )
 
     async def _watch_silence(self) -> None:
-        """Requeues the groups of silent workers. Silent workers that the driver started are killed and replaced."""
+        """Requeues the groups of workers that no longer send heartbeats. Such workers are killed and replaced if the driver started
+        them."""
         while True:
             await asyncio.sleep(_WATCH_S)
             for worker in await self._leases.lose_silent():

@@ -1,4 +1,4 @@
-"""Sandboxes isolate an agent's programs (Docker, bubblewrap). Also their images, warm pool and conformance checks.
+"""Sandboxes that isolate an agent's programs (Docker, bubblewrap), with their images, warm pool and conformance checks.
 
 Everything that a sandbox sends is untrusted input. No code here runs an agent's program on the host.
 """

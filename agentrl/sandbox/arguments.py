@@ -1,8 +1,8 @@
-"""Validates the arguments of a sandbox's methods before they become a request to its exec server.
+"""Validates the arguments of a sandbox's methods before they are sent to its exec server.
 
-Tools pass on what an agent wrote: file names, program arguments, variables. An invalid value raises `ValueError`, and a wrong type raises
-`TypeError`; neither affects the sandbox. A string represents bytes as in `os.fsdecode`, so every possible file name can be written. A
-lone surrogate is invalid.
+Tools pass on what an agent wrote: file names, program arguments, variables. An invalid value raises `ValueError`, and a value of the wrong
+type raises `TypeError`; neither affects the sandbox. A string represents bytes as in `os.fsdecode`, so every possible file name can be
+expressed. A lone surrogate that represents no byte is invalid.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SESSION_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def plain_path(path: object) -> str:
-    """Returns `path` if it is relative and stays in the working directory without `.` or `..`."""
+    """Returns `path` if it is relative and has no empty, `.` or `..` component."""
     if not isinstance(path, str):
         raise TypeError(f"a path must be a string, not {type(path).__name__}")
     names = path.split("/", _MAX_NAMES)
@@ -31,7 +31,7 @@ def plain_path(path: object) -> str:
 
 
 def program(argv: object, env: object) -> dict[str, object]:
-    """Returns the request fields for a program with these arguments; `env` adds variables to its environment."""
+    """Returns the request fields for the program `argv`. `env` adds variables to its environment."""
     if not isinstance(argv, Sequence) or isinstance(argv, str | bytes | bytearray):
         raise TypeError(f"argv must be a list of strings, not {type(argv).__name__}")
     strings = [_string(item, "argv") for item in argv]
@@ -49,14 +49,14 @@ def program(argv: object, env: object) -> dict[str, object]:
 
 
 def code(text: object) -> bytes:
-    """Returns Python source as bytes. The interpreter reports invalid source, such as a lone surrogate."""
+    """Returns Python source as bytes. Does not check it: the interpreter reports invalid source, for example with a lone surrogate."""
     if not isinstance(text, str):
         raise TypeError(f"code must be a string, not {type(text).__name__}")
     return text.encode("utf-8", "surrogatepass")
 
 
 def session_name(name: object) -> str | None:
-    """Returns the name of a session; None if it is empty."""
+    """Returns `name` if it is a valid session name, or None if it is empty."""
     if not isinstance(name, str):
         raise TypeError(f"a session name must be a string, not {type(name).__name__}")
     if name and not _SESSION_NAME.fullmatch(name):
@@ -65,7 +65,7 @@ def session_name(name: object) -> str | None:
 
 
 def limits(timeout_s: object, output_bytes: object) -> dict[str, object]:
-    """Returns the request fields that limit a program's run time and the bytes kept of each output."""
+    """Returns the request fields that limit a program's run time and the number of bytes kept from each output stream."""
     if not isinstance(timeout_s, int | float) or isinstance(timeout_s, bool):
         raise TypeError(f"timeout_s must be a number, not {type(timeout_s).__name__}")
     try:
@@ -94,7 +94,7 @@ def content(data: object, name: str) -> bytes:
 
 
 def contents(files: object) -> dict[str, bytes]:
-    """Returns file contents by path."""
+    """Returns a mapping path -> content."""
     if not isinstance(files, Mapping):
         raise TypeError(f"files must map paths to bytes, not be {type(files).__name__}")
     return {plain_path(path): content(data, "the content of a file") for path, data in files.items()}

@@ -22,9 +22,9 @@ from agentrl.sandbox.lease import remove_folder, sandbox_folder, sandbox_name, w
 
 MAX_OPENING = 8
 FIRST_S = 60.0
-"""Deadline of the sandbox that compiles the exec server. The deadlines of callers do not apply to it."""
+"""Deadline for opening the sandbox that compiles the exec server. Callers' deadlines do not apply to it."""
 ENDING_S = 30.0
-"""How long `close` waits for openings in progress. Each of them first closes its sandbox."""
+"""How long `close` waits for the openings that it cancels. Each of them first closes its sandbox."""
 _MAX_PREPARING = 4  # each image build occupies a thread of the driver, and closing sandboxes needs threads too
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -76,8 +76,8 @@ class ChannelBackend(waiting.ClosesOnce):
         self._images: dict[str, ReadyImage] = {}
         self._preparing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._making = asyncio.Semaphore(_MAX_PREPARING)
-        self._compiling = asyncio.Lock()  # images with the same content share a folder of the cache
-        self._openings: dict[asyncio.Timeout, asyncio.Future[None]] = {}  # deadline of each opening -> done when the opening ends
+        self._compiling = asyncio.Lock()  # images with the same content share a folder in the cache
+        self._openings: dict[asyncio.Timeout, asyncio.Future[None]] = {}  # deadline of each opening -> done when the opening is over
 
     async def prepare(self, spec: SandboxSpec) -> None:
         """Builds or loads the image (a minute the first time, then cached) and compiles the exec server for it.
@@ -143,7 +143,7 @@ class ChannelBackend(waiting.ClosesOnce):
 
     @contextlib.asynccontextmanager
     async def _within(self, timeout_s: float) -> AsyncIterator[None]:
-        """Limits one opening to `timeout_s`, and concurrent ones to `MAX_OPENING`. Raises `SandboxError` once the backend is closed."""
+        """Limits the time of one opening, and the number of concurrent ones. Raises `SandboxError` once the backend is closed."""
         if self._closing is not None:
             raise SandboxError("the backend is closed")
         try:
@@ -166,7 +166,7 @@ class ChannelBackend(waiting.ClosesOnce):
 
     @contextlib.asynccontextmanager
     async def _startup(self, spec: SandboxSpec) -> AsyncIterator[Startup]:
-        """Creates the runtime folder and the egress listener of a new sandbox; both are removed if the block raises."""
+        """Creates the runtime folder and the egress listener of a new sandbox. Removes both if the block raises."""
         name = sandbox_name()
         async with sandbox_folder(name) as folder, contextlib.AsyncExitStack() as undo:
             write_run_label(folder, self.name, self.run_label)
@@ -185,10 +185,10 @@ class ChannelBackend(waiting.ClosesOnce):
         *,
         explain: Callable[[], str] = str,
     ) -> ChannelSandbox:
-        """Returns the sandbox after its exec server has sent its greeting and the egress listener. A failure leaves nothing of it behind.
+        """Returns the sandbox after its exec server has sent its greeting and, if there is an allow-list, the egress listener.
 
-        `relieve` kills the programs (see `Channel`). `end` removes what the backend created; its argument says whether the exec server is
-        known to have ended. `explain` returns additional information about a failure.
+        A failure leaves nothing of the sandbox behind. `relieve` kills the programs (see `Channel`). `end` removes what the backend
+        created; its argument says if the exec server is known to have exited. `explain` returns additional information about a failure.
         """
 
         async def destroy(ended: bool) -> None:
@@ -224,11 +224,11 @@ class ChannelBackend(waiting.ClosesOnce):
         return images.load_image(self._root / image)
 
     def _listener(self, name: str, spec: SandboxSpec, folder: Path) -> egress.Listener:
-        """Returns the host's end of a new sandbox with an allow-list."""
+        """Returns the host's end of the network access of a new sandbox with an allow-list."""
         return egress.EgressListener(name, spec, folder)
 
     def _delay(self) -> str:
-        """Returns a colon and what openings wait for; empty if unknown."""
+        """Returns a colon and what openings are waiting for. Empty if that is unknown."""
         return ""
 
     @abc.abstractmethod

@@ -1,11 +1,11 @@
 """Sandboxes in bubblewrap: kernel namespaces without a daemon.
 
-A sandbox sees the image's file tree read-only, with tmpfs of limited size for the working directory, /tmp and /dev/shm. It has no
-network, a pid namespace, no capabilities, and a system call filter (`agentrl.sandbox.seccomp`).
+A sandbox sees the image's file tree read-only, with tmpfs mounts of limited size for the working directory, /tmp and /dev/shm. It has
+a separate pid namespace and a system call filter (`agentrl.sandbox.seccomp`), but no network and no capabilities.
 
 If the driver runs as root, each sandbox has a control group (`agentrl.sandbox.limits.ControlGroups`), and its exec server gives up root
-before any program runs: server and programs are different users. Otherwise bubblewrap creates a user namespace with one user, and limits
-are per process unless the kernel offers better ones.
+before any program runs, so the server and the programs run as different users. Otherwise bubblewrap creates a user namespace with one
+user, and limits are per process unless the kernel offers better ones.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 USER = 65534
 ENDING_S = 60.0
-"""How long killed processes may take to end. Each needs CPU time to end, and a busy machine grants it late."""
+"""How long killed processes may take to exit. Each needs CPU time to exit, which a busy machine grants late."""
 PATIENCE_S = 1.0
 _NO_OVERLAY = "mount of overlay"  # in the exec server's error if the kernel has no overlay file system
 
@@ -48,7 +48,7 @@ class BubblewrapBackend(ChannelBackend):
     def __init__(self, *, run_label: str, root: Path, progress: images.Progress = images.no_progress) -> None:
         super().__init__(run_label=run_label, root=root, progress=progress)
         self._groups = limits.find_control_groups()
-        self._separates = os.geteuid() == 0  # gives each sandbox separate inodes (`agentrl.sandbox.inside.isolation`)
+        self._separates = os.geteuid() == 0  # whether each sandbox gets separate inodes (`agentrl.sandbox.inside.isolation`)
         self._has_separated = False
 
     async def prepare(self, spec: SandboxSpec) -> None:
@@ -63,7 +63,7 @@ class BubblewrapBackend(ChannelBackend):
         return str(await asyncio.to_thread(images.ensure_rootfs, image, self._progress))
 
     async def _start(self, spec: SandboxSpec, image: ReadyImage) -> ChannelSandbox:
-        """Starts a sandbox. If the first sandbox cannot have separate inodes, logs a warning and gives no sandbox separate inodes."""
+        """Starts a sandbox. If the first sandbox cannot have separate inodes, logs a warning, and no sandbox gets separate inodes."""
         try:
             sandbox = await self._start_once(spec, image)
         except SandboxError as error:
@@ -103,7 +103,7 @@ class BubblewrapBackend(ChannelBackend):
     async def _spawn(self, start: Startup, image: ReadyImage, link: int, options: dict[str, Any]) -> subprocess.Popen[bytes]:
         """Starts bwrap, which waits for its arguments until it is in its control group.
 
-        The group is created in a thread: the kernel takes 10 ms to move a process, and longer if many are moved.
+        The group is created in a thread, because the kernel takes 10 ms to move a process into it, and longer if many are moved at once.
         """
         mounts = {**limits.write_system_files(start.folder, options), **egress.socket_mounts(start.folder, start.spec)}
         with contextlib.ExitStack() as stack:
@@ -161,7 +161,7 @@ class BubblewrapBackend(ChannelBackend):
         if os.geteuid() != 0:
             return [*words, "--unshare-user", "--uid", str(USER), "--gid", str(USER)]
         for right in ("SETPCAP", "SYS_ADMIN", "SYS_CHROOT", "MKNOD", *limits.server_capabilities()):
-            words += ["--cap-add", f"CAP_{right}"]  # needed to stop being root; the exec server drops them before any program runs
+            words += ["--cap-add", f"CAP_{right}"]  # needed to give up root; the exec server drops them before any program runs
         return words
 
     def _options(self, name: str, spec: SandboxSpec) -> dict[str, Any]:
@@ -180,15 +180,15 @@ class BubblewrapBackend(ChannelBackend):
 def _kill(process: subprocess.Popen[bytes]) -> None:
     """Kills bwrap's process group, which the sandbox's first process shares.
 
-    That process does not end with bwrap: giving up root cleared its parent-death signal (prctl(2), PR_SET_PDEATHSIG). Call this
-    before waiting for bwrap: until then its pid, which is also the group's id, cannot be reused.
+    That process does not exit with bwrap, because giving up root cleared its parent-death signal (prctl(2), PR_SET_PDEATHSIG). Call this
+    before reaping bwrap: until then its pid, which is also the group's id, cannot be reused.
     """
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
 async def _end(process: subprocess.Popen[bytes], *, patience_s: float) -> None:
-    """Waits `patience_s` for bwrap to end, then kills its process group. Raises `SandboxError`."""
+    """Waits up to `patience_s` for bwrap to exit, then kills its process group. Raises `SandboxError`."""
     start = asyncio.get_running_loop().time()
     pause = 0.001
     flags = os.WEXITED | os.WNOHANG | os.WNOWAIT  # keeps the zombie, so the group's id is not reused

@@ -1,4 +1,4 @@
-"""Builds images from a `Dockerfile` with this machine's Docker daemon, checks them, and exports them as a file tree if needed.
+"""Builds images from Dockerfiles with this machine's Docker daemon, checks them, and exports them as file trees if needed.
 
 A build uses the daemon's defaults, like `docker build`: a Dockerfile is trusted as much as a recipe. Builds use the daemon's classic
 builder, which supports neither `RUN --mount` nor here-documents. All functions block.
@@ -75,7 +75,7 @@ class BuildContext(BaseModel):
 
     @contextlib.contextmanager
     def archive(self) -> Iterator[IO[bytes]]:
-        """Yields the context as a tar archive in a temporary file. Raises `TaskError` if the folder changed since it was read."""
+        """Yields the context as a tar archive in a temporary file. Raises `TaskError` if the folder has changed since it was read."""
         with tempfile.TemporaryFile(prefix="agentrl-context-") as file:
             if _pack(self.folder, file) != self.key:
                 raise TaskError(f"{self.folder} changed while its image was being built", fix="retry when the folder no longer changes")
@@ -84,12 +84,12 @@ class BuildContext(BaseModel):
 
 
 def read_build_context(folder: Path) -> BuildContext:
-    """Returns the build context in `folder`. Raises `TaskError` with the file and the limit that it exceeds."""
+    """Returns the build context in `folder`. Raises `TaskError` if the folder cannot be read, is invalid, or exceeds a limit."""
     return BuildContext(folder=folder, key=_pack(folder, None))
 
 
 def dockerfile_steps(text: str) -> list[tuple[int, str]]:
-    """Returns (line number, instruction) of each step of a Dockerfile, in the daemon's order."""
+    """Returns a list of (line number, instruction), one for each step of a Dockerfile, in the daemon's order."""
     lines = text.splitlines()
     escape = _escape(lines)
     steps: list[tuple[int, list[str]]] = []
@@ -168,7 +168,7 @@ def _opened(entry: os.DirEntry[str]) -> BufferedReader:
 
 
 def _content_digest(file: BufferedReader, size: int) -> bytes:
-    """Returns the sha256 of the first `size` bytes. Only these are archived, because a file may grow meanwhile."""
+    """Returns the sha256 of the first `size` bytes. Only these are archived, because the file may grow in the meantime."""
     digest = hashlib.sha256()
     while size and (data := file.read(min(_PIECE_BYTES, size))):
         digest.update(data)
@@ -194,7 +194,7 @@ def _entries(folder: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:
         for entry in entries:
             path = parent + entry.name
             if entry.is_dir(follow_symlinks=False):
-                pending.append(path + "/")  # a later `!` pattern may include files of an ignored folder
+                pending.append(path + "/")  # a later `!` pattern may include files in an ignored folder
             if path != DOCKERFILE and ignored.matches(path):
                 continue
             count += 1
@@ -221,7 +221,7 @@ def ensure_built(tag: str, context: BuildContext, progress: Progress) -> None:
     """Builds the image `tag` if the daemon does not have it.
 
     Raises `TaskError` (file, line, last output) if the build fails or the image has no python3 for the exec server,
-    `SandboxUnavailable` if there is no daemon, and `SandboxTimeout` or `SandboxError` if the daemon hangs or ends.
+    `SandboxUnavailable` if there is no daemon, and `SandboxTimeout` or `SandboxError` if the daemon hangs or exits.
     """
     if not docker_client.reachable():
         raise SandboxUnavailable(
@@ -260,7 +260,7 @@ def export(tag: str, target: Path) -> None:
 
 
 def check_python(api: docker.APIClient, tag: str, source: str) -> None:
-    """Raises `TaskError` with `source` if the image has no python3 (3.9 or later) on the exec server's search path."""
+    """Raises `TaskError`, which names `source`, if the image has no python3 (3.9 or later) on the exec server's search path."""
     problem = ""
     config = {
         "Image": tag,
@@ -298,7 +298,7 @@ def has_image(api: docker.APIClient, tag: str) -> bool:
 
 @contextlib.contextmanager
 def _container(api: docker.APIClient, config: dict[str, Any]) -> Iterator[str]:
-    """Yields a container, and removes it and its volumes after the block. It has a lease, so the reaper can remove it too."""
+    """Creates a container and yields its name. Removes it and its volumes after the block. Its lease lets `cleanup.prune` remove it too."""
     name = sandbox_name()
     labels = {docker_client.LABEL_RUN: "image check", docker_client.LABEL_LEASE: lease()}
     api.create_container_from_config({**config, "Labels": labels}, name=name)
@@ -391,7 +391,7 @@ def _messages(tag: str, context: BuildContext) -> Iterator[dict[str, Any]]:
 
 
 def _read_messages(tag: str, context: BuildContext, messages: queue.SimpleQueue[Any], abandoned: threading.Event) -> None:
-    """Puts the daemon's messages, and any error, into `messages`. Closing the connection ends the build."""
+    """Puts the daemon's messages into `messages`, then None, or the exception if there is one. Closing the connection stops the build."""
     try:
         with contextlib.closing(docker_client.new_client(BUILD_S)) as api, context.archive() as archive:
             options = {"custom_context": True, "rm": True, "forcerm": True, "decode": True, "timeout": BUILD_S}
@@ -400,5 +400,5 @@ def _read_messages(tag: str, context: BuildContext, messages: queue.SimpleQueue[
                     return
                 messages.put(message)
         messages.put(None)
-    except Exception as error:  # raised by the reader
+    except Exception as error:  # `_messages` raises it
         messages.put(error)

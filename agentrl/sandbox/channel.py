@@ -16,11 +16,11 @@ from agentrl.sandbox.inside.wire import PREFIX
 RELIEVED_S = 35.0
 """Extra time for a reply after the programs that blocked the exec server were killed."""
 UNRELIEVED_S = 5.0
-"""Extra time for a reply if no program blocked the exec server. The machine may have been suspended."""
+"""Extra time for a reply if no program blocked the exec server: a suspended machine can also delay a reply."""
 
 
 Reply = tuple[Mapping[str, Any], bytes]
-"""Checked fields, and the body."""
+"""The checked fields and the body."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,11 +73,12 @@ class Channel:
         max_body: int = 0,
         timeout_s: float,
     ) -> Reply:
-        """Sends a request and returns its reply, whose header must match `schema` and whose body may have `max_body` bytes.
+        """Sends a request and returns its reply, whose header must match `schema` and whose body may have up to `max_body` bytes.
 
-        Raises `FileNotFoundError` or `ValueError` if the server refuses the request, `SandboxTimeout` if there is no reply within
-        `timeout_s`, and `SandboxError` if the sandbox is gone or the reply is invalid. A late or cancelled call breaks the channel, because
-        its reply could arrive during a later call. If programs blocked the server, they are killed and the server gets `RELIEVED_S` more.
+        Raises `FileNotFoundError` or `ValueError` if the server refuses the request, `SandboxTimeout` if there is no reply in time,
+        and `SandboxError` if the sandbox is gone or the reply is invalid. A call that times out or is cancelled breaks the channel, because
+        its reply could arrive during a later call. After `timeout_s`, programs that blocked the server are killed, and the server gets
+        `RELIEVED_S` more. If no program blocked it, it gets `UNRELIEVED_S` more.
         """
         if self._error is not None:
             raise SandboxError(f"sandbox {self.name} is gone: {self._error}")
@@ -143,7 +144,7 @@ class Channel:
                 call.left_s = None
 
     async def close(self, timeout_s: float) -> bool:
-        """Closes the connection, which ends the server and the sandbox. Returns whether the server closed its end within `timeout_s`."""
+        """Closes the connection, which stops the server and the sandbox. Returns whether the server closed its end within `timeout_s`."""
         self._break(SandboxError("closed"))
         if self._task is None:
             return False
@@ -174,7 +175,7 @@ class Channel:
         return error
 
     async def _read(self) -> bool:
-        """Reads replies until the connection ends. Returns True if the server ended it, and False after a protocol violation."""
+        """Reads replies until the connection is closed. Returns True if the server closed it, and False after a protocol violation."""
         try:
             while self._error is None:
                 await self._read_reply()

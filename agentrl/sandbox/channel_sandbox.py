@@ -17,19 +17,19 @@ from agentrl.sandbox.waiting import ClosesOnce
 log = logging.getLogger(__name__)
 
 GRACE_S = 5.0
-"""How long after a program's time limit the exec server may take to report it. Then the host kills the program."""
+"""How long the exec server may take to report a timeout after a program's time limit. After that, the host kills the program."""
 FILE_S = 25.0
 _CLOSE_S = 3.0
 _ARCHIVE_HEADERS_BYTES = 32 << 20  # tar headers of 20,000 entries
 
 Destroy = Callable[[bool], Awaitable[None]]
-"""Removes what the backend created. The argument is True if the exec server is known to have ended."""
+"""Removes what the backend created. The argument is True if the exec server is known to have exited."""
 
 
 class ChannelSandbox(ClosesOnce):
     """A sandbox whose exec server is at the other end of `channel`. Programs run one at a time; other calls wait.
 
-    If a program times out, every process of the sandbox is killed. A program that ends in time may leave other processes running.
+    If a program times out, every process in the sandbox is killed. A program that exits in time may leave other processes running.
     """
 
     def __init__(self, name: str, spec: SandboxSpec, channel: Channel, destroy: Destroy) -> None:
@@ -44,15 +44,15 @@ class ChannelSandbox(ClosesOnce):
     async def exec(
         self, argv: Sequence[str], *, stdin: bytes = b"", timeout_s: float, output_bytes: int = 65536, env: Mapping[str, str] | None = None
     ) -> ExecResult:
-        """Runs a program. Keeps the first and the last `output_bytes / 2` bytes of stdout, and of stderr."""
+        """Runs a program. Keeps the first and the last `output_bytes / 2` bytes of stdout and of stderr."""
         fields = arguments.program(argv, env) | arguments.limits(timeout_s, output_bytes)
         return await self._run("exec", fields, arguments.content(stdin, "stdin"))
 
     async def python(self, code: str, *, timeout_s: float, output_bytes: int = 65536, session: str = "") -> ExecResult:
-        """Runs `code` like `python3 -I -c`, in a fork of a warm interpreter.
+        """Runs `code` as `python3 -I -c` does, but in a fork of a warm interpreter.
 
         If `session` is set, runs the code in the persistent interpreter of that name, which keeps its variables. A sandbox has at
-        most four.
+        most four such interpreters.
         """
         fields = {"session": arguments.session_name(session)} | arguments.limits(timeout_s, output_bytes)
         result = await self._run("python", fields, arguments.code(code))
@@ -84,18 +84,18 @@ class ChannelSandbox(ClosesOnce):
         return body
 
     async def write(self, path: str, data: bytes) -> None:
-        """Replaces `path`; a link is replaced, not followed. Raises `ValueError` if there is no space or the path is invalid."""
+        """Replaces the file `path`. A link is replaced, not followed. Raises `ValueError` if there is no space or the path is invalid."""
         await self.write_all({path: data})
 
     async def write_all(self, files: Mapping[str, bytes]) -> None:
-        """Writes several files in one round trip. If `files` is empty, it only checks that the sandbox answers."""
+        """Writes several files in one round trip. If `files` is empty, only checks that the sandbox responds."""
         contents = arguments.contents(files)
         listing = [[path, len(data)] for path, data in contents.items()]
         async with self._turn:
             await self._channel.call("write", {"files": listing}, body=b"".join(contents.values()), timeout_s=FILE_S)
 
     async def snapshot(self) -> bytes:
-        """Returns the working directory as a tar archive: regular files, folders and links, with their modes and times, readable or not.
+        """Returns the working directory as a tar archive of regular files, folders and links, readable or not, with their modes and times.
 
         Programs are stopped meanwhile. Hard links are kept; pipes, sockets and devices are omitted. Raises `ValueError` only if the
         directory is too large: more than `disk_mb`, 20,000 entries, 64 levels or 20 s of work. The archive is untrusted data: pass it to
@@ -108,13 +108,13 @@ class ChannelSandbox(ClosesOnce):
         return archive
 
     async def restore(self, archive: bytes) -> None:
-        """Unpacks a snapshot into the working directory. A snapshot contains no sessions; the first call in a session reports a restart."""
+        """Unpacks a snapshot into the working directory. Snapshots contain no sessions, so each session's first call reports a restart."""
         self._restored = True
         async with self._turn:
             await self._channel.call("restore", body=arguments.content(archive, "a snapshot"), timeout_s=2 * FILE_S)
 
     async def pause(self) -> None:
-        """Stops every program and its clock, also during a call. Memory stays in use. A program that wakes itself up is killed."""
+        """Stops every program and its clock, even during a call. Memory stays in use. A program that keeps waking itself up is killed."""
         self._channel.pause_deadlines()
         await self._channel.call("pause", timeout_s=GRACE_S)
 

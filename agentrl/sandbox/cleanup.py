@@ -1,11 +1,11 @@
-"""Lists the open sandboxes of this machine, and removes leftovers of dead drivers and unused images.
+"""Lists the open sandboxes on this machine, and removes unused images and what dead drivers left behind.
 
-A killed driver leaves containers behind. Bubblewrap sandboxes end with their driver; only their folders and control groups remain. Each
-sandbox is labelled with the lease of its driver, which shows whether that driver still runs.
+A killed driver leaves containers behind. Bubblewrap sandboxes stop with their driver; only their folders and control groups remain.
+Each sandbox is labelled with the lease of its driver, which shows whether that driver is still running.
 
-An image has a folder in the cache and, for the Docker backend, images in the daemon with tags that end in the folder's name. Opening a
-sandbox records its use (`images.record_use`). Images of the daemon that have no folder in this cache are kept: a different cache may use
-them.
+An image has a folder in the cache and, for the Docker backend, images in the daemon whose tags contain the folder's name. Opening a
+sandbox records the use of its image (`images.record_use`). Images in the daemon that have no folder in this cache are kept, because a
+different cache may use them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from agentrl.sandbox.lease import alive, read_run_label, runtime_folder
 
 _DAY_S = 86400.0
 _KEY = re.compile(r"[0-9a-f]{16}")
-_PART = re.compile(r"rootfs\.[0-9]+|base\.[0-9]+\.tar")  # left by a killed build; checked only while no image is being built
+_PART = re.compile(r"rootfs\.[0-9]+|base\.[0-9]+\.tar")  # left by a killed build; checked only while the image is not being built
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,9 +43,9 @@ class OpenSandbox:
 
 
 def list_open() -> list[OpenSandbox]:
-    """Returns every sandbox of this user's drivers, including dead drivers.
+    """Returns every sandbox of this user's drivers, including dead ones.
 
-    Raises `SandboxError`, or `SandboxTimeout` if the daemon is silent.
+    Raises `SandboxError`, or `SandboxTimeout` if the daemon does not respond.
     """
     sandboxes: dict[str, OpenSandbox] = {}
     for driver in _subfolders(runtime_folder()):
@@ -82,7 +82,7 @@ def lease_in_name(name: str) -> str:
 
 
 def _subfolders(folder: Path) -> list[Path]:
-    """Returns the folders in `folder`; none if it was just removed, as a driver's folder is with its last sandbox."""
+    """Returns the folders in `folder`. Empty if it was just removed: a driver's folder is removed with the driver's last sandbox."""
     try:
         return [path for path in folder.iterdir() if path.is_dir()]
     except FileNotFoundError:
@@ -95,18 +95,18 @@ def _containers() -> dict[str, dict[str, str]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnusedFile:
-    """A file or image unused for `days`: `UnusedFile(name="agentrl/tables:0123456789abcdef", size=170_000_000, days=40.2)`."""
+    """A file or image, unused for `days` days: `UnusedFile(name="agentrl/tables:0123456789abcdef", size=170_000_000, days=40.2)`."""
 
     name: str  # tag of an image in the daemon, or path below the cache
-    size: int  # bytes; layers that several images of the daemon share are counted for each image
+    size: int  # bytes; layers that several images in the daemon share are counted for each image
     days: float
 
 
 def evict(*, days: float, dry: bool) -> list[UnusedFile]:
-    """Removes images and old exec servers that were unused for `days`, and parts left by killed builds. Blocking.
+    """Removes images and old exec servers that have been unused for `days`, and partial files left by killed builds. Blocking.
 
-    Keeps what is being built and what a container uses. Returns what was removed; with `dry`, what would be removed. Raises
-    `SandboxError`.
+    Keeps images that are being built, and tags of images that a container uses. Returns what was removed or, if `dry` is true, what would
+    be removed. Raises `SandboxError`.
     """
     unused: list[UnusedFile] = []
     tags = _tags()
@@ -146,7 +146,7 @@ def _size(path: Path) -> int:
 
 @contextlib.contextmanager
 def _try_lock(folder: Path) -> Iterator[bool]:
-    """Locks an image against builds for the block. Yields False if a process is building it."""
+    """Locks an image against builds for the block, and yields True. Yields False if a process is building the image."""
     with contextlib.ExitStack() as stack:
         for name in ("files", "docker", "build"):
             lock = stack.enter_context(open(folder / f"{name}.lock", "w"))
@@ -159,7 +159,7 @@ def _try_lock(folder: Path) -> Iterator[bool]:
 
 
 def _tags() -> dict[str, dict[str, int]]:
-    """Returns image key -> tag -> size in bytes for the daemon's images; empty if there is no daemon."""
+    """Returns a mapping image key -> tag -> size in bytes of the daemon's images. Empty if there is no daemon."""
     sizes: dict[str, dict[str, int]] = {}
     if not docker_client.reachable():
         return sizes
@@ -171,7 +171,7 @@ def _tags() -> dict[str, dict[str, int]]:
 
 
 def _untag(tag: str) -> bool:
-    """Removes a tag, and the image if this was its last tag. Returns False if a container uses it."""
+    """Removes a tag, and the image if this was its last tag. Returns False if a container uses the image."""
     with docker_client.connection() as api:
         try:
             api.remove_image(tag)

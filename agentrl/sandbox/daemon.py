@@ -2,7 +2,7 @@
 
 The library never starts a daemon. If the machine has systemd, `start` starts the distribution's service. Otherwise (containers, small
 virtual machines) `dockerd` runs in a new process session, without iptables rules and bridges, because sandboxes have no network. `stop`
-only stops a daemon that `start` started.
+stops only a `dockerd` that `start` started in this way.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TAIL_BYTES = 1500  # how much of the log an error quotes
 
 
 def start(*, timeout_s: float) -> None:
-    """Starts a daemon if none answers. Raises `SandboxUnavailable` with what to install or run, or `SandboxError` if it does not start."""
+    """Starts a daemon if none responds. Raises `SandboxUnavailable`, which says what to install or run, or `SandboxError` on failure."""
     if docker_client.daemon_answers():
         return
     if shutil.which("dockerd") is None:
@@ -85,7 +85,7 @@ def _command() -> list[str]:
 
 
 def _own_pid() -> int | None:
-    """Returns the pid of the daemon that `start` started, if it is alive. Checks the name, because pids are reused."""
+    """Returns the pid of the daemon that `start` started, if it is alive. Checks the process name, because pids are reused."""
     try:
         pid = int(_PIDFILE.read_text())
         name = Path(f"/proc/{pid}/comm").read_text().strip()
@@ -96,7 +96,10 @@ def _own_pid() -> int | None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line. Returns 0 on success (status: a daemon answers), 1 on failure, 2 if something must be installed or changed."""
+    """Runs the command-line interface. Returns the exit status.
+
+    0 means success (for `status`: a daemon responds), 1 means failure, 2 means that something must be installed or changed.
+    """
     parser = argparse.ArgumentParser(prog="python -m agentrl.sandbox.daemon", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("action", choices=["start", "stop", "status"])
     parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS")

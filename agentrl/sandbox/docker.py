@@ -1,11 +1,12 @@
-"""Sandboxes in containers of this machine's Docker daemon: several in a shared container (`agentrl.sandbox.shared_containers`), or one.
+"""Sandboxes in containers of this machine's Docker daemon: one per container, or several (`agentrl.sandbox.shared_containers`).
 
 Starting a container takes two daemon calls; using it takes none. Process 1 of the container connects to a socket that is mounted into it.
-When the driver closes the connection, that process ends, the kernel ends the others, and the daemon removes the container; what remains is
-removed by force. In a container with one sandbox, process 1 is the exec server; in a shared container it is a keeper, which creates the
-sandboxes.
+When the driver closes the connection, that process exits, the kernel kills the others, and the daemon removes the container. Containers
+that remain are removed by force. In a container with one sandbox, process 1 is the exec server; in a shared container it is a keeper,
+which creates the sandboxes.
 
-`NetworkDisabled` halves the CPU time of a container: its network namespace stays empty without a helper process of the daemon.
+`NetworkDisabled` halves the CPU time that a container costs, because its network namespace then stays empty without a helper process of
+the daemon.
 """
 
 from __future__ import annotations
@@ -51,22 +52,22 @@ TERMINALS = {
         },
     },
 }
-"""Pseudo terminals for one container. They replace the daemon's, which may take all of the machine's. Removed with the container."""
+"""Pseudo terminals for one container. They replace the daemon's, which may use up the machine's, and are removed with the container."""
 UNDO_S = 5.0
-"""How long a failed opening waits for its clean-up. The clean-up then continues in the background."""
+"""How long a failed opening waits for its clean-up. After that, the clean-up continues in the background."""
 LOOK_S = 1.0
 LEAVING_S = 10.0
 PATIENCE_S = 1.0
-"""How long a sandbox may take to end after its connection was closed. Then it is killed."""
+"""How long a sandbox may take to exit after its connection is closed. After that, it is killed."""
 _SWEEP_AT = 64
 _STREAM_BYTES = 1 << 20
 _READ_ONLY = ["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger", "/sys/fs/cgroup"]
-"""The daemon's own list, and a tmpfs that any user could write to if a runtime mounts control groups (version 1) on it."""
+"""The daemon's own list, plus /sys/fs/cgroup, a tmpfs that any user could write to if a runtime mounts version 1 control groups on it."""
 _HOSTS = "127.0.0.1\tlocalhost sandbox\n::1\tlocalhost ip6-localhost ip6-loopback\n"
 
 
 class NeverAnswered(SandboxError):
-    """A container ended before it connected."""
+    """A container exited before it connected."""
 
 
 class DockerBackend(ChannelBackend):
@@ -102,8 +103,8 @@ class DockerBackend(ChannelBackend):
     async def _start(self, spec: SandboxSpec, image: ReadyImage) -> ChannelSandbox:
         """Starts a sandbox in a shared container, or in a separate one if the spec names a runtime or containers cannot be shared here.
 
-        The keeper of a shared container has capabilities that no process has in a sandbox's own container, and the image's python3
-        runs it. So only images built from a distribution's packages share containers, never those from a task's Dockerfile.
+        The keeper of a shared container has capabilities that no process in a separate container has, and it runs on the image's python3.
+        So sandboxes share a container only if their image is built from a distribution's packages, never if it is built from a Dockerfile.
         """
         if image.from_packages and not spec.runtime and not self._sharing_problem:
             try:
@@ -111,7 +112,7 @@ class DockerBackend(ChannelBackend):
             except SandboxError as error:
                 if self._has_shared or not (self._sharing_problem or isinstance(error, CannotShare | NeverAnswered)):
                     raise
-                if not self._sharing_problem:  # otherwise a concurrent opening noticed it and ended this container
+                if not self._sharing_problem:  # otherwise a concurrent opening noticed the problem and stopped this container
                     self._sharing_problem = str(error)
                     self._shared.close()
                     log.warning(
@@ -135,7 +136,7 @@ class DockerBackend(ChannelBackend):
     # Shared containers ------------------------------------------------------------------------------------------------
 
     async def _start_shared(self, spec: SandboxSpec, image: ReadyImage) -> ChannelSandbox:
-        """Starts a sandbox in a shared container. Raises `CannotShare` if the first one fails for a reason that applies to all of them."""
+        """Starts a sandbox in a shared container. Raises `CannotShare` if the first fails for a reason that applies to all."""
         async with self._startup(spec) as start:
             key = (image.tree, image.server, spec)
             container = await self._shared.acquire(key, lambda name: self._start_keeper(name, spec, image))
@@ -181,7 +182,7 @@ class DockerBackend(ChannelBackend):
         return keeper
 
     def _stop(self, container: Container) -> None:
-        """Ends a shared container in the background; `close` waits for it."""
+        """Stops a shared container in the background. `close` waits until it has stopped."""
         self._in_background(self._end_container(container), f"end {container.name}")
 
     async def _end_container(self, container: Container) -> None:
@@ -203,7 +204,7 @@ class DockerBackend(ChannelBackend):
     async def _connect(
         self, name: str, container: dict[str, Any], folder: Path, program: Path, kind: socket.SocketKind = socket.SOCK_STREAM
     ) -> socket.socket:
-        """Starts a container. Returns the connection of its first process, which connects before any other program runs there."""
+        """Starts a container. Returns the connection from its first process, which connects before any other program runs there."""
         folder.chmod(0o711)  # the user inside must reach the socket; only this user can enter the folders above
         server = folder / f"exec_server{program.suffix}"
         shutil.copyfile(program, server)
@@ -221,7 +222,7 @@ class DockerBackend(ChannelBackend):
                 raise
 
     async def _accept(self, listener: socket.socket, name: str) -> socket.socket:
-        """Returns the container's connection. Raises `SandboxError` if it ends before it connects. The caller sets the deadline."""
+        """Returns the container's connection. Raises `SandboxError` if the container exits first. The caller sets the deadline."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S):
@@ -232,14 +233,14 @@ class DockerBackend(ChannelBackend):
                 )
 
     async def _undo(self, starting: asyncio.Future[None], name: str) -> None:
-        """Removes a container after a failed start, once the daemon has answered. If this fails, `close` retries it."""
+        """Removes a container after a failed start, once the daemon has responded. If the removal fails, `close` retries it."""
         with contextlib.suppress(SandboxError):
             await starting
         with contextlib.suppress(SandboxError):
             await self._discard(name)
 
     async def _leave(self, name: str) -> None:
-        """Leaves the removal of a container to the daemon. Every `_SWEEP_AT` calls, forces the removal of overdue containers."""
+        """Leaves the removal of a container to the daemon. Once `_SWEEP_AT` containers are recorded, forces the removal of overdue ones."""
         now = time.monotonic()
         self._leaving[name] = now
         if len(self._leaving) >= _SWEEP_AT:
@@ -254,7 +255,7 @@ class DockerBackend(ChannelBackend):
         self._leaving.pop(name, None)
 
     async def _call(self, work: Callable[[], T]) -> T:
-        """Runs a blocking daemon call in this backend's threads. Raises `SandboxError`."""
+        """Runs a blocking daemon call in one of this backend's threads. Raises `SandboxError`."""
         try:
             async with asyncio.timeout(docker_client.REQUEST_S + 5):
                 return await asyncio.get_running_loop().run_in_executor(self._threads, work)
@@ -264,7 +265,7 @@ class DockerBackend(ChannelBackend):
     # Specifications ---------------------------------------------------------------------------------------------------
 
     def _container(self, spec: SandboxSpec, image: ReadyImage, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
-        """Returns the create request of a container for one sandbox, whose exec server gets `options`."""
+        """Returns the create request for a container with one sandbox, whose exec server receives `options`."""
         mounts = {"/agentrl": folder, **limits.write_system_files(folder, options)}
         shares_kernel = spec.runtime in SHARING
         if not shares_kernel:  # a separate kernel shows its own cores, and has separate terminals and buffers
@@ -285,7 +286,7 @@ class DockerBackend(ChannelBackend):
         return self._request(image, [image.program_path, "connect:/agentrl/link", json.dumps(options)], host)
 
     def _shared_container(self, name: str, spec: SandboxSpec, image: ReadyImage, folder: Path) -> dict[str, Any]:
-        """Returns the create request of a shared container. Its limits fit all of its sandboxes, each of which has its own.
+        """Returns the create request for a shared container. Its limits suffice for all sandboxes in it, each of which has its own.
 
         Its keeper may create namespaces and mounts; the processes that it starts give up these rights before they run a program.
         """
@@ -348,7 +349,7 @@ def _host_config(memory: int, socket_bytes: int, processes: int) -> dict[str, An
 
 
 def _tmpfs(spec: SandboxSpec) -> dict[str, str]:
-    """Returns the mount options of each writable folder."""
+    """Returns a mapping writable folder -> mount options."""
     sizes = dict.fromkeys(limits.WRITABLE_FOLDERS, limits.disk_bytes(spec)) | {"/dev/shm": limits.shared_memory_bytes(spec)}
     return {path: f"mode=1777,size={size},nr_inodes={limits.max_inodes(spec)}" for path, size in sizes.items()}
 
@@ -356,7 +357,10 @@ def _tmpfs(spec: SandboxSpec) -> dict[str, str]:
 def _request_sandbox(
     keeper: KeeperClient, description: dict[str, Any], link: socket.socket, listener: Path | None, server: Path | None
 ) -> SharedSandbox:
-    """Requests a sandbox that gets these descriptors: its connection, one to the egress listener's socket, and a replacement server."""
+    """Requests a sandbox. Passes it its connection and, unless they are None, a connection to `listener` and the open file `server`.
+
+    `listener` is the egress listener's socket. `server` replaces the exec server.
+    """
     with contextlib.ExitStack() as stack:
         descriptors = {"link": link.fileno()}
         if listener is not None:

@@ -26,7 +26,7 @@ LABEL_RUN, LABEL_LEASE, LABEL_SHARED = "agentrl.run", "agentrl.lease", "agentrl.
 """Labels of a container: its run, its driver's lease, and whether several sandboxes share it."""
 REQUEST_S = 60.0
 QUICK_S = 15.0
-"""Timeout of requests that only inspect or remove."""
+"""Timeout of requests that only inspect or remove containers."""
 _PING_S = 2.0
 _POOLS = 2  # connections per thread; the library opens one per requested URL host, and each container has a different host
 _thread = threading.local()
@@ -35,9 +35,9 @@ State = Literal["answers", "silent", "absent"]
 
 
 def daemon_address() -> str:
-    """Returns the local daemon's socket: `$DOCKER_HOST`, or the default. Raises `SandboxUnavailable` if the daemon is on another machine.
+    """Returns the local daemon's address: `$DOCKER_HOST`, or the default. Raises `SandboxUnavailable` if it is not on this machine.
 
-    Sandboxes reach the driver through a mounted socket, which a remote daemon cannot offer.
+    Sandboxes reach the driver through a mounted socket, which a remote daemon cannot provide.
     """
     url = os.environ.get("DOCKER_HOST", "") or DEFAULT
     if not url.startswith("unix://"):
@@ -46,7 +46,7 @@ def daemon_address() -> str:
 
 
 def daemon_state(timeout_s: float = _PING_S) -> State:
-    """Pings the local daemon. `silent`: it accepts connections but does not answer within `timeout_s`. `absent`: nothing listens."""
+    """Pings the local daemon. `silent`: it accepts connections but does not respond within `timeout_s`. `absent`: no daemon listens."""
     try:
         with socket.socket(socket.AF_UNIX) as link:
             link.settimeout(timeout_s)
@@ -65,7 +65,7 @@ def daemon_answers(timeout_s: float = _PING_S) -> bool:
 
 
 def new_client(timeout_s: float) -> docker.APIClient:
-    """Returns a client of the local daemon, which the caller closes."""
+    """Returns a new client for the local daemon. The caller closes it."""
     return docker.APIClient(base_url=daemon_address(), version=API_VERSION, timeout=timeout_s)
 
 
@@ -81,7 +81,7 @@ def client() -> docker.APIClient:
 
 @contextlib.contextmanager
 def connection(timeout_s: float = REQUEST_S) -> Iterator[docker.APIClient]:
-    """Yields this thread's client with this timeout. Errors of the library are raised as `SandboxError`."""
+    """Yields this thread's client with this timeout. Raises errors from the library as `SandboxError`."""
     api = client()
     previous, api.timeout = api.timeout, timeout_s
     try:
@@ -113,7 +113,7 @@ def create_and_start(name: str, container: dict[str, Any]) -> None:
 
 
 def is_running(name: str) -> bool:
-    """Whether a container runs. Raises `SandboxError`."""
+    """Whether a container is running. Raises `SandboxError`."""
     with connection(QUICK_S) as api:
         try:
             return bool(api.inspect_container(name)["State"]["Running"])
@@ -122,7 +122,7 @@ def is_running(name: str) -> bool:
 
 
 def containers(label: str) -> dict[str, dict[str, str]]:
-    """Returns name -> labels of every container with `label` (`key` or `key=value`), running or not. Raises `SandboxError`."""
+    """Returns a mapping name -> labels of all containers with `label` (`key` or `key=value`), running or not. Raises `SandboxError`."""
     with connection(QUICK_S) as api:
         listed = api.containers(all=True, filters={"label": [label]})
     return {item["Names"][0].lstrip("/"): item["Labels"] for item in listed if item["Names"]}

@@ -33,11 +33,11 @@ _KILLS = ("timeout", "memory", "killed")
 
 
 class FrameError(SandboxError):
-    """Bytes from a sandbox that are not a valid reply. The sandbox is destroyed."""
+    """A sandbox sent bytes that are not a valid reply. The sandbox is destroyed."""
 
 
 def encode(header: Mapping[str, Any], body: bytes = b"") -> bytes:
-    """Returns a request frame. Raises `ValueError` if header or body is too large, and `TypeError` if the header is not JSON."""
+    """Returns a request frame. Raises `ValueError` if the header or the body is too large, and `TypeError` if the header cannot be JSON."""
     try:
         text = json.dumps(header, separators=(",", ":"), allow_nan=False).encode()
     except RecursionError:
@@ -79,7 +79,7 @@ def check_fields(value: Mapping[str, Any], schema: Schema) -> Mapping[str, Any]:
 
 
 def parse_failure(value: Mapping[str, Any]) -> tuple[str, str]:
-    """Returns (kind, message) of a reply whose `ok` is false. The message is printable."""
+    """Returns (kind, message) from a reply whose `ok` is false. The message is printable."""
     checked = check_fields(value, _FAILURE)
     if checked["error"] not in _ERRORS:
         raise FrameError("a reply has an unknown kind of failure")

@@ -1,13 +1,13 @@
-"""Sandbox images: folders with an `image.toml`, or else a `Dockerfile`. Each is built once per content and machine.
+"""Sandbox images: folders with an `image.toml`, or else a `Dockerfile`. Each version is built once per machine.
 
     suite = "bookworm"            # Debian release
     packages = ["python3"]        # the exec server runs on python3
     pull = "python:3.11-slim"     # optional: the Docker backend first tries to pull this
 
-The hash of the recipe, or of the build context (`agentrl.sandbox.builds`), names the result: `<cache>/images/<hash>/base.tar`,
-unpacked next to it for bubblewrap and imported as `agentrl/<folder name>:<hash>` for Docker, so both backends run the same tree.
-WORKDIR and ENV of a Dockerfile are stored as files of that tree (see `agentrl.sandbox.layout`); entry point and user are ignored. The exec
-server is not part of an image: each sandbox gets the current exec server when it opens.
+The result is `<cache>/images/<hash>/base.tar`, with the hash of the recipe or of the build context (`agentrl.sandbox.builds`). This file
+is unpacked in the same folder for bubblewrap, and imported as `agentrl/<folder name>:<hash>` for Docker, so both backends run the same
+tree. The WORKDIR and ENV of a Dockerfile are stored as files in that tree (see `agentrl.sandbox.layout`); its entry point and user are
+ignored. The exec server is not part of an image: each sandbox receives the current exec server when it opens.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _EXCLUDED = ("/usr/share/doc/*", "/usr/share/man/*", "/usr/share/locale/*", "/us
 
 
 def no_progress(message: str) -> None:
-    """Does nothing: a progress callback."""
+    """A progress callback that does nothing."""
 
 
 class ImageRecipe(BaseModel):
@@ -61,7 +61,7 @@ class ImageRecipe(BaseModel):
     packages: tuple[Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.+-]*$")], ...] = ("python3",)
     """Debian packages in addition to the essential ones; must include python3."""
     pull: str = Field("", pattern=r"^$|^[a-z0-9][A-Za-z0-9./:@_-]*$")
-    """Registry reference that the Docker backend tries before it builds; the image must have python3 (3.9 or later)."""
+    """Registry reference that the Docker backend tries to pull before it builds; the image must have python3 (3.9 or later)."""
 
     @property
     def key(self) -> str:
@@ -79,7 +79,7 @@ _FORMS = {
 
 
 class StoredImage(BaseModel):
-    """An image of the cache of which only the key is known."""
+    """A cached image of which only the key is known."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -87,7 +87,7 @@ class StoredImage(BaseModel):
 
 
 class Image(BaseModel):
-    """A recipe with its folder in the cache: `Image(name="tables", recipe=..., cache=Path("~/.cache/agentrl"))`."""
+    """A recipe, and the cache that stores its image: `Image(name="tables", recipe=..., cache=Path("~/.cache/agentrl"))`."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -127,7 +127,7 @@ def cache_folder() -> Path:
 
 
 def load_image(folder: Path, *, cache: Path | None = None) -> Image:
-    """Reads `folder/image.toml`, or the build context of `folder/Dockerfile`. Raises `UserError` with the file, the key and the fix."""
+    """Returns the image that `folder/image.toml` describes or, if that does not exist, `folder/Dockerfile`. Raises `UserError`."""
     path = folder / "image.toml"
     from_dockerfile = not path.exists() and os.path.lexists(folder / builds.DOCKERFILE)
     recipe = builds.read_build_context(folder) if from_dockerfile else _read(path)
@@ -154,7 +154,7 @@ def _read(path: Path) -> ImageRecipe:
 
 
 def ensure_tarball(image: Image, progress: Progress = no_progress) -> Path:
-    """Returns the path of the image's file tree as a tar archive. Builds it if it is not cached, which takes minutes."""
+    """Returns the path of the image's file tree as a tar archive. Builds the archive if it is not cached, which takes minutes."""
     if image.tarball.exists():
         return image.tarball
     with locked(image):
@@ -175,7 +175,7 @@ def ensure_tarball(image: Image, progress: Progress = no_progress) -> Path:
 
 
 def ensure_built(image: Image, progress: Progress = no_progress) -> None:
-    """Builds the image's Dockerfile if the Docker daemon does not have the image (see `agentrl.sandbox.builds.ensure_built`)."""
+    """Builds the image from its Dockerfile if the Docker daemon does not have it (see `agentrl.sandbox.builds.ensure_built`)."""
     assert isinstance(image.recipe, BuildContext)
     with locked(image, "build"):
         builds.ensure_built(image.built_tag, image.recipe, progress)
@@ -244,7 +244,7 @@ def _pulled(image: Image, reference: str, progress: Progress) -> bool:
 
 
 def record_use(file: Path) -> None:
-    """Updates the time of a file in use, at most once an hour. Does nothing if this user cannot write to the cache."""
+    """Updates the modification time of a file that is in use, at most once an hour. Does nothing if this user cannot write to the cache."""
     with contextlib.suppress(OSError):
         if file.stat().st_mtime < time.time() - _RECORD_USE_S:
             os.utime(file)
@@ -252,7 +252,7 @@ def record_use(file: Path) -> None:
 
 @contextlib.contextmanager
 def locked(image: Image, name: str = "files", *, timeout_s: float = BUILD_S + 60) -> Iterator[None]:
-    """Holds one of the image's inter-process locks for the block. A lock ends with its process. Not re-entrant."""
+    """Holds one of the image's inter-process locks for the block. A lock is released when its process exits. Not re-entrant."""
     image.folder.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + timeout_s
     with open(image.folder / f"{name}.lock", "w") as lock:
@@ -286,7 +286,7 @@ def _part(path: Path) -> Iterator[Path]:
 
 
 def _build(image: Image) -> None:
-    """Builds the file tree from Debian packages. Raises `UserError` if that fails, or the tree has no python3 for the exec server."""
+    """Builds the file tree from Debian packages. Raises `UserError` if that fails or if the tree has no python3 for the exec server."""
     recipe = image.recipe
     assert isinstance(recipe, ImageRecipe)
     if shutil.which("mmdebstrap") is None:
@@ -311,7 +311,7 @@ def _build(image: Image) -> None:
 
 
 def _private_mounts() -> list[str]:
-    """Returns a command prefix that hides a command's mounts from other processes, and removes them when the command ends.
+    """Returns a command prefix that hides a command's mounts from other processes, and removes them when the command exits.
 
     Empty if this process may not create a mount namespace.
     """

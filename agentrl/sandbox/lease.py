@@ -1,6 +1,6 @@
-"""Leases: identities of driver processes, with which any process can check later whether the owner of a sandbox still runs.
+"""Leases identify driver processes, so that any process can check later whether the owner of a sandbox is still running.
 
-A lease is `<boot>-<pid>-<start time>` and identifies one process forever. Each driver has one folder per sandbox in
+A lease is `<boot>-<pid>-<start time>`, which no other process ever has. Each driver has one folder per sandbox in
 `<runtime>/<lease>/`, and labels its containers with the lease.
 """
 
@@ -24,11 +24,11 @@ _LEASE = re.compile(r"[0-9a-f]{8}-([0-9]{1,10})-([0-9]{1,20})")
 _numbers = itertools.count()
 _creating = threading.Lock()  # prevents the removal of a lease's folder while a folder is being created in it
 _stuck: set[Path] = set()
-"""Folders that could not be removed, for example because no descriptor was free. Each later removal retries them."""
+"""Folders that could not be removed, for example because no descriptor was free. `remove_folder` retries them."""
 
 
 def lease() -> str:
-    """Returns this process's lease. Raises `SandboxError` if no descriptor is free to read it the first time."""
+    """Returns this process's lease. Raises `SandboxError` if the first call finds no free descriptor."""
     return _lease_of(os.getpid())
 
 
@@ -38,9 +38,9 @@ def _lease_of(pid: int) -> str:
 
 
 def alive(other: str) -> bool:
-    """Whether the process with the lease `other` still runs. True if `other` is not a lease, because it may not be ours.
+    """Whether the process with the lease `other` is still running. True if `other` is not a lease, because its owner may not be ours.
 
-    Raises `SandboxError` if no descriptor is free to check it.
+    Raises `SandboxError` if no descriptor is free for the check.
     """
     match = _LEASE.fullmatch(other)
     if match is None:
@@ -49,12 +49,12 @@ def alive(other: str) -> bool:
 
 
 def sandbox_name() -> str:
-    """Returns a new name, unique on this machine: `agentrl-<lease>-<number>`."""
+    """Returns a new sandbox name, which is unique on this machine: `agentrl-<lease>-<number>`."""
     return f"agentrl-{lease()}-{next(_numbers)}"
 
 
 def runtime_folder() -> Path:
-    """Returns the private folder for sockets of this user's open sandboxes. Its path is short, and it does not survive a reboot."""
+    """Returns the private folder for the sockets of this user's open sandboxes. Its path is short. A reboot removes the folder."""
     if os.geteuid() == 0:
         folder = Path("/run/agentrl")
     else:
@@ -69,7 +69,7 @@ def runtime_folder() -> Path:
 
 @contextlib.asynccontextmanager
 async def sandbox_folder(name: str) -> AsyncIterator[Path]:
-    """Creates the runtime folder of a sandbox. Removes it if the block raises, in a thread that a second cancellation does not stop."""
+    """Creates and yields a sandbox's runtime folder. Removes it if the block raises, in a thread that a second cancellation cannot stop."""
     folder = runtime_folder() / lease() / name
     with _creating:
         folder.mkdir(parents=True)
@@ -81,12 +81,12 @@ async def sandbox_folder(name: str) -> AsyncIterator[Path]:
 
 
 def write_run_label(folder: Path, backend: str, run_label: str) -> None:
-    """Writes the values that `agentrl sandbox ls` shows of a sandbox to the sandbox's folder."""
+    """Writes to a sandbox's folder the values that `agentrl sandbox ls` shows for the sandbox."""
     (folder / "run").write_text(f"{backend}\n{run_label}")
 
 
 def read_run_label(folder: Path) -> tuple[str, str]:
-    """Returns (backend, run label) of a sandbox's folder. Both are empty while it is being created or removed."""
+    """Returns (backend, run label) from a sandbox's folder. Both are empty while the folder is being created or removed."""
     try:
         backend, _, run_label = (folder / "run").read_text().partition("\n")
     except FileNotFoundError:
@@ -95,7 +95,7 @@ def read_run_label(folder: Path) -> tuple[str, str]:
 
 
 def remove_folder(folder: Path) -> None:
-    """Removes a sandbox's runtime folder, and the lease's folder if that is now empty. Blocking."""
+    """Removes a sandbox's runtime folder, and the lease's folder if it is then empty. Blocking."""
     for path in (folder, *_stuck):
         shutil.rmtree(path, ignore_errors=True)
         (_stuck.add if path.exists() else _stuck.discard)(path)
@@ -109,7 +109,7 @@ def _boot() -> str:
 
 
 def start_time(pid: int) -> int | None:
-    """Returns when the process started, in clock ticks after boot; None if it does not exist or is a zombie. Raises `SandboxError`."""
+    """Returns the start time of a process in clock ticks after boot. None if it does not exist or is a zombie. Raises `SandboxError`."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

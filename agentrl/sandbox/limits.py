@@ -21,22 +21,22 @@ from agentrl.sandbox.inside.users import HOME
 
 MEBIBYTE = 1 << 20
 RESERVED_BYTES = 48 * MEBIBYTE
-"""Memory that files cannot use: enough for the exec server and the start of one program."""
+"""Memory that files cannot use: enough for the exec server and for starting one program."""
 INODE_BYTES = 1100
 """Kernel memory of an empty file: its inode and its name."""
 WRITABLE_FOLDERS = ("/home/agent", "/tmp", "/dev/shm")
 CORES_FILE = "/sys/devices/system/cpu/online"
-"""The C library counts the machine's cores here, even if a program may run on only some of them."""
+"""The C library counts the machine's cores in this file, even if a program may run on only some of them."""
 MAX_TERMINALS = 16
-"""Pseudo terminals of a sandbox. The machine has 3,072 in total (`kernel.pty.max` minus `kernel.pty.reserve`)."""
+"""Maximum number of pseudo terminals in a sandbox. The machine has 3,072 in total (`kernel.pty.max` minus `kernel.pty.reserve`)."""
 TERMINAL_OPTIONS = f"newinstance,ptmxmode=0666,mode=0620,max={MAX_TERMINALS}"
 NETWORK_SETTINGS = {
     "net.ipv4.tcp_rmem": "4096 16384 262144",
     "net.ipv4.tcp_wmem": "4096 16384 262144",
     "net.ipv4.tcp_max_tw_buckets": "4096",
 }
-"""Settings of a sandbox's network namespace. A connection that is not accepted yet is not charged to any process; its buffer keeps the
-second size."""
+"""Settings for a sandbox's network namespace. The buffer of a connection that is not accepted yet is not charged to any process, and stays
+at the second of the three sizes."""
 AGENT_USERS, SERVER_USERS = 0x70000000, 0x78000000
 """First user id of agents and of exec servers, in a range that systemd leaves free (systemd.io/UIDS-GIDS)."""
 
@@ -50,7 +50,7 @@ _CAP_SYS_RESOURCE = 24
 
 CGROUPS = Path("/sys/fs/cgroup")
 _PARENT = "agentrl"
-_HELPERS = 2  # bwrap and the exec server count as processes of a control group too
+_HELPERS = 2  # bwrap and the exec server also count as processes in a control group
 _REMOVE_S = 60.0
 
 _next_core = itertools.count()
@@ -62,23 +62,23 @@ def shared_memory_bytes(spec: SandboxSpec) -> int:
 
 
 def disk_bytes(spec: SandboxSpec) -> int:
-    """Returns the size of the working directory, and of /tmp. Both are in memory; when both are full, `RESERVED_BYTES` must remain."""
+    """Returns the size of the working directory, and of /tmp. Both are in memory: `RESERVED_BYTES` must remain when both are full."""
     free = spec.memory_mb * MEBIBYTE - shared_memory_bytes(spec) - len(WRITABLE_FOLDERS) * max_inodes(spec) * INODE_BYTES - RESERVED_BYTES
     return min(spec.disk_mb * MEBIBYTE, max(free // 2, _MIN_DISK_BYTES))
 
 
 def max_inodes(spec: SandboxSpec) -> int:
-    """Returns the maximum number of files and folders in each writable folder. Even empty files take kernel memory."""
+    """Returns the maximum number of files and folders in each writable folder. Even empty files use kernel memory."""
     return _INODES_PER_MEBIBYTE * spec.memory_mb
 
 
 def socket_bytes(spec: SandboxSpec) -> int:
-    """Returns the size of all TCP and UDP buffers together."""
+    """Returns the maximum total size of all TCP and UDP buffers."""
     return spec.memory_mb * MEBIBYTE // _SOCKET_SHARE
 
 
 def group_limits(spec: SandboxSpec, helpers: int) -> dict[str, int]:
-    """Returns the limits of the control group of a sandbox in which `helpers` of our processes run too."""
+    """Returns the limits of a sandbox's control group, in which `helpers` processes of ours also run."""
     return {
         "memory": spec.memory_mb * MEBIBYTE,
         "processes": spec.processes + helpers,
@@ -88,7 +88,7 @@ def group_limits(spec: SandboxSpec, helpers: int) -> dict[str, int]:
 
 
 def system_files(options: dict[str, Any]) -> dict[str, str]:
-    """Returns the system files that describe the sandbox to its programs: path in the sandbox -> content."""
+    """Returns a mapping path in the sandbox -> content of the system files that describe the sandbox to its programs."""
     agent = options["agent"]
     passwd = (
         f"root:x:0:0:root:/root:/usr/sbin/nologin\nagent:x:{agent}:{agent}:agent:{HOME}:/bin/sh\n"
@@ -98,7 +98,7 @@ def system_files(options: dict[str, Any]) -> dict[str, str]:
 
 
 def write_system_files(folder: Path, options: dict[str, Any]) -> dict[str, Path]:
-    """Writes the files of `system_files` to `folder`. Returns path in the sandbox -> path on the host."""
+    """Writes the files of `system_files` to `folder`. Returns a mapping path in the sandbox -> path on the host."""
     written = {}
     for path, text in system_files(options).items():
         written[path] = folder / PurePath(path).name
@@ -107,7 +107,7 @@ def write_system_files(folder: Path, options: dict[str, Any]) -> dict[str, Path]
 
 
 def cores(spec: SandboxSpec) -> list[int]:
-    """Returns the cores of one sandbox, `ceil(spec.cpus)` at most. Successive calls rotate through the cores that this process may use."""
+    """Returns the cores for one sandbox, at most `ceil(spec.cpus)`. Successive calls rotate through the cores that this process may use."""
     usable = sorted(os.sched_getaffinity(0))
     count = min(len(usable), math.ceil(spec.cpus))
     first = next(_next_core) * count
@@ -116,10 +116,11 @@ def cores(spec: SandboxSpec) -> list[int]:
 
 @functools.cache
 def server_capabilities() -> dict[str, int]:
-    """Returns name -> number of the capabilities that the exec server keeps, to kill programs of a different user and to become that user.
+    """Returns a mapping name -> number of the capabilities that the exec server keeps.
 
-    With SYS_RESOURCE, the server prevents programs from becoming less likely victims than itself when memory runs out. It is included
-    only if this process may have it, because some machines withhold it.
+    It needs them to kill programs of a different user and to become that user. With SYS_RESOURCE, it prevents programs from becoming less
+    likely victims than itself when memory runs out. That capability is included only if this process may have it, because some machines
+    withhold it.
     """
     status = dict(line.split(":\t", 1) for line in Path("/proc/self/status").read_text().splitlines())
     available = int(status["CapBnd"], 16) >> _CAP_SYS_RESOURCE & 1
@@ -127,10 +128,10 @@ def server_capabilities() -> dict[str, int]:
 
 
 def server_options(name: str, spec: SandboxSpec, *, grouped: bool = True) -> dict[str, Any]:
-    """Returns the start options of the exec server of sandbox `name`. `grouped`: the sandbox has a control group for CPU time.
+    """Returns the start options for the exec server of sandbox `name`. `grouped`: whether the sandbox has a control group for CPU time.
 
     Each sandbox has two user ids, because the kernel counts inotify instances, queued signals and bytes in queues and pipes per user.
-    They are derived from a hash of the name. If the ids of two sandboxes collide, the sandboxes only share those counts.
+    They are derived from a hash of the name. If the ids of two sandboxes collide, the sandboxes share only those counts.
     """
     number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % _USER_RANGE
     return {
@@ -149,7 +150,7 @@ def server_options(name: str, spec: SandboxSpec, *, grouped: bool = True) -> dic
 
 
 class ControlGroups(Groups):
-    """The control groups of all bubblewrap sandboxes, on cgroup version 1 or 2: memory, processes and CPU time. Root only."""
+    """The control groups of all bubblewrap sandboxes, which limit memory, processes and CPU time. Cgroup version 1 or 2. Requires root."""
 
     def confine(self, name: str, spec: SandboxSpec, pid: int) -> None:
         """Moves a process into a new group with the limits of `spec`. Raises `SandboxError`."""
@@ -162,11 +163,11 @@ class ControlGroups(Groups):
         self.add(name, pid)
 
     def names(self) -> list[str]:
-        """Returns the names of the sandboxes, of any driver, that have a group, or on version 1 at least one of its folders."""
+        """Returns the names of all sandboxes, of any driver, that have a group (on version 1: at least one of its folders)."""
         return sorted({path.name for base in map(Path, self.folders()) if base.exists() for path in base.iterdir() if path.is_dir()})
 
     def end(self, name: str) -> None:
-        """Kills all processes of a group and removes the group. Blocking. Raises `SandboxError` if a process does not end."""
+        """Kills all processes in a group and removes the group. Blocking. Raises `SandboxError` if a process does not exit."""
         deadline = time.monotonic() + _REMOVE_S
         while not self.remove(name):
             if time.monotonic() > deadline:
@@ -177,7 +178,7 @@ class ControlGroups(Groups):
 
 
 def find_control_groups() -> ControlGroups | None:
-    """Returns the control groups in which this process can limit memory, processes and CPU time; None if there is none."""
+    """Returns the control groups in which this process can limit memory, processes and CPU time, or None if it cannot."""
     if os.geteuid() != 0:
         return None
     groups = ControlGroups(str(CGROUPS), _PARENT)
@@ -196,7 +197,7 @@ def find_control_groups() -> ControlGroups | None:
 
 
 def _delegate(folder: Path) -> None:
-    """Enables the controllers for the folders below. Fails with EBUSY if processes of the machine are in `folder` itself."""
+    """Enables the controllers in the folders below `folder`. Fails with EBUSY if processes of the machine are in `folder` itself."""
     missing = {"memory", "pids", "cpu"} - set((folder / "cgroup.subtree_control").read_text().split())
     if missing:
         (folder / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in sorted(missing)))

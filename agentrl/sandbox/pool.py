@@ -19,19 +19,19 @@ from agentrl.sandbox.waiting import ClosesOnce
 log = logging.getLogger(__name__)
 
 WARM = 8
-"""Number of sandboxes of a spec that are opened ahead of use, so that episodes that start together do not wait."""
+"""Number of sandboxes opened in advance for each spec, so that episodes that start together do not wait."""
 
 MAX_SPECS = 4
-"""Number of specs kept ready at once. A new spec replaces the least recently used one."""
+"""Maximum number of specs for which sandboxes are kept ready. A new spec replaces the least recently used one."""
 _MAX_FILLING = 2
-_MAX_REFILL_FAILURES = 3  # in a row; then a spec is not refilled until a caller requests it again
+_MAX_REFILL_FAILURES = 3  # in a row; after that, a spec is not refilled until a caller requests it again
 _ANSWER_S = 60.0
 
 
 class WarmPool(ClosesOnce):
-    """A `SandboxBackend` that keeps `warm` sandboxes of each spec ready. At most `max_open` are in use; additional callers wait.
+    """A `SandboxBackend` that keeps `warm` sandboxes ready for each spec. At most `max_open` are in use at a time; additional callers wait.
 
-    At most `max_open + MAX_SPECS * warm` sandboxes exist.
+    At most `max_open + MAX_SPECS * warm` sandboxes exist at a time.
     """
 
     def __init__(self, backend: SandboxBackend, *, warm: int = WARM, max_open: int = 64) -> None:
@@ -46,7 +46,7 @@ class WarmPool(ClosesOnce):
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def prepare(self, spec: SandboxSpec) -> None:
-        """Prepares the image and starts to fill the pool with `spec`."""
+        """Prepares the image and starts to fill the pool with sandboxes of `spec`."""
         await self._backend.prepare(spec)
         self._refill(spec)
 
@@ -58,7 +58,10 @@ class WarmPool(ClosesOnce):
         snapshot: bytes | None = None,
         timeout_s: float = OPEN_TIMEOUT_S,
     ) -> Sandbox:
-        """Returns a ready sandbox, or a new one. Raises `SandboxTimeout` after `timeout_s`, which includes the wait for a slot."""
+        """Returns a ready sandbox, or a new one if none is ready or `snapshot` is set.
+
+        Raises `SandboxTimeout` after `timeout_s`, which includes the wait for a slot.
+        """
         if self._closing is not None:
             raise SandboxError("the sandbox pool is closed")
         deadline = asyncio.get_running_loop().time() + timeout_s
@@ -88,9 +91,9 @@ class WarmPool(ClosesOnce):
         await self._backend.close()
 
     async def _take(self, spec: SandboxSpec, files: Mapping[str, bytes], deadline: float) -> Sandbox | None:
-        """Returns a ready sandbox after writing `files` to it, which shows that it answers. Closes sandboxes that do not answer.
+        """Returns a ready sandbox after writing `files` to it, which shows that it responds. None if no ready sandbox responds.
 
-        Each sandbox gets half of the remaining time, so that some time is left to open a new one.
+        Closes sandboxes that do not respond. Each attempt may take half of the remaining time, so that some is left to open a new sandbox.
         """
         ready = self._ready.get(spec)
         while ready:
@@ -161,7 +164,7 @@ class _PooledSandbox(ClosesOnce, ForwardingSandbox):
 
 
 async def _write(sandbox: Sandbox, files: Mapping[str, bytes]) -> None:
-    """Writes files, in one round trip if the sandbox has `write_all`. Raises `SandboxError` if the sandbox does not answer."""
+    """Writes files, in one round trip if the sandbox has `write_all`. Raises `SandboxError` if the sandbox does not respond."""
     if (write_all := getattr(sandbox, "write_all", None)) is not None:
         await write_all(files)
         return

@@ -1,7 +1,7 @@
 """The processes of a sandbox as the host sees them, and how the host kills its programs.
 
-Normally an exec server ends its programs. If it does not answer in time, either it is at fault or programs take all CPU time.
-`SandboxProcesses.kill_programs` distinguishes the two, so that a program cannot turn its timeout into an infrastructure fault.
+Normally an exec server kills its programs. If it does not reply in time, either it is at fault or programs use all CPU time.
+`SandboxProcesses.kill_programs` distinguishes the two cases, so that a program cannot turn its timeout into an infrastructure fault.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 DEAD = "ZX"
-"""States of a process that has ended."""
+"""States of a process that has exited."""
 _WAITING = "RD"  # states of a process that runs, or waits for a CPU or the kernel
-_FRESH_S = 0.5  # maximum age of a process list; sandboxes that are late at the same time share a list
+_FRESH_S = 0.5  # maximum age of a process list; sandboxes whose replies are late at the same time share a list
 _END_S = 5.0
 _PAUSE_S = 0.2
 
@@ -36,7 +36,7 @@ class Process:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxProcesses:
-    """Identifies the processes of one sandbox by their users, or as the descendants of the process `top` if that is set."""
+    """Identifies the processes of one sandbox by their user ids or, if `top` is set, as the descendants of the process `top`."""
 
     server: int
     agent: int
@@ -44,15 +44,18 @@ class SandboxProcesses:
 
     @classmethod
     def from_options(cls, options: dict[str, Any], top: int) -> SandboxProcesses:
-        """Returns the processes of an exec server with these start options. `top`: a process above it, used if this user is not root."""
+        """Returns the processes of the sandbox whose exec server has these start options.
+
+        `top` is an ancestor of the exec server. It is used only if this user is not root.
+        """
         if os.geteuid() == 0 or not top:
             return cls(server=options["server"], agent=options["agent"])
         return cls(server=os.geteuid(), agent=os.geteuid(), top=top)
 
     async def kill_programs(self) -> bool:
-        """Kills the programs and waits up to 5 seconds for their end.
+        """Kills the programs and waits up to 5 seconds for them to exit.
 
-        Returns whether there were any programs, or the exec server was waiting for a CPU. If so, a late answer is not the server's fault.
+        Returns True if there were programs or the exec server was waiting for a CPU. In that case, a late reply is not the server's fault.
         """
         processes = await asyncio.to_thread(_processes, _FRESH_S)
         programs = self._programs(processes)
@@ -82,7 +85,7 @@ class SandboxProcesses:
         return [process for process in processes if process.pid in inside and process.pid != self.top]
 
     def _kill(self, process: Process) -> None:
-        """Kills a process. Does nothing if its pid now belongs to a different process, or this user may not kill it."""
+        """Kills a process. Does nothing if its pid now belongs to a different process, or if this user may not kill it."""
         with contextlib.suppress(OSError):
             descriptor = os.pidfd_open(process.pid)
             try:
@@ -98,7 +101,7 @@ _last: tuple[float, list[Process]] = (0.0, [])
 
 
 def _processes(age_s: float) -> list[Process]:
-    """Returns the machine's processes from a list that is at most `age_s` old."""
+    """Returns the machine's processes from a list that is at most `age_s` seconds old."""
     global _last
     called = time.monotonic()
     with _lock:
@@ -112,7 +115,7 @@ def _all() -> list[Process]:
 
 
 def read_process(pid: int) -> Process | None:
-    """Returns the process `pid`; None if it has ended."""
+    """Returns the process `pid`, or None if it has exited."""
     try:
         with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
             lines = dict(line.split(":", 1) for line in file if ":" in line)

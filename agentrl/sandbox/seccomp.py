@@ -1,21 +1,21 @@
 """The system call filter of sandboxes: a classic BPF program that the exec server installs, the same for every backend.
 
 It allows only the calls in the tables below, so calls that future kernels add are refused. The errors are those that programs expect:
-ENOSYS if libraries have an alternative, EPERM for calls that need rights, EOPNOTSUPP and similar if the kernel itself would return it. For
+ENOSYS if libraries have an alternative, EPERM for calls that need rights, EOPNOTSUPP or a similar error if the kernel would return it. For
 some calls the arguments decide: no new namespaces, no socket families except local and IP, no huge pages (the machine has one supply), and
-no socket options, terminal commands or process properties that use kernel memory, load modules or affect other processes. A wrong
-architecture kills the process. A binary search finds a call's number in about seven steps.
+no socket options, terminal commands or process properties that use kernel memory, load modules or affect other processes. A call for the
+wrong architecture kills the process. A binary search finds a call's number in about seven steps.
 
-Each entry of a table is `name:x86_64:aarch64`, with `-` if an architecture lacks the call. A number never changes once a kernel has it
+Each entry of a table is `name:x86_64:aarch64`, with `-` if an architecture lacks the call. Once assigned, a number never changes
 (`asm/unistd_64.h`, `asm-generic/unistd.h`). A call that is not in any table, such as a future one, fails with ENOSYS; libraries then use
-alternatives. `scripts/system_calls.py` shows what programs need.
+alternatives. `scripts/system_calls.py` shows which calls programs need.
 
 These calls are missing on purpose:
 
     clone3                              its flags are behind a pointer; libraries fall back to clone, whose flags are checked
     io_setup, io_submit, ...            the machine has a fixed number of contexts, which one sandbox could take
-    io_uring_*                          a second way to every call, which bypasses the filter
-    seccomp                             compiled filters share one budget of the machine; so sandboxes cannot be nested
+    io_uring_*                          a second way to make every call, which bypasses the filter
+    seccomp                             compiled filters share one budget per machine, so sandboxes cannot be nested
     landlock_*                          rights for nested sandboxes
     semget, msgget, mq_open             queues and semaphores in the kernel, most of which outlive their programs
     statmount, listmount, open_tree_attr, setxattrat, futex_wait, mseal, memfd_secret, map_shadow_stack, cachestat, lsm_*
@@ -102,7 +102,7 @@ sync:162:81 syncfs:306:267
 UNSUPPORTED = _table("""
 setxattr:188:5 lsetxattr:189:6 fsetxattr:190:7
 """)
-"""Fail as if files had no extended attributes, because no process is charged for their kernel memory. `cp -a` and `tar` continue."""
+"""Fail as if extended attributes were unsupported, because their kernel memory is charged to no process. `cp -a` and `tar` continue."""
 
 FORBIDDEN = _table("""
 ptrace:101:117 process_vm_readv:310:270 process_vm_writev:311:271 kcmp:312:272 pidfd_getfd:438:438 syslog:103:116 mount:165:40
@@ -136,7 +136,7 @@ _SOCKET_TYPE = 0xF
 _QUERY_PERSONALITY = 0xFFFFFFFF
 _TCP, _UDP, _SOL_SOCKET, _SOL_IPV6 = 6, 17, 1, 41
 
-# Without 36 to 38 (locks of open files, which cannot be counted because they do not belong to a process), 1024 and 1040 (leases, which
+# Excludes 36 to 38 (locks of open files, which cannot be counted because they do not belong to a process), 1024 and 1040 (leases, which
 # delay processes that open the file), and 1026 (notifications).
 _FCNTL = ((0, 11), (15, 17), (1025, 1025), (1027, 1028), (1030, 1038))
 # Terminals (0x54..) without TIOCSTI, TIOCLINUX, TIOCCONS (input and output of others) and TIOCSETD (loads line disciplines); sockets
@@ -168,7 +168,7 @@ def supported() -> bool:
 
 @functools.cache
 def filter_program() -> bytes:
-    """Returns the filter for this machine: an array of `struct sock_filter`, as `seccomp(2)` takes it."""
+    """Returns the filter for this machine: an array of `struct sock_filter`, as `seccomp(2)` expects it."""
     machine = platform.machine()
     column = 0 if machine == "x86_64" else 1
     calls: dict[int, Block] = {}
@@ -185,7 +185,7 @@ def filter_program() -> bytes:
 
 
 def simulate(number: int, *arguments: int, arch: int) -> tuple[int, int]:
-    """Returns the filter's answer to system call `number`, and the steps that it takes. Simulates the kernel, for tests."""
+    """Returns (filter's return value for system call `number`, number of steps). Simulates the kernel, for tests."""
     program = list(struct.iter_unpack("=HBBI", filter_program()))
     data = struct.pack("=IIQ6Q", number, arch, 0, *(value % (1 << 64) for value in arguments[:6]), *[0] * (6 - len(arguments)))
     at = accumulator = step = 0
@@ -206,7 +206,7 @@ def simulate(number: int, *arguments: int, arch: int) -> tuple[int, int]:
 
 
 def _conditional() -> dict[str, Block]:
-    """Returns the instructions for calls whose arguments decide."""
+    """Returns a mapping name -> instructions for the calls in `CONDITIONAL`."""
     no_family, no_protocol = _answer(errno.EAFNOSUPPORT), _answer(errno.EPROTONOSUPPORT)
     kinds = _kinds({socket.SOCK_STREAM: _TCP, socket.SOCK_DGRAM: _UDP}, no_protocol)
     families = {socket.AF_UNIX: _allow(), socket.AF_INET: kinds, socket.AF_INET6: kinds}
@@ -222,7 +222,7 @@ def _conditional() -> dict[str, Block]:
     return {
         "clone": (
             *(_op(_LD_W_ABS, _ARG0), _op(_JSET, _NEW_NAMESPACES, 2, 0)),
-            *(_op(_AND, _CLONE_FILES | _CLONE_THREAD), _op(_JEQ, _CLONE_FILES, 0, 1)),  # would hold locks of a dead process
+            *(_op(_AND, _CLONE_FILES | _CLONE_THREAD), _op(_JEQ, _CLONE_FILES, 0, 1)),  # the child would hold locks of a dead process
             *(*_answer(errno.EPERM), *_allow()),
         ),
         "socket": _choice(_ARG0, {family: (family, block) for family, block in families.items()}, no_family),
@@ -249,7 +249,7 @@ def _without(offset: int, flag: int, code: int) -> Block:
 
 
 def _kinds(protocols: dict[socket.SocketKind, int], no_protocol: Block) -> Block:
-    """Allows sockets of these types, each with its protocol or 0. For any other pair the kernel would run modprobe as the host's root."""
+    """Allows sockets of these types, each with its protocol or 0. For any other pair the kernel would run modprobe as root on the host."""
     unknown, raw = _answer(errno.ESOCKTNOSUPPORT), _answer(errno.EPERM)
     blocks = {int(kind): _permitted(_ARG2, ((0, 0), (number, number)), no_protocol) for kind, number in protocols.items()}
     steps: list[tuple[int, Block]] = [(0, unknown), *blocks.items(), (int(socket.SOCK_RAW), raw), (int(socket.SOCK_RAW) + 1, unknown)]
@@ -261,7 +261,10 @@ def _each(ranges: Ranges, block: Block) -> dict[int, tuple[int, Block]]:
 
 
 def _choice(offset: int, blocks: dict[int, tuple[int, Block]], otherwise: Block) -> Block:
-    """Runs the block for the value at `offset`. `blocks`: first value -> (last value, block); `otherwise` is for all other values."""
+    """Returns instructions that run the block for the value at `offset`. `blocks` maps first value -> (last value, block).
+
+    `otherwise` runs for all other values.
+    """
     steps: list[tuple[int, Block]] = [(0, otherwise)]  # (first value, block), up to the next step's first value
     for first, (last, block) in sorted(blocks.items()):
         assert first >= steps[-1][0], "ranges overlap"
@@ -274,7 +277,7 @@ def _choice(offset: int, blocks: dict[int, tuple[int, Block]], otherwise: Block)
 
 
 def _search(steps: list[tuple[int, Block]]) -> Block:
-    """Runs the step of the loaded value, found by binary search."""
+    """Returns instructions that find the step for the loaded value by binary search and run it."""
     if len(steps) == 1:
         return steps[0][1]
     middle = len(steps) // 2
@@ -289,7 +292,7 @@ def _allow() -> Block:
 
 
 def _answer(code: int) -> Block:
-    """Makes the call fail with `code`, or return 0 without effect."""
+    """Makes the call fail with `code`, or return 0 without effect if `code` is 0."""
     return (_op(_RET, _ERRNO | code),)
 
 

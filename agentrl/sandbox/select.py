@@ -1,4 +1,4 @@
-"""Selects the sandbox backend of a run, shipped or user-supplied. Programs never run on the host instead."""
+"""Selects the sandbox backend of a run, shipped or user-supplied. Programs never run directly on the host."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _INSTALL_BUBBLEWRAP = "sudo apt-get install bubblewrap mmdebstrap"
 def select_backend(
     name: str, *, run_label: str, root: Path, progress: images.Progress = images.no_progress
 ) -> DockerBackend | BubblewrapBackend:
-    """Returns the shipped backend `name`. `auto` is Docker if a local daemon answers, or bubblewrap if that works.
+    """Returns the shipped backend `name`. `auto` selects Docker if a local daemon responds, or else bubblewrap if it works.
 
     Blocks briefly and never starts a daemon. Raises `UserError` for an unknown name, and `SandboxUnavailable` with the command
     that corrects the problem.
@@ -77,9 +77,9 @@ def open_backend(config: SandboxConfig, *, run_label: str, root: Path) -> Sandbo
 
 
 async def open_sandboxes(config: SandboxConfig, *, run_label: str, root: Path, warm: int = WARM, lazily: bool = False) -> SandboxBackend:
-    """Removes what dead drivers left behind, opens the backend of a run, and puts a warm pool in front of it.
+    """Opens the backend of a run, removes what dead drivers left behind, and returns a warm pool in front of the backend.
 
-    `lazily`: do so only when the first sandbox is needed, for runs whose tasks may not need any.
+    If `lazily` is true, does so only when the first image or sandbox is needed. This is for runs whose tasks may not need any.
     """
     if lazily:
         return LazySandboxes(functools.partial(open_sandboxes, config, run_label=run_label, root=root, warm=warm))

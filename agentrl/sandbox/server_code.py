@@ -41,7 +41,7 @@ def source() -> str:
 
 
 def ensure_source(image: Image) -> Path:
-    """Returns the path of the exec server as source, `<image.folder>/exec_server-<hash of source>.py`. Writes it if it is missing."""
+    """Returns the path of the exec server's source, `<image.folder>/exec_server-<hash of source>.py`. Writes the file if it is missing."""
     path = _path(image, ".py")
     if not path.exists():
         _write(path, source().encode())

@@ -2,7 +2,7 @@
 
 A container costs the daemon a tenth of a second of CPU time; isolation inside it is cheap. So one container holds up to `SLOTS` sandboxes
 at a time and `LIFETIME` in total, each isolated from the others (see `agentrl.sandbox.inside.isolation`). If a container fails, only the
-sandboxes in it end.
+sandboxes in it are lost.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ LIFETIME = 256
 KEEPER_BYTES = 64 << 20
 """Memory of a container in addition to that of its sandboxes."""
 MAX_IDLE = 8
-"""Number of containers that stay ready without a sandbox. The least recently used one is stopped first."""
+"""Maximum number of containers that are kept ready without a sandbox. The least recently used one is stopped first."""
 ENDING_S = 60.0
-"""How long a killed sandbox may take to end. After that, its container gets no new sandboxes."""
+"""How long a killed sandbox may take to exit. After that, its container gets no new sandboxes."""
 _RETRY_S = 0.1
 _PACKET = 1 << 17
 _SHORTAGES = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOSPC)
 
 
 class CannotShare(SandboxError):
-    """The containers of this machine cannot hold several sandboxes. The message says what is not permitted."""
+    """Containers on this machine cannot hold several sandboxes. The message says what is not permitted."""
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class SharedSandbox:
 
 
 class KeeperClient:
-    """The connection to the keeper of one container. A protocol violation closes it, which ends everything in the container."""
+    """The connection to the keeper of one container. A protocol violation closes it, which stops everything in the container."""
 
     def __init__(self, link: socket.socket, name: str) -> None:
         self.name = name
@@ -79,7 +79,7 @@ class KeeperClient:
             raise SandboxError(f"container {self.name} ended before it was ready")
 
     def open(self, description: Mapping[str, Any], descriptors: Mapping[str, int]) -> SharedSandbox:
-        """Requests a sandbox, which gets these descriptors. Its own connection shows whether it starts. Raises `SandboxError`."""
+        """Requests a sandbox and passes it these descriptors. The sandbox's connection shows whether it starts. Raises `SandboxError`."""
         sandbox = SharedSandbox(next(self._numbers))
         if not self._send({"op": "open", "id": sandbox.id, "handed": list(descriptors), **description}, list(descriptors.values())):
             raise SandboxError(f"container {self.name} does not read its requests")
@@ -87,7 +87,7 @@ class KeeperClient:
         return sandbox
 
     async def end(self, sandbox: SharedSandbox, patience_s: float) -> None:
-        """Waits `patience_s` for a sandbox to end, then kills it. Returns when nothing of the sandbox is left. Raises `SandboxError`."""
+        """Waits up to `patience_s` for a sandbox to exit, then kills it. Returns when nothing is left of it. Raises `SandboxError`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience_s):
                 await sandbox.ended.wait()
@@ -106,7 +106,7 @@ class KeeperClient:
             ) from None
 
     def close(self) -> None:
-        """Closes the connection, which ends the container. Idempotent."""
+        """Closes the connection, which stops the container. Idempotent."""
         if not self.gone.is_set():
             self._loop.remove_reader(self._link)
             self._link.close()
@@ -170,7 +170,7 @@ class Container:
 
     @property
     def failed(self) -> bool:
-        """Whether the container did not start, has ended, or gets no new sandboxes."""
+        """Whether the container failed to start, has exited, or gets no new sandboxes."""
         if not self.starting.done():
             return False
         if self.starting.cancelled() or self.starting.exception() is not None:
@@ -179,19 +179,19 @@ class Container:
 
     @property
     def has_free_slot(self) -> bool:
-        """Whether the container can get another sandbox."""
+        """Whether the container can hold one more sandbox."""
         return self.taken < SLOTS and self.served < LIFETIME and not self.failed
 
 
 class ContainerPool:
-    """The shared containers of a backend, by a key. Only interchangeable sandboxes have the same key. `stop` ends a container."""
+    """The shared containers of a backend, grouped by key. Only interchangeable sandboxes have the same key. `stop` stops a container."""
 
     def __init__(self, stop: Callable[[Container], None]) -> None:
         self._stop = stop
         self._containers: list[Container] = []
 
     async def acquire(self, key: Hashable, start: Callable[[str], Awaitable[KeeperClient]]) -> Container:
-        """Returns a running container with a slot for the caller, who must call `release`. Raises the exceptions of `start`."""
+        """Returns a running container with a slot for the caller, who must call `release`. Raises what `start` raises."""
         container = next((container for container in self._containers if container.key == key and container.has_free_slot), None)
         if container is None:
             name = sandbox_name()
@@ -207,7 +207,7 @@ class ContainerPool:
         return container
 
     def release(self, container: Container) -> None:
-        """Releases a slot. Stops containers without a sandbox that failed or are used up, and all but `MAX_IDLE` of the others."""
+        """Releases a slot. Of the containers without a sandbox, stops those that failed or are used up, and all but `MAX_IDLE` others."""
         container.taken -= 1
         container.used = asyncio.get_running_loop().time()
         idle = sorted((other for other in self._containers if not other.taken), key=lambda other: other.used)

@@ -1,7 +1,7 @@
-"""Waits for sockets and in threads, which can be cancelled, and closing, which cannot.
+"""Waits for sockets and in threads, which can be cancelled, and `close` methods, which cannot.
 
-A thread checks whether its caller was cancelled. Otherwise a run that is interrupted while an image is being built would end only with the
-build, many minutes later.
+A thread checks whether its caller was cancelled. Otherwise a run that is interrupted during an image build would stop only when the build
+finishes, many minutes later.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def raise_if_cancelled() -> None:
 
 
 class ClosesOnce(abc.ABC):
-    """Something whose `close` is idempotent, and completes even if its caller is cancelled."""
+    """Base class of objects whose `close` is idempotent and completes even if its caller is cancelled."""
 
     _closing: asyncio.Task[None] | None = None
 
     async def close(self) -> None:
-        """Closes the object and what belongs to it."""
+        """Closes the object and everything that belongs to it."""
         if self._closing is None:
             self._closing = asyncio.create_task(self._close(), name=f"close {type(self).__name__}")
         await asyncio.shield(self._closing)
@@ -57,7 +57,7 @@ class ClosesOnce(abc.ABC):
 
 
 def listen_at(path: Path, kind: socket.SocketKind = socket.SOCK_STREAM) -> socket.socket:
-    """Returns a non-blocking listener at `path` for one connection, open to every user who can see the path."""
+    """Returns a non-blocking listener at `path` for one connection, open to every user who can access the path."""
     listener = socket.socket(socket.AF_UNIX, kind)
     try:
         listener.bind(str(path))
@@ -71,7 +71,7 @@ def listen_at(path: Path, kind: socket.SocketKind = socket.SOCK_STREAM) -> socke
 
 
 async def accept(listener: socket.socket) -> socket.socket:
-    """Returns the next connection of a non-blocking listener. The caller sets the deadline."""
+    """Returns the next connection from a non-blocking listener. The caller sets the deadline."""
     await readable(listener)
     link, _ = listener.accept()
     link.setblocking(False)

@@ -23,7 +23,7 @@ from agentrl.base.files import write_atomically
 KEY_VARIABLE = "AGENTRL_SERVER_KEY"
 """Environment variable that contains the key of a server process. The process removes it before the engine starts."""
 MIDDLEWARE = f"{__name__}.RequireKey"
-"""Value of vLLM's option `--middleware`."""
+"""Value for vLLM's option `--middleware`."""
 _OPEN = ("GET", "/health")
 
 _Scope = MutableMapping[str, Any]
@@ -37,18 +37,18 @@ def new_key() -> str:
 
 
 def auth_headers(key: str) -> dict[str, str]:
-    """Returns the headers of a request to a server with this key; empty if the key is empty."""
+    """Returns the headers for a request to a server with this key, or no headers if the key is empty."""
     return {"authorization": f"Bearer {key}"} if key else {}
 
 
 def load_key() -> None:
-    """Moves this process's key out of the environment. Raises `KeyError` if there is none."""
+    """Removes this process's key from the environment and keeps its hash. Raises `KeyError` if there is no key."""
     global _expected
     _expected = _digest(os.environ.pop(KEY_VARIABLE).encode())
 
 
 class RequireKey:
-    """ASGI middleware that answers 401 to a request without this process's key. Call `load_key` first."""
+    """ASGI middleware that responds with status 401 to a request without this process's key. Call `load_key` first."""
 
     def __init__(self, app: _App) -> None:
         if not _expected:
@@ -83,7 +83,7 @@ NAME = "server.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerAddress:
-    """Address and key of a running server; `start` identifies its start."""
+    """Address and key of a running server; `start` identifies this start of the server."""
 
     url: str
     key: str
@@ -91,17 +91,17 @@ class ServerAddress:
 
 
 def announce_server(run_dir: Path, url: str, *, key: str) -> None:
-    """Records that a new server answers at `url` to requests with `key`. Only the run's user can read the file."""
+    """Records that a new server at `url` accepts requests with `key`. Only the run's user can read the file."""
     write_atomically(run_dir / NAME, json.dumps({"url": url, "key": key, "start": time.time_ns()}), private=True)
 
 
 def withdraw_server(run_dir: Path) -> None:
-    """Records that no server runs."""
+    """Records that no server is running."""
     (run_dir / NAME).unlink(missing_ok=True)
 
 
 def announced_server(run_dir: Path) -> ServerAddress | None:
-    """Returns the current server; None if no server runs."""
+    """Returns the current server, or None if no server is running."""
     try:
         record = json.loads((run_dir / NAME).read_text())
     except FileNotFoundError:

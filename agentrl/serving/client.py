@@ -1,4 +1,4 @@
-"""The token client of an inference server: sends token ids, and returns token ids with logprobs and weight versions."""
+"""The token client for an inference server: sends token ids, and returns token ids with logprobs and weight versions."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from agentrl.serving.weight_state import WeightState
 
 _MAX_CONNECTIONS = 8192  # bounds the process's file descriptors; the recipe bounds the episodes
 CUT_TIMEOUT_S = 30.0
-"""Seconds that a server may take to return the tokens of a request that is cut off."""
+"""Maximum number of seconds that a server may take to return the tokens of a request that is cut off."""
 _CUT_AGAIN_S = 0.2
-_ABORT = "abort"  # vLLM's finish reason of such a request
+_ABORT = "abort"  # vLLM's finish reason for such a request
 _CONNECT_TRIES = 3
 _CONNECT_WAIT_S = 0.2
 # vLLM returns -9999 for a logprob of NaN or minus infinity, which no sampled token can have.
@@ -37,7 +37,7 @@ class TokenClient:
     """A `Policy` on one vLLM server. It keeps connections open and sends up to `max_connections` requests at once.
 
     Logprobs are those of the distribution that the token was drawn from: the server applies temperature and truncation first
-    (`--logprobs-mode processed_logprobs`). At temperature 0 the most likely token is taken, with its logprob at temperature 1.
+    (`--logprobs-mode processed_logprobs`). At temperature 0, the most likely token is chosen, with its logprob at temperature 1.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class TokenClient:
 
     @classmethod
     def for_server(cls, server: VLLMServer) -> TokenClient:
-        """Returns a client of a server."""
+        """Returns a client for a server."""
         return cls(server.url, weights=server.weights, key=server.key, answered=server.answered, images=server.images)
 
     async def close(self) -> None:
@@ -67,9 +67,10 @@ class TokenClient:
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
         """Samples one completion of `prompt_ids`.
 
-        After `timeout_s` the server cuts the request off and returns the tokens sampled so far, with finish reason `CUT`. Raises
-        `ServingError` if the server fails, returns an invalid answer, or takes much longer (at most `CUT_TIMEOUT_S`). Cancellation
-        closes the connection, and vLLM then aborts the request. Only a request that never reached the server is retried.
+        After `timeout_s`, the server cuts the request off and returns the tokens sampled so far, with finish reason `CUT`. The server has
+        another `timeout_s` seconds for that, but at least 2 and at most `CUT_TIMEOUT_S`. Raises `ServingError` if the server fails, returns
+        an invalid response, or exceeds this time. Cancellation closes the connection, after which vLLM aborts the request. Only a request
+        that never reached the server is retried.
         """
         cutting: list[asyncio.Task[None]] = []
 
@@ -101,7 +102,7 @@ class TokenClient:
         return body if self._images is None else body | self._images.fields(prompt_ids, salt)
 
     async def _cut_off(self, request_id: str) -> None:
-        """Requests the abort repeatedly, because the server ignores it if it has not started the request."""
+        """Requests the abort repeatedly, because the server ignores the abort of a request that it has not started."""
         while True:
             await self._control.abort(request_id)
             await asyncio.sleep(_CUT_AGAIN_S)
@@ -115,9 +116,9 @@ class TokenClient:
 
 
 def generate_body(prompt_ids: Sequence[int], params: SamplingParams, request_id: str, cache_salt: str) -> dict[str, Any]:
-    """Returns the JSON body of vLLM's `/inference/v1/generate`. Raises `ValueError` for an empty prompt.
+    """Returns the JSON body for vLLM's `/inference/v1/generate`. Raises `ValueError` if the prompt is empty.
 
-    There is no per-request seed, because vLLM 0.32's CPU engine dies on a seeded request whose prefill is chunked.
+    There is no per-request seed, because vLLM 0.32's CPU engine crashes on a seeded request whose prefill is chunked.
     """
     if not prompt_ids:
         raise ValueError("prompt_ids is empty: a completion needs at least one token of context")
@@ -140,12 +141,12 @@ def generate_body(prompt_ids: Sequence[int], params: SamplingParams, request_id:
 
 
 def request_priority(tokens: int) -> int:
-    """Returns the scheduler's priority; lower comes first. The longest context is the most expensive to recompute if the cache is full."""
+    """Returns the scheduler's priority; lower values come first. Long contexts are the most expensive to recompute if the cache is full."""
     return -tokens
 
 
 def sampling_parameters(sampling: Sampling) -> dict[str, Any]:
-    """Returns vLLM's sampling parameters. They are explicit, so that a model's generation_config cannot change the meaning of logprobs."""
+    """Returns vLLM's sampling parameters. All are explicit, so that a model's generation_config cannot change the meaning of logprobs."""
     return {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
 
 
@@ -184,9 +185,10 @@ class _Generated(_Answer):
 
 
 def parse_completion(answer: Any, params: SamplingParams, *, cut: bool = False) -> Completion:
-    """Returns the server's answer as a record. Raises `ServingError` if anything that a training sample relies on is wrong.
+    """Returns the server's response as a record. Raises `ServingError` if anything that a training sample relies on is wrong.
 
-    `cut`: whether the request was cut off. If it was, the answer may have no tokens, and the finish reason "abort" becomes `CUT`.
+    `cut`: whether the request was cut off. If the request was cut off, the response may contain no tokens, and the finish reason "abort"
+    becomes `CUT`.
     """
     if cut and _cut_at_once(answer):
         return Completion(token_ids=(), logprobs=(), versions=(), finish_reason=CUT)
@@ -228,7 +230,7 @@ def _logprobs(choice: _Choice) -> tuple[float, ...]:
 
 
 def parse_alternatives(answer: Any) -> list[dict[int, float]]:
-    """Returns the requested logprobs by token id for each sampled token of an answer. Raises `ServingError`."""
+    """Returns a mapping token id -> requested logprob for each sampled token. Raises `ServingError` if the response is malformed."""
     try:
         content = answer["choices"][0]["logprobs"]["content"]
         rows = [_Alternatives.model_validate(entry).top_logprobs for entry in content]
@@ -241,10 +243,10 @@ def parse_alternatives(answer: Any) -> list[dict[int, float]]:
 
 
 def proven_support(table: dict[int, float], most: int) -> dict[int, float]:
-    """Returns the entries of `table` that could have been sampled. Raises `ServingError` if they cannot be proven complete.
+    """Returns the entries of `table` whose tokens could have been sampled. Raises `ServingError` if there may be more.
 
     Args:
-        table: logprobs of the most likely tokens by id; outside of the support vLLM returns minus infinity, or -9999 over HTTP.
+        table: logprobs of the most likely tokens by id; outside the support, vLLM returns minus infinity, or -9999 over HTTP.
         most: the number of requested logprobs.
     """
     support = {token: logprob for token, logprob in table.items() if logprob > _IMPOSSIBLE_LOGPROB}
@@ -262,7 +264,7 @@ def proven_support(table: dict[int, float], most: int) -> dict[int, float]:
 def _supports(answer: Any, choice: _Choice, params: SamplingParams) -> Supports:
     """Returns the tokens that could have been sampled at each position.
 
-    Raises `ServingError`, or `ValueError` for values that a record rejects.
+    Raises `ServingError` if a support is incomplete or wrong, and `ValueError` for values that a record rejects.
     """
     rows = []
     for sampled, table in zip(choice.logprobs.content, parse_alternatives(answer), strict=True):

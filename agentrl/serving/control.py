@@ -1,4 +1,4 @@
-"""Calls vLLM's HTTP routes with typed arguments. HTTP errors become `ServingError` only here; every call has a deadline.
+"""Calls vLLM's HTTP routes with typed arguments. Only this module converts HTTP errors to `ServingError`. Every call has a deadline.
 
 The control routes need `VLLM_SERVER_DEV_MODE=1`. Every request carries the server's key (`agentrl.serving.access`).
 """
@@ -33,9 +33,10 @@ _METRIC = re.compile(r"^(vllm:[a-z0-9_]{1,80}(?<!_bucket))(?:\{[^\n]{0,2000}\})?
 
 
 class ControlPlane:
-    """Calls to one server. An empty `key` means that the server needs no key. Use it from one event loop, and `close` it.
+    """Calls to one server. An empty `key` means that the server needs no key. Use it from only one event loop, and call
+    `close` at the end.
 
-    `max_connections` bounds concurrent requests; others wait.
+    `max_connections` limits the number of concurrent requests; further requests wait.
     """
 
     def __init__(self, url: str, *, key: str = "", max_connections: int = 64) -> None:
@@ -48,7 +49,9 @@ class ControlPlane:
         self._wire.close()
 
     async def request(self, method: Literal["GET", "POST"], path: str, *, timeout_s: float, json: Any = None, last: bool = False) -> Any:
-        """Returns the decoded JSON of a 200 answer, None if it is empty. Raises `ServingError`, or `UnsentError` if it was not sent.
+        """Returns the decoded JSON of a response with status 200, or None if the response is empty.
+
+        Raises `UnsentError` if the request was not sent, and `ServingError` for any other failure.
 
         `last`: whether this is the last request on its connection.
         """
@@ -63,7 +66,7 @@ class ControlPlane:
             raise ServingError(f"no answer from {self.url}{path} within {timeout_s:g} s") from None
 
     async def health(self, *, timeout_s: float) -> Literal["answers", "down", "silent"]:
-        """Returns the server's state. `down`: nothing listens, or the engine is dead. `silent`: no answer within `timeout_s`."""
+        """Returns the server's state. `down`: no process listens, or the engine is dead. `silent`: no response within `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self.request("GET", "/health", timeout_s=2 * timeout_s)
@@ -74,12 +77,12 @@ class ControlPlane:
         return "answers"
 
     async def pause(self, *, abort: bool = False) -> None:
-        """Stops the engine between two steps; requests in flight wait, or if `abort` is True, end with finish reason "abort"."""
+        """Pauses the engine between two steps. Requests in flight wait or, if `abort` is True, end with finish reason "abort"."""
         self.paused = True
         await self._control(f"/pause?mode={'abort' if abort else 'keep'}")
 
     async def resume(self) -> None:
-        """Lets the engine continue."""
+        """Resumes the engine."""
         await self._control("/resume")
         self.paused = False
 
@@ -96,7 +99,7 @@ class ControlPlane:
         await self._control("/update_weights", json={"update_info": dict(update_info)})
 
     async def finish_weight_update(self, version: int | None) -> None:
-        """Ends the update; later tokens carry `version`."""
+        """Finishes the update; later tokens carry `version`."""
         await self._control("/finish_weight_update", json={"weight_version": None if version is None else str(version)})
 
     async def set_version(self, version: int) -> None:
@@ -104,11 +107,11 @@ class ControlPlane:
         await self._control("/update_weight_version", json={"new_version": str(version)})
 
     async def version(self) -> str:
-        """Returns the version of the serving weights; "default" until one is set."""
+        """Returns the version of the serving weights, or "default" until a version is set."""
         return parse_weight_version(await self.request("GET", "/weight_info", timeout_s=CONTROL_TIMEOUT_S))
 
     async def reload(self, folder: str, version: int) -> None:
-        """Makes every worker load a Hugging Face folder: slow, but independent of the weight-transfer backend."""
+        """Makes every worker load a Hugging Face folder. This is slow, but independent of the weight-transfer backend."""
         await self._control("/collective_rpc", json={"method": "reload_weights", "kwargs": {"weights_path": folder}})
         await self.set_version(version)
 
@@ -120,11 +123,11 @@ class ControlPlane:
         return parse_metrics(content[:_METRICS_BYTES].decode(errors="replace"))
 
     def generate(self, body: Mapping[str, Any], *, timeout_s: float) -> Awaitable[Any]:
-        """Requests a completion of token ids; `body` is vLLM's `GenerateRequest`. Raises as `request` does."""
+        """Requests a completion of token ids; `body` is vLLM's `GenerateRequest`. Raises the same errors as `request`."""
         return self._generated(_encoded(body), timeout_s)  # keeps only bytes while thousands of requests wait
 
     async def abort(self, request_id: str) -> None:
-        """Ends a request of `generate`, which then returns the tokens sampled so far. Failures are only logged."""
+        """Aborts a request of `generate`, which then returns the tokens sampled so far. Failures are only logged."""
         try:
             await self.request("POST", _ABORT, timeout_s=CONTROL_TIMEOUT_S, json={"request_ids": [f"{_ENGINE_ID}{request_id}"]})
         except ServingError as error:
@@ -135,12 +138,12 @@ class ControlPlane:
         return decode_answer(status, content, f"{self.url}{_GENERATE}")
 
     async def _control(self, path: str, *, json: Any = None) -> None:
-        # After an error 500 the server closes the connection, and the next call must not get it from the pool.
+        # After a status 500, the server closes the connection, and the next call must not receive it from the pool.
         await self.request("POST", path, timeout_s=CONTROL_TIMEOUT_S, json=json, last=True)
 
 
 def decode_answer(status: int, content: bytes, where: str) -> Any:
-    """Returns the decoded JSON of a 200 answer, None if it is empty. Raises `ServingError`."""
+    """Returns the decoded JSON of a response with status 200, or None if the response is empty. Otherwise, raises `ServingError`."""
     if status != HTTPStatus.OK:
         raise (RequestRefused if status in _REFUSED else ServingError)(f"{where} returned status {status}: {_excerpt(content)}")
     if not content:
@@ -152,7 +155,7 @@ def decode_answer(status: int, content: bytes, where: str) -> Any:
 
 
 def parse_metrics(text: str) -> dict[str, float]:
-    """Parses vLLM's metrics in Prometheus' text format, without histograms. Other lines are ignored."""
+    """Parses vLLM's metrics in the Prometheus text format, without histograms. Other lines are ignored."""
     metrics: dict[str, float] = {}
     for name, value in _METRIC.findall(text):
         with contextlib.suppress(ValueError):
@@ -170,7 +173,7 @@ def _excerpt(content: bytes) -> str:
 
 
 def parse_weight_version(answer: Any) -> str:
-    """Returns the version in an answer of `/weight_info`. Raises `ServingError`."""
+    """Returns the version in a response from `/weight_info`. Raises `ServingError` if the response contains no version."""
     version = answer.get("weight_version") if isinstance(answer, dict) else None
     if not isinstance(version, str):
         raise ServingError(f"/weight_info returned no version: {str(answer)[:_EXCERPT]}")

@@ -1,7 +1,7 @@
 """Adds the images of a prompt to a request to vLLM, which expands and processes them with the model's processor.
 
-vLLM returns the prompt's token ids as it expanded them. They are compared with the ids of the prompt, which ensures that server and learner
-see the same image tokens.
+vLLM returns the prompt's token ids after the expansion. These ids are compared with the ids in the prompt, to ensure that the server and
+the learner see the same image tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from agentrl.errors import RequestRefused, ServingError
 from agentrl.records.images import MAX_IN_PROMPT, image_blocks, plain_ids
 
 SERVER_ARGUMENTS = {"--limit-mm-per-prompt": json.dumps({"image": MAX_IN_PROMPT, "video": 0, "audio": 0})}
-"""Arguments of a server whose model reads images."""
+"""Arguments for a server whose model reads images."""
 
 
 class PromptImages:
@@ -33,15 +33,15 @@ class PromptImages:
 
     @classmethod
     def of(cls, run_dir: Path, model: Path) -> PromptImages | None:
-        """Returns the images of a run whose model is in the folder `model`; None if it reads only text."""
+        """Returns the images of a run whose model is in the folder `model`, or None if the model reads only text."""
         token = image_token(model)
         return None if token is None else cls(run_dir, token)
 
     def fields(self, prompt_ids: Sequence[int], cache_salt: str) -> dict[str, Any]:
-        """Returns the fields of a request with the prompt.
+        """Returns the request fields that contain the prompt and its images.
 
         vLLM caches the outputs of the vision tower by `uuid`, so each `uuid` contains the salt of the weights. Raises `RequestRefused` if
-        the prompt contains an image token outside of an image or too many images, and `InfrastructureError` if an image cannot be read.
+        the prompt contains an image token outside an image or too many images, and `InfrastructureError` if an image cannot be read.
         """
         parts: list[dict[str, str]] = []
         token_ids: list[int] = []

@@ -27,8 +27,8 @@ class JudgeServer(ServerProcess):
         device: str,
         launcher: Launcher | None = None,
     ) -> None:
-        """`name`: served model name; the log is `folder`/logs/judge-NAME.log. `reward_model`: whether it returns numbers instead of text.
-        `launcher`: as for `ServerProcess`.
+        """`name`: served model name; the log is `folder`/logs/judge-NAME.log. `reward_model`: whether the model returns numbers instead of
+        text. `launcher`: as for `ServerProcess`.
         """
         folder, part, scratch = folder.resolve(), f"judge-{name}", f"{folder.resolve()}\n{name}"
         what, log = f"the judge's server {name}", f"{part}.log"
@@ -42,7 +42,7 @@ class JudgeServer(ServerProcess):
         self._threads = thread_count(config.threads or self._cores) if device == "cpu" else None
 
     async def start(self) -> None:
-        """Starts the process and returns when it has answered a request. Raises `ServingError`."""
+        """Starts the process and returns once it has responded to a request. Raises `ServingError` if it does not start."""
         assert self._process is None, "a server is started once"
         await self._begin(timeout_s=self.config.startup_timeout_s)
         self.url = self.control.url
@@ -63,7 +63,7 @@ class JudgeServer(ServerProcess):
         return (self._copy,) if self._copy else ()
 
     async def _prepare(self, control: ControlPlane) -> None:
-        """Compares a chat model that a run published with its probe. Raises `ServingError` if they disagree."""
+        """Compares a chat model that a run published with its probe. Raises `ServingError` if the logprobs disagree."""
         if self.reward_model or (probe := read_probe(self.model)) is None:
             return
         diff = await judge_logprob_difference(control, self.name, probe, max_model_len=self.config.max_model_len, timeout_s=WARM_S)
@@ -77,7 +77,7 @@ class JudgeServer(ServerProcess):
 
     @property
     def max_tokens(self) -> int:
-        """The number of tokens of the longest prompt."""
+        """The maximum length of a prompt, in tokens."""
         return self.config.max_model_len
 
     async def _token(self, control: ControlPlane, *, tokens: int, timeout_s: float) -> None:

@@ -1,9 +1,9 @@
-"""Starts a server process: sets its parent death signal, shortens its start, and runs vLLM's server.
+"""Starts a server process: sets its parent death signal, shortens its startup, and runs vLLM's server.
 
     python -m agentrl.serving.launch --driver-pid 4711 [--cpu-threads 2] -- <vLLM api_server arguments>
 
-On CPU vLLM starts the engine in a new interpreter, whose imports take 13 of 40 CPU seconds. Here the engine is forked instead, as vLLM
-does on GPU. That is safe because until then this process runs torch with one thread, without an OpenMP pool.
+On CPU, vLLM starts the engine in a new interpreter, whose imports take 13 of the 40 CPU seconds of the startup. Here, the engine is forked
+instead, as vLLM does on GPU. This is safe because until the fork, this process runs torch with one thread, without an OpenMP pool.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from agentrl.serving import access
 
 _SERVER = "vllm.entrypoints.openai.api_server"
 
-# vLLM and transformers import these if installed, but a text server on CPU never uses them. The imports take a fifth of the start, and
-# joblib (through sklearn) would leave a semaphore in /dev/shm.
+# vLLM and transformers import these if they are installed, but a text server on CPU never uses them. The imports take a fifth of the
+# start, and joblib (through sklearn) would leave a semaphore in /dev/shm.
 _UNUSED_ON_CPU = ("cv2", "pandas", "pyarrow", "scipy", "sklearn", "triton")
 
 
@@ -53,7 +53,7 @@ def _trim_cpu_start(threads: int) -> None:
     from vllm.model_executor.models import registry
     from vllm.platforms import current_platform
 
-    registry._run_in_subprocess = lambda inspect: inspect()  # vLLM uses another interpreter only to keep CUDA out of this one
+    registry._run_in_subprocess = lambda inspect: inspect()  # vLLM uses a separate interpreter only to keep CUDA out of this one
     torch.set_num_threads(1)
     os.register_at_fork(after_in_child=lambda: torch.set_num_threads(threads))
     platform = type(current_platform)

@@ -1,4 +1,5 @@
-"""The logprob probe: compares a server's logprobs of a few token rows with the learner's in a version's folder (`probe.json`)."""
+"""The logprob probe: compares a server's logprobs for a few token rows with the learner's, which are in a version's folder
+(`probe.json`)."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ PROBE_FILE = "probe.json"
 def probe_limit(dtype: str, *, gpu: bool) -> float:
     """Returns the largest logprob difference (nats) that rounding can cause. A wrong tensor changes logprobs by several nats.
 
-    On a GPU, vLLM multiplies float32 numbers with the precision of TF32. In bfloat16 the logprobs of unlikely tokens differ most: by up to
+    On a GPU, vLLM multiplies float32 numbers with the precision of TF32. In bfloat16, the logprobs of unlikely tokens differ most: by up to
     0.4 nats on an H200, and on a CPU by up to 0.8 nats from the same rounded weights in float32 (recipes/models/tables-base).
     """
     if dtype == "float32":
@@ -32,7 +33,7 @@ def probe_limit(dtype: str, *, gpu: bool) -> float:
 
 
 def read_probe(folder: Path) -> Probe | None:
-    """Returns the learner's logprobs in a version's folder; None if there are none. Raises `ServingError` if the file is unreadable."""
+    """Returns the learner's logprobs in a version's folder, or None if there are none. Raises `ServingError` if the file is unreadable."""
     try:
         return codec.from_json(Probe, (folder / PROBE_FILE).read_bytes())
     except FileNotFoundError:
@@ -42,11 +43,12 @@ def read_probe(folder: Path) -> Probe | None:
 
 
 async def max_logprob_difference(server: VLLMServer, number: int, probe: Probe) -> float:
-    """Returns the largest absolute difference (nats) between the server's and the learner's logprobs; inf if a logprob is not finite.
+    """Returns the largest absolute difference (nats) between the server's and the learner's logprobs, or inf if a logprob is not finite.
 
-    Rows are cut to the server's context, which may be shorter than that of the run that trained the model.
+    Rows are truncated to the server's context, which may be shorter than that of the run that trained the model.
 
-    Raises `SwapError` if an answer has no logprobs or comes from a version other than `number`, and `ServingError` if there is no answer.
+    Raises `SwapError` if a response has no logprobs or comes from a version other than `number`, and `ServingError` if there is no
+    response.
     """
     sampling = server.recipe.rollout.distribution
     if probe.temperature is not None:
@@ -67,9 +69,9 @@ async def max_logprob_difference(server: VLLMServer, number: int, probe: Probe) 
 
 
 async def judge_logprob_difference(control: ControlPlane, model: str, probe: Probe, *, max_model_len: int, timeout_s: float) -> float:
-    """Returns what `max_logprob_difference` does for a judge's chat model, over the rows' tokens within its context.
+    """Returns what `max_logprob_difference` returns, but for a judge's chat model, over the rows' tokens within its context.
 
-    Raises `ServingError`.
+    Raises `ServingError` if the server fails or its response is malformed.
     """
     differences: list[float] = []
     for row, ours in zip(probe.token_ids, probe.logprobs, strict=True):
@@ -90,9 +92,9 @@ def _of_prompt(positions: Any, token_ids: Sequence[int]) -> list[float]:
 
 
 async def _row_answer(server: VLLMServer, token_ids: tuple[int, ...], sampling: Sampling) -> Any:
-    """Returns the server's answer to a row: the logprobs of its tokens, and one token sampled after it, with the most likely others.
+    """Returns the server's response for a row: the logprobs of its tokens, and one token sampled after it, with the likeliest others.
 
-    The logprobs are at temperature 1, without truncation and prefix cache. The token is sampled as in rollouts.
+    The logprobs are at temperature 1, without truncation or prefix caching. The token is sampled as in rollouts.
     """
     logprobs = {"prompt_logprobs": 0, "logprobs": sampling.top_k + TIES}
     body = {
@@ -107,7 +109,7 @@ async def _row_answer(server: VLLMServer, token_ids: tuple[int, ...], sampling: 
 
 
 def parse_prompt_logprobs(answer: Any, token_ids: tuple[int, ...], number: int) -> list[float]:
-    """Returns the logprobs of tokens 1..T-1 in vLLM's answer. Raises `SwapError` unless they come from version `number`."""
+    """Returns the logprobs of tokens 1..T-1 in vLLM's response. Raises `SwapError` unless they come from version `number`."""
     try:
         spans = answer["choices"][0]["weight_versions"]
         logprobs = _of_prompt(answer["prompt_logprobs"], token_ids)
@@ -123,10 +125,10 @@ def next_token_differences(answer: Any, ours: Mapping[int, float], sampling: Sam
     """Returns the differences (nats) between server and learner for the token after a row, with the sampling settings of rollouts.
 
     The learner's distribution is restricted to the support that the server returns, as in training. A supported token that the learner did
-    not list is at most as likely as the last listed token. For such a token, only a higher logprob of the server counts as a difference.
+    not list is at most as likely as the last listed token. For such a token, only a higher server logprob counts as a difference.
 
     Args:
-        answer: the server's answer, with one sampled token.
+        answer: the server's response, with one sampled token.
         ours: the learner's logprobs of the most likely tokens, before truncation.
     """
     floor = min(ours.values(), default=0.0)

@@ -33,13 +33,13 @@ STOP_TIMEOUT_S = 10.0
 WARM_S = 120.0
 _COMPUTING = "computing tokens"
 _FIRST_S = 600.0
-"""Deadline for a server's first tokens. The first request may have to wait for compilation."""
+"""Deadline in seconds for a server's first tokens. The first request may have to wait for compilation."""
 READ_TOKENS = 256
-"""Tokens of the prompt that measures a server's speed."""
+"""Number of tokens in the prompt that measures a server's speed."""
 _CHECK_S = 5.0  # seconds between two checks for computed tokens
 _COMPUTED = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total", "vllm:request_success_total")
-_END_S = 1.0  # longest wait for the end of a process after its connection was lost
-_MEASURE_TRIES = 3  # starts of a server if other processes disturb its measurement of the GPU's memory
+_END_S = 1.0  # maximum wait for a process to exit after its connection was lost
+_MEASURE_TRIES = 3  # maximum number of starts if other processes disturb a server's measurement of the GPU's memory
 _DISTURBED = "Error in memory profiling"  # in vLLM's message
 _LOG_BYTES = 1 << 20  # bytes at the end of a log that are searched for a cause
 
@@ -47,18 +47,18 @@ _LOG_BYTES = 1 << 20  # bytes at the end of a log that are searched for a cause
 class ServerProcess(ABC):
     """One vLLM server, from its start to `stop`.
 
-    The process and its engine die with the driver. Start it from a thread that lives as long as the server.
+    The process and its engine die with the driver. Start the server from a thread that lives as long as the server.
     """
 
     def __init__(self, what: str, *, folder: Path, name: str, log: str, scratch: str, launcher: Launcher | None = None) -> None:
         """`what`: the server's name in errors. `name`, `scratch`: as for `PartCommand`. `log`: file name in `folder`/logs/.
-        `launcher`: None starts it on this machine.
+        `launcher`: None starts the server on this machine.
         """
         self.log_path = folder / "logs" / log
         self.key = access.new_key()
         self._what, self._name, self._scratch_of = what, name, scratch
         self._launcher = launcher or LocalLauncher(folder)
-        self._cores = self._launcher.cores(name) or 0  # cores reserved for it; 0 means that it shares the driver's machine
+        self._cores = self._launcher.cores(name) or 0  # cores reserved for the server; 0 means that it shares the driver's machine
         self._threads: int | None = None  # threads of the engine on CPU; None means a GPU
         self._process: PartHandle | None = None
         self._control: ControlPlane | None = None
@@ -66,7 +66,7 @@ class ServerProcess(ABC):
         self._log_start = 0  # bytes in the log before this start
         self.liveness = Liveness(what, first_s=_FIRST_S)
         self.stopped = StoppedProcesses(what, states=lambda _: self._process.processes() if self._process else {})
-        self.end_reason = ""  # why it counts as dead; empty while it is alive
+        self.end_reason = ""  # why the server counts as dead; empty while it is alive
         self._next_check = 0.0  # on the loop's clock
         self._computed: tuple[float, ...] = ()
         self._answers, self._answers_seen = 0, 0
@@ -75,7 +75,7 @@ class ServerProcess(ABC):
 
     @property
     def control(self) -> ControlPlane:
-        """The server's routes. Raises `ServingError` if the server is not started."""
+        """The server's routes. Raises `ServingError` if the server is not running."""
         if self._control is None:
             raise ServingError(f"{self._what} is not running")
         return self._control
@@ -88,12 +88,12 @@ class ServerProcess(ABC):
     async def alive(self) -> bool:
         """Whether the process is alive and not stopped, and its engine computes tokens. If not, sets `end_reason`. Waits at most 20 s.
 
-        If a server does not answer, its engine counts as computing nothing.
+        If a server does not respond, its engine is assumed to compute nothing.
         """
         if self._process is None or self._process.returncode is not None or self._control is None:
             self.end_reason = (self._process and self._process.lost) or "it died"
             return False
-        if stuck := self.stopped.overdue(self._process.pid):  # checked first, because its routes may not answer
+        if stuck := self.stopped.overdue(self._process.pid):  # checked first, because its routes may not respond
             self.end_reason = stuck
             return False
         control, health = self._control, await self._control.health(timeout_s=HEALTH_TIMEOUT_S)
@@ -105,7 +105,8 @@ class ServerProcess(ABC):
         return not self.end_reason
 
     async def was_killed(self) -> bool:
-        """Whether the kernel (out of memory) or a user killed the process before `stop`. Waits up to a second for its end."""
+        """Whether the kernel (out of memory) or a user killed the process before `stop`. Waits up to a second for
+        it to exit."""
         if self._process is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_END_S):
@@ -114,11 +115,12 @@ class ServerProcess(ABC):
         return self._killed
 
     def answered(self) -> None:
-        """Records an answer to a client, which counts as progress even if other routes are slow under load."""
+        """Records a response to a client, which counts as progress even if other routes are slow under load."""
         self._answers += 1
 
     async def _check_progress(self, control: ControlPlane, *, answers: bool) -> None:
-        """Checks whether anything was computed since the last check, and requests a token if not. `answers`: whether its routes answer."""
+        """Checks whether anything was computed since the last check, and requests a token if not. `answers`: whether the
+        server's routes respond."""
         if control.paused:  # the pausing operation has a deadline
             self.liveness.pause()
             return
@@ -151,12 +153,12 @@ class ServerProcess(ABC):
             self.liveness.progress(_COMPUTING)
 
     def kill(self) -> None:
-        """Kills the process and its engine, without waiting for their end."""
+        """Kills the process and its engine, without waiting for them to exit."""
         if self._process is not None:
             self._process.send_kill()
 
     async def stop(self) -> None:
-        """Ends the process and all its children: with SIGTERM, then with SIGKILL. Idempotent."""
+        """Stops the process and all its children, first with SIGTERM, then with SIGKILL. Idempotent."""
         if self._token_task is not None:
             self._token_task.cancel()
         control, self._control = self._control, None
@@ -166,7 +168,7 @@ class ServerProcess(ABC):
         if process is not None:
             try:
                 await process.terminate(grace_s=STOP_TIMEOUT_S)
-            except LaunchError as error:  # its successor has another port
+            except LaunchError as error:  # its successor has a different port
                 log.warning("%s", error)
 
     @abstractmethod
@@ -178,7 +180,7 @@ class ServerProcess(ABC):
         return ()
 
     def _environment(self) -> dict[str, str]:
-        """Returns the variables that its environment adds to that of its host."""
+        """Returns the environment variables that the process has in addition to those of its host."""
         return server_environment(SCRATCH, cpu_threads=self._threads)
 
     @abstractmethod
@@ -188,10 +190,11 @@ class ServerProcess(ABC):
     @property
     @abstractmethod
     def max_tokens(self) -> int:
-        """The number of tokens of the longest prompt that the server accepts."""
+        """The maximum length of a prompt that the server accepts, in tokens."""
 
     async def _measure(self, control: ControlPlane) -> None:
-        """Measures the idle server's speed. The deadline depends on it, because a long prompt is computed without visible progress."""
+        """Measures the idle server's speed. The deadline depends on the speed, because a long prompt is computed without visible
+        progress."""
         tokens = max(1, min(READ_TOKENS, self.max_tokens - 2))
         start = time.monotonic()
         await self._token(control, tokens=tokens, timeout_s=_FIRST_S)
@@ -204,8 +207,8 @@ class ServerProcess(ABC):
     async def _begin(self, *, timeout_s: float) -> None:
         """Starts the process and returns when it is ready.
 
-        On a shared GPU, a server ends if another process frees memory while the server measures what is free. In this case, it is
-        restarted.
+        On a shared GPU, a server exits if another process frees memory while the server measures the free memory. In that case, the server
+        is restarted.
 
         Raises `ServingError`, with the cause from the log, if the process dies or `timeout_s` passes.
         """
@@ -261,16 +264,17 @@ class ServerProcess(ABC):
         await self._token(control, tokens=2, timeout_s=WARM_S)
         await self._measure(control)
         self.liveness.begin(_COMPUTING)
-        if process.returncode is not None:  # another process answered at its port
+        if process.returncode is not None:  # another process responded at its port
             raise ended_while_starting(self._what, process.returncode, self.log_path, self._log_start)
 
 
 def launch_command(
     config: ServingConfig | JudgeServerConfig, arguments: Mapping[str, str], flags: Sequence[str], *, cpu_threads: int | None
 ) -> list[str]:
-    """Returns the command of a vLLM server that dies with its parent.
+    """Returns the command for a vLLM server that dies with its parent.
 
-    It contains `arguments`, `flags` and the options that all servers get. `cpu_threads`: threads of the engine on CPU; None means a GPU.
+    The command contains `arguments`, `flags` and the options that all servers have. `cpu_threads`: threads of the engine on CPU; None means
+    a GPU.
     """
     launch = [PYTHON, "-P", "-m", "agentrl.serving.launch", "--driver-pid", PARENT]
     common = {
@@ -296,7 +300,7 @@ def launch_command(
 
 
 def server_environment(scratch: str, *, cpu_threads: int | None, alone: bool = False) -> dict[str, str]:
-    """Returns the variables that a vLLM server's environment adds to that of its host.
+    """Returns the environment variables that a vLLM server has in addition to those of its host.
 
     `scratch`: path of an empty folder. `cpu_threads`: threads of the engine on CPU; None means a GPU. `alone`: whether no other process
     computes at the same time.
@@ -318,26 +322,26 @@ def server_environment(scratch: str, *, cpu_threads: int | None, alone: bool = F
         # The worker runs in the engine's process, which avoids a second spawn and polling of a shared-memory queue.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        # Even with --enforce-eager one helper would be compiled with g++ during the first request.
+        # Even with --enforce-eager, one helper would be compiled with g++ during the first request.
         "TORCHDYNAMO_DISABLE": "1",
         **openmp_environment(cpu_threads, alone=alone),
     }
 
 
 def thread_count(threads: int, *, servers: int = 1) -> int:
-    """Returns a number of CPU threads; 0 becomes this server's share of all cores, at least one."""
+    """Returns the number of CPU threads: `threads` or, if it is 0, this server's share of all cores, at least 1."""
     return threads or max(1, len(os.sched_getaffinity(0)) // servers)
 
 
 def cause_in(log_path: Path, start: int) -> tuple[str, str]:
-    """Returns the cause in a server's log from byte `start` on, and the fix if there is one."""
+    """Searches a server's log from byte `start` on for the cause of a failure. Returns the cause and the fix, if known."""
     with contextlib.suppress(OSError):
         return cause_in_log(tail_bytes(log_path, most=_LOG_BYTES, start=start))
     return "", ""
 
 
 def ended_while_starting(what: str, code: int, log_path: Path, start: int) -> ServingError | DiskFull:
-    """Returns the error of a server that ended with `code` before it was ready."""
+    """Returns the error for a server that exited with `code` before it was ready."""
     cause, fix = cause_in(log_path, start)
     if cause == "the disk is full":
         return DiskFull(f"{what} ended while starting: {cause}")

@@ -21,7 +21,7 @@ from agentrl.version.model_folder import check_model_files
 PROBE_PRIORITY = -(1 << 62)
 """Priority of a probe, which comes before every completion (`agentrl.serving.client.request_priority`)."""
 WRITE_TOKENS = 16
-"""Tokens sampled at the start to measure the time per token."""
+"""Number of tokens that are sampled at the start to measure the time per token."""
 _SAMPLING = {"max_tokens": 2, "temperature": 1.0, "logprobs": 0, "detokenize": False}
 
 
@@ -56,11 +56,11 @@ class VLLMServer(ServerProcess):
         self.images = PromptImages.of(self.run_dir, self.model)
         self.weights = WeightState(version)
         self._condemned = ""
-        self.token_s = 0.0  # seconds per sampled token of one request, measured at the start
+        self.token_s = 0.0  # seconds per sampled token in one request, measured at the start
 
     @property
     def url(self) -> str:
-        """`http://host:port`. Raises `ServingError` if the server is not started."""
+        """`http://host:port`. Raises `ServingError` if the server is not running."""
         return self.control.url
 
     async def start(self) -> None:
@@ -83,7 +83,8 @@ class VLLMServer(ServerProcess):
         return not self._condemned and await super().alive()
 
     async def stage(self, folder: Path) -> None:
-        """Returns when a folder of the run is on the server's host. Does nothing if the disk is shared. Raises `ServingError`."""
+        """Returns when a folder of the run is on the server's host. Does nothing if the disk is shared. Raises `ServingError` on
+        failure."""
         process = self._process
         if process is not None and folder.is_relative_to(self.run_dir):
             try:
@@ -103,7 +104,7 @@ class VLLMServer(ServerProcess):
         return (self.model.relative_to(self.run_dir).as_posix(),) if self.model.is_relative_to(self.run_dir) else ()
 
     def mark_unsound(self, reason: str) -> None:
-        """Marks the server's weights as unsound: `alive` is False from now on."""
+        """Marks the server's weights as unsound: `alive` returns False from then on."""
         self._condemned = reason
 
     def _command(self) -> list[str]:
@@ -137,7 +138,7 @@ class VLLMServer(ServerProcess):
 
     @property
     def max_tokens(self) -> int:
-        """The number of tokens of the longest prompt."""
+        """The maximum length of a prompt, in tokens."""
         return self.recipe.policy.max_model_len
 
     async def _measure(self, control: ControlPlane) -> None:
@@ -152,10 +153,10 @@ class VLLMServer(ServerProcess):
 
 
 def server_title(name: str) -> str:
-    """Returns a server's name in messages; `name` as for `VLLMServer`."""
+    """Returns a server's name for messages; `name` as for `VLLMServer`."""
     return f"inference server {name}" if name else "the inference server"
 
 
 def server_log_name(name: str) -> str:
-    """Returns the file name in logs/ of a server's output; `name` as for `VLLMServer`."""
+    """Returns the name of the file in logs/ that contains a server's output; `name` as for `VLLMServer`."""
     return f"server-{name}.log" if name else "server.log"

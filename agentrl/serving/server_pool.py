@@ -1,8 +1,8 @@
 """One policy on several servers. An episode stays with the server that has its context cached, unless that server is lost.
 
-Staleness stays bounded: rollouts wait for `version`, which all answering servers have reached. A server with an older version, because it
-started while the others swapped, gets no request until it has caught up. So after `version` is n, every token is sampled with version n or
-a newer one.
+Staleness stays bounded: rollouts wait for `version`, which all responding servers have reached. A server with an older version, because it
+started while the others swapped, receives no requests until it has caught up. Therefore, once `version` is n, every token is sampled with
+version n or a newer version.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class _Placed:
 class EpisodeRouter:
     """Tracks which episode is on which replica. It does no I/O, so a choice and its record are atomic.
 
-    An episode stays on its replica while the replica can serve. Otherwise it goes to a replica that has an episode of the same task,
-    because the prompt is cached there. If that replica's load is larger than the smallest load by more than `apart` contexts of this
-    length, the episode goes to the least loaded replica. A replica's load is the sum of the longest context, in tokens, of each of its
-    episodes, including episodes that wait for tools.
+    An episode stays on its replica while the replica can serve. Otherwise, it goes to a replica that has an episode of the same task,
+    because the prompt is cached there. If that replica's load is larger than the smallest load by more than `apart` contexts of the
+    length of this request, the episode goes to the least loaded replica. A replica's load is the sum of the longest context, in tokens, of
+    each of its episodes, including episodes that wait for tools.
     """
 
     def __init__(self, replicas: int, *, apart: int) -> None:
@@ -54,7 +54,7 @@ class EpisodeRouter:
         self.loads = [0] * replicas
         self._apart = apart
         self._episodes: dict[str, _Placed] = {}
-        self._tasks: dict[str, Counter[int]] = {}  # task -> replica -> its episodes there
+        self._tasks: dict[str, Counter[int]] = {}  # task -> replica -> number of its episodes there
 
     def begin(self, episode_id: str, task_key: str) -> None:
         """Registers an episode. Its first request assigns it to a replica. Replaces an earlier episode with the same id."""
@@ -62,20 +62,20 @@ class EpisodeRouter:
         self._episodes[episode_id] = _Placed(task_key)
 
     def end(self, episode_id: str) -> None:
-        """Forgets an episode. Idempotent."""
+        """Removes an episode. Idempotent."""
         if (placed := self._episodes.pop(episode_id, None)) is not None:
             self._leave(placed)
 
     def replica(self, episode_id: str) -> int | None:
-        """Returns the replica of an episode; None before its first request."""
+        """Returns the replica of an episode, or None before its first request."""
         placed = self._episodes.get(episode_id)
         return None if placed is None else placed.replica
 
     def choose(self, episode_id: str, tokens: int, *, able: Sequence[int], full: Collection[int] = ()) -> int:
-        """Returns the replica for a request of `tokens` tokens; the least loaded one if the episode is unknown.
+        """Returns the replica for a request of `tokens` tokens, which is the least loaded replica if the episode is unknown.
 
-        `able`: replicas that may get it, at least one. `full`: replicas that have no room for an additional episode; ignored if all are
-        full.
+        `able`: replicas that may receive the request, at least one. `full`: replicas that have no room for an additional episode; ignored
+        if all are full.
         """
         placed = self._episodes.get(episode_id)
         if placed is None:
@@ -123,7 +123,7 @@ class ServerPool:
     """A `PolicyServer` on `serving.replicas` supervised vLLM servers with the same weights and separate caches.
 
     A request that a dying server never received goes to a different server. Requests in flight on the dying server fail, as with a single
-    server. A server that died too often is abandoned, and `watch` raises if none is left.
+    server. A server that died too often is abandoned, and `watch` raises `ServingError` if no server is left.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class ServerPool:
         ]
         self._routing = EpisodeRouter(count, apart=max_load_lead(recipe))
         self._sampled = [0] * count  # tokens since the last call of `figures`
-        self._floor = -1  # a server with an older version than this gets no request; it is `version`, or less during a fall-back
+        self._floor = -1  # a server with an older version receives no requests; equals `version`, or less during a fall-back
         self._moving = asyncio.Lock()  # one version at a time is loaded
         self._looking = asyncio.Lock()  # one waiting request looks for a server on behalf of all
         self._changed = asyncio.Condition()
@@ -171,7 +171,7 @@ class ServerPool:
 
     @property
     def cache_use(self) -> CacheUse | None:
-        """The cache use of the servers that answer. It counts as a new reading once all of them were read again."""
+        """The cache use of the servers that accept requests. It counts as a new reading once all of them have been read again."""
         uses = [replica.cache_use for replica in self._replicas if replica.accepts_requests and replica.cache_use is not None]
         if not uses:
             return None
@@ -192,7 +192,7 @@ class ServerPool:
         return self._moving.locked()
 
     async def start(self, version: PolicyVersion, *, await_probe: bool = False) -> None:
-        """Starts all servers concurrently. Raises as `SupervisedServer.start` does if one of them cannot start."""
+        """Starts all servers concurrently. Raises the same errors as `SupervisedServer.start` if a server cannot start."""
         async with asyncio.TaskGroup() as starting:
             for replica in self._replicas:
                 starting.create_task(replica.start(version, await_probe=await_probe))
@@ -200,7 +200,7 @@ class ServerPool:
 
     @contextmanager
     def episode(self, episode_id: str, task_key: str) -> Iterator[None]:
-        """Assigns the requests of an episode in the block to one server."""
+        """Within the block, assigns the requests of an episode to one server."""
         self._routing.begin(episode_id, task_key)
         try:
             yield
@@ -208,7 +208,7 @@ class ServerPool:
             self._routing.end(episode_id)
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
-        """Samples from the episode's server."""
+        """Samples one completion from the episode's server."""
         episode_id = request_id.rpartition("-")[0]
         while True:
             while (number := self._choose(episode_id, len(prompt_ids))) is None:
@@ -222,9 +222,9 @@ class ServerPool:
     async def swap(self, version: PolicyVersion) -> SwapReport:
         """Loads a published version into one server and, if its probe agrees, into the others concurrently.
 
-        A server that dies meanwhile catches up later. A server that rejects a version that another server loaded is replaced. Returns the
-        longest stall and the largest difference. If the first server rejects the version three times, raises `SwapError`, and all servers
-        keep the old version.
+        A server that dies meanwhile catches up later. A server that rejects a version that another server loaded is replaced. The report
+        contains the longest stall and the largest difference. If the first server rejects the version three times, raises `SwapError`, and
+        all servers keep the old version.
         """
         async with self._moving:
             start, former = time.perf_counter(), await asyncio.to_thread(self._registry.get, self.version)
@@ -251,12 +251,12 @@ class ServerPool:
             await self._set_version(version)
 
     async def wait_version(self, number: int) -> None:
-        """Returns when every answering server serves version `number` or a newer one."""
+        """Returns when every responding server serves version `number` or a newer one."""
         async with self._changed:
             await self._changed.wait_for(lambda: self.version >= number)
 
     async def watch(self, *, on_loss: Callable[[], Awaitable[None]]) -> None:
-        """Restarts servers that die, with the version that the others serve. Ends only by cancellation or `ServingError`."""
+        """Restarts servers that die, with the version that the others serve. Runs until it is cancelled or raises `ServingError`."""
         async with asyncio.TaskGroup() as watching:
             abandoned: list[int] = []
             for number in range(len(self._replicas)):
@@ -280,7 +280,8 @@ class ServerPool:
         await asyncio.gather(*(replica.close() for replica in self._replicas))
 
     def _choose(self, episode_id: str, tokens: int) -> int | None:
-        """Returns the server for a request; None if no server may get it. Reads the state of all servers only to place an episode."""
+        """Returns the server for a request, or None if no server may receive it. Reads the state of all servers only to place an
+        episode."""
         current = self._routing.replica(episode_id)
         if current is not None and self._is_able(current):
             return self._routing.choose(episode_id, tokens, able=(current,))
@@ -288,11 +289,11 @@ class ServerPool:
         return self._routing.choose(episode_id, tokens, able=able, full=self._full()) if able else None
 
     def _ready(self) -> list[int]:
-        """Returns the servers that may get a request now."""
+        """Returns the servers that may receive a request now."""
         return [number for number in range(len(self._replicas)) if self._is_able(number)]
 
     def _is_able(self, number: int) -> bool:
-        """Whether a server may get a request now."""
+        """Whether a server may receive a request now."""
         replica = self._replicas[number]
         return replica.accepts_requests and replica.version >= self._floor
 
@@ -302,13 +303,13 @@ class ServerPool:
         return [number for number, use in enumerate(uses) if use is not None and max(use.shares) >= MAX_CACHE_USE]
 
     async def _wait_ready(self) -> None:
-        """Waits until `_ready` has a server. Raises `ServingError`."""
+        """Waits until `_ready` returns a server. Raises `ServingError` after `serving.startup_timeout_s`."""
         async with in_time(self._recipe.serving.startup_timeout_s, "no inference server became ready again"), self._looking:
             while not self._ready():
                 await asyncio.sleep(POLL_S)
 
     async def _move(self, version: PolicyVersion, take: _Take) -> list[SwapReport]:
-        """Loads a version into every server. If it raises `SwapError`, some servers may have loaded the version."""
+        """Loads a version into every server. After a `SwapError`, some servers may have loaded the version."""
         reports = [await self._first(version, take)]
         while late := self._late(version):
             done = await asyncio.gather(*(self._follow(replica, version, take) for replica in late), return_exceptions=True)
@@ -318,7 +319,7 @@ class ServerPool:
         return [report for report in reports if report is not None]
 
     async def _first(self, version: PolicyVersion, take: _Take) -> SwapReport | None:
-        """Loads a version into one server; if that server dies meanwhile, into the next one."""
+        """Loads a version into one server or, if that server dies meanwhile, into the next server."""
         async with in_time(self._recipe.serving.startup_timeout_s, "no inference server became ready again") as deadline:
             while True:
                 replica = next((replica for replica in self._replicas if replica.accepts_requests), None)
@@ -333,7 +334,7 @@ class ServerPool:
                     deadline.reschedule(asyncio.get_running_loop().time() + self._recipe.serving.startup_timeout_s)
 
     async def _follow(self, replica: SupervisedServer, version: PolicyVersion, take: _Take) -> SwapReport | None:
-        """Loads a version that a different server serves. Raises `SwapError` if the version was retracted meanwhile."""
+        """Loads a version that a different server already serves. Raises `SwapError` if the version has been retracted meanwhile."""
         try:
             return await take(replica, version)
         except ServerLost:
@@ -356,7 +357,7 @@ class ServerPool:
                 replica.request_replacement(f"it cannot restore version {former.number}: {error}")
 
     def _late(self, version: PolicyVersion) -> list[SupervisedServer]:
-        """Returns the answering servers with a different version."""
+        """Returns the servers that accept requests but do not serve `version`."""
         wanted = (version.number, version.sha256)
         return [replica for replica in self._replicas if replica.accepts_requests and (replica.version, replica.sha256) != wanted]
 
@@ -377,7 +378,7 @@ class ServerPool:
                         log.warning("%s does not serve version %d yet: %s", replica.title, version.number, error)
 
     async def _keep(self, number: int, abandoned: list[int], on_loss: Callable[[], Awaitable[None]]) -> None:
-        """Watches one server until it is abandoned. Raises `ServingError` if it was the last server."""
+        """Watches one server until it is abandoned. Raises `ServingError` if no other server is left."""
         replica = self._replicas[number]
         try:
             await replica.watch(on_loss=on_loss)
@@ -389,7 +390,9 @@ class ServerPool:
             self._alert(f"{replica.title} is abandoned, and the run continues without it: {error}")
 
     async def _newest(self) -> PolicyVersion | None:
-        """Returns the version for a restarted server: what the others serve, or if none answers, what a single server would load."""
+        """Returns the version for a restarted server: the one that the other servers serve.
+
+        If no other server responds, the version that a single server would load is returned."""
         current = await asyncio.to_thread(self._registry.get, self.version)
         if any(replica.accepts_requests for replica in self._replicas) and current is not None and current.sha256 == self.sha256:
             return current
@@ -406,7 +409,7 @@ class ServerPool:
 
 
 def max_load_lead(recipe: Recipe) -> int:
-    """Returns by how many contexts a server's load may exceed the smallest load while it still gets episodes of its tasks.
+    """Returns the number of contexts by which a server's load may exceed the smallest load while it still receives episodes of its tasks.
 
     The limit is one group, so that groups stay together, but at most the server's share of the episodes in flight, so that a few large
     groups are split.

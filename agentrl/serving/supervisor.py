@@ -26,7 +26,7 @@ from agentrl.version import deltas
 
 log = logging.getLogger(__name__)
 
-_RESTARTS = 5  # in a row
+_RESTARTS = 5  # maximum number in a row
 _SWAP_TRIES = 3
 _WATCH_S = 0.5
 _USE_EVERY = 4  # checks of `watch` between two readings of the cache use
@@ -40,7 +40,7 @@ class ServerLost(SwapError):
 
 @asynccontextmanager
 async def in_time(seconds: float, problem: str) -> AsyncIterator[asyncio.Timeout]:
-    """Context that raises `ServerDied` with `problem` if the block takes longer than `seconds`, or the deadline that it sets."""
+    """Context that raises `ServerDied` with `problem` if the block exceeds `seconds`, or the deadline that the block sets."""
     try:
         async with asyncio.timeout(seconds) as deadline:
             yield deadline
@@ -51,9 +51,9 @@ async def in_time(seconds: float, problem: str) -> AsyncIterator[asyncio.Timeout
 class SupervisedServer:
     """A `PolicyServer` on a supervised vLLM server. Requests wait while the server restarts.
 
-    `version` is the number of the serving version. After `_RESTARTS` restarts in a row it raises `ServingError`. `ServerPool` uses
-    several of these servers and does not wait for successors. It calls `accepts_requests`, `try_generate`, `load_version`,
-    `load_or_restart`.
+    `version` is the number of the serving version. After `_RESTARTS` restarts in a row, `watch` raises `ServingError`. `ServerPool` uses
+    several of these servers and does not wait for successors. It calls `accepts_requests`, `try_generate`, `load_version`
+    and `load_or_restart`.
     """
 
     def __init__(
@@ -67,11 +67,12 @@ class SupervisedServer:
         launcher: Launcher | None = None,
         alert: Callable[[str], None] = log.warning,
     ) -> None:
-        """`name`, `launcher`: as for `VLLMServer`; the learner gets the address of an unnamed server. `newest`: returns the version
-        that a restarted server loads; None uses `version_to_serve`. `alert`: called with a message for the user when a server is restarted.
+        """`name`, `launcher`: as for `VLLMServer`; with NCCL, the address of an unnamed server is announced to the learner.
+        `newest`: returns the version that a restarted server loads; None uses `version_to_serve`. `alert`: called with a message for the
+        user when a server is restarted.
         """
         self.version = -1
-        self.sha256 = ""  # hash of its weights, because a resumed learner may publish a number again
+        self.sha256 = ""  # hash of the serving weights, because a resumed learner may publish a number again
         self._restarts = Restarts()
         self.cache_use: CacheUse | None = None
         self._recipe, self._run_dir, self._registry = recipe, run_dir, registry
@@ -90,8 +91,8 @@ class SupervisedServer:
         """Starts a server with the weights of `version`, and admits requests when the probe agrees.
 
         If version 0 is a copy of a model that no run produced, it has no probe, and is served without a comparison. An adapter is swapped
-        into a server that was started with version 0. `await_probe` waits until the learner, which is starting, has written the probe of
-        version 0.
+        into a server that was started with version 0. If `await_probe` is True, waits until the learner, which is starting, has
+        written the probe of version 0.
 
         Raises `ServingError` if the server does not start or the probe disagrees, and `SwapError` if the adapter is rejected.
         """
@@ -123,11 +124,11 @@ class SupervisedServer:
         self._ready.set()
 
     def episode(self, episode_id: str, task_key: str) -> AbstractContextManager[object]:
-        """Does nothing: a single server gets all requests."""
+        """Does nothing, because a single server receives all requests."""
         return nullcontext()
 
     def figures(self) -> dict[str, float]:
-        """Returns the requests that waited in the server at the newest reading, if there is one."""
+        """Returns the number of requests that were waiting in the server at the newest reading, if there is a reading."""
         return {} if self.cache_use is None else {"requests_waiting": self.cache_use.waiting}
 
     @property
@@ -142,7 +143,7 @@ class SupervisedServer:
 
     @property
     def accepts_requests(self) -> bool:
-        """Whether requests may pass now, as far as is known."""
+        """Whether the server accepts requests now, as far as is known."""
         return self._ready.is_set() and self._server is not None and self._server is not self._gone
 
     @property
@@ -162,9 +163,9 @@ class SupervisedServer:
     async def try_generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float
     ) -> Completion | None:
-        """Samples from the current server; None if it died before it received the request.
+        """Samples one completion from the current server. Returns None if the server died before it received the request.
 
-        Raises `ServerDied` if it dies later, and `ServingError` for other failures.
+        Raises `ServerDied` if the server dies later, and `ServingError` for other failures.
         """
         client = self._client
         if client is None:
@@ -183,7 +184,7 @@ class SupervisedServer:
             raise ServerDied(f"{self.title} died: {error}") from error
 
     async def check_died(self) -> bool:
-        """Whether the server is dead. If so, it does not accept requests until a successor serves."""
+        """Whether the server is dead. If it is dead, `accepts_requests` is False until a successor serves."""
         server = self._server
         if server is not None and await server.alive():
             return False
@@ -191,9 +192,9 @@ class SupervisedServer:
         return True
 
     async def swap(self, version: PolicyVersion) -> SwapReport:
-        """Swaps a published version into the running server; the old one keeps serving unless the probe agrees.
+        """Swaps a published version into the running server. The old version keeps serving unless the probe agrees.
 
-        If the server dies meanwhile, its successor gets the swap. Raises `SwapError` after three attempts on live servers, and
+        If the server dies meanwhile, the swap is repeated on its successor. Raises `SwapError` after three attempts on live servers, and
         `ServingError` if no server comes back.
         """
         report = await self._with_successor(self._swap, version)
@@ -212,21 +213,21 @@ class SupervisedServer:
     async def load_version(self, version: PolicyVersion) -> SwapReport:
         """Swaps a version into the current server without recording it in the registry.
 
-        Raises `ServerLost` if the server dies meanwhile, and `SwapError` if it rejects the version three times.
+        Raises `ServerLost` if the server dies meanwhile, and `SwapError` if the server rejects the version three times.
         """
         report = await self._swap(version)
         await self._set_version(version)
         return report
 
     async def load_or_restart(self, version: PolicyVersion) -> SwapReport | None:
-        """Swaps a version in as `load_version` does. If it cannot be swapped in, restarts the server with it and returns None."""
+        """Swaps a version in as `load_version` does. If that is impossible, restarts the server with the version and returns None."""
         if self._can_swap(version):
             return await self.load_version(version)
         await self._start_with(version)
         return None
 
     async def load_with_retries(self, version: PolicyVersion) -> None:
-        """Does what `load_or_restart` does, and continues with the server's successor if it dies meanwhile.
+        """Does what `load_or_restart` does, and continues with the server's successor if the server dies meanwhile.
 
         Raises `SwapError` after three attempts on live servers, and `ServingError` if no server comes back.
         """
@@ -287,7 +288,8 @@ class SupervisedServer:
         return await channel.swap(version, folder, probe, max_abs_diff=self._probe_limit, timeout_s=serving.request_timeout_s)
 
     async def _opened_server(self) -> VLLMServer:
-        """Waits until requests may pass; returns the server. Raises `ServingError` if it does not come back in time."""
+        """Waits until the server accepts requests, and returns it. Raises `ServingError` if the server does not become
+        ready in time."""
         async with in_time(self._recipe.serving.startup_timeout_s, "the inference server did not become ready again"):
             await self._ready.wait()
         assert self._server is not None, "requests pass only after start()"
@@ -305,9 +307,9 @@ class SupervisedServer:
             await self._changed.wait_for(lambda: self.version >= number)
 
     async def watch(self, *, on_loss: Callable[[], Awaitable[None]]) -> None:
-        """Restarts the server when it dies, with the newest version that served. Ends only by cancellation or `ServingError`.
+        """Restarts the server when it dies, with the newest version that served. Runs until it is cancelled or raises `ServingError`.
 
-        `on_loss` is called with NCCL, because the learner may be stuck in a transfer to the dead server.
+        With NCCL, `on_loss` is called, because the learner may be stuck in a transfer to the dead server.
         """
         for reading in itertools.count():
             await asyncio.sleep(_WATCH_S)
@@ -328,7 +330,8 @@ class SupervisedServer:
                 await self._replace(server.end_reason, on_loss)
 
     async def _replace(self, reason: str, on_loss: Callable[[], Awaitable[None]]) -> None:
-        """Starts the server's successor. Tries again if it is killed while it starts. Raises `ServingError` if it cannot start."""
+        """Starts the server's successor. Retries if the successor is killed while it starts. Raises `ServingError` if the successor cannot
+        start."""
         while True:
             failures = self._restarts.failed()
             if failures > _RESTARTS:
@@ -358,7 +361,7 @@ class SupervisedServer:
         await self._stop()
 
     async def _prove(self, server: VLLMServer, version: PolicyVersion, *, await_probe: bool) -> None:
-        """Compares a new server's logprobs with the probe of its version. Raises `ServingError` if they disagree."""
+        """Compares a new server's logprobs with the probe of its version. Raises `ServingError` if the logprobs disagree."""
         folder, serving = self._run_dir / version.folder, self._recipe.serving
         until = asyncio.get_running_loop().time() + serving.startup_timeout_s
         while (probe := read_probe(folder)) is None and await_probe:
@@ -406,7 +409,7 @@ class SupervisedServer:
 
 
 async def _cache_use(server: VLLMServer, reading: int) -> CacheUse | None:
-    """Returns the share of the cache in use; None if the server does not report it."""
+    """Returns the share of the cache in use, or None if the server does not report it."""
     try:
         read = await server.control.metrics()
     except ServingError:  # `watch` detects a dead server
@@ -416,13 +419,13 @@ async def _cache_use(server: VLLMServer, reading: int) -> CacheUse | None:
 
 
 def open_channel(config: ServingConfig, server: VLLMServer, *, registry_folder: Path) -> WeightChannel:
-    """Returns the recipe's weight channel for one server. Raises `PluginError`."""
+    """Returns the recipe's weight channel for one server. Raises `PluginError` if it cannot be loaded."""
     channel: WeightChannel = parts.make_part(parts.CHANNEL, config.weight_transfer, server, registry_folder=registry_folder)
     return channel
 
 
 def mark_serving(registry: VersionRegistry, version: PolicyVersion) -> None:
-    """Records that `version` serves, unless it was retracted meanwhile. Raises `StoreError`."""
+    """Records that `version` is serving, unless it has been retracted meanwhile. Raises `StoreError` if that fails."""
     try:
         registry.set_state(version.number, VersionState.SERVING)
     except StoreError:
@@ -433,8 +436,8 @@ def mark_serving(registry: VersionRegistry, version: PolicyVersion) -> None:
 
 
 def version_to_serve(registry: VersionRegistry) -> PolicyVersion | None:
-    """Returns the version that a server should load: the newest serving or promoted one, else the newest that was not rolled back.
+    """Returns the version that a server should load: the newest serving or promoted version, else the newest not rolled back.
 
-    A promoted version comes before a newer one that no gate has judged.
+    A promoted version takes precedence over a newer version that no gate has judged.
     """
     return registry.latest(VersionState.SERVING, VersionState.PROMOTED) or registry.latest(VersionState.CANDIDATE, VersionState.SERVED)

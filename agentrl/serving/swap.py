@@ -1,4 +1,4 @@
-"""Hot swap: loads a published version into the running server, and restores the old one unless the logprob probe agrees."""
+"""Hot swap: loads a published version into the running server, and restores the old version unless the logprob probe agrees."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ _POLL_S = 0.005
 class HotSwap(ABC):
     """Base class of weight channels on one server.
 
-    The engine pauses between two steps, loads and resumes; requests in flight continue with the new weights, and their version spans record
-    the change. On any failure the last good version is restored; if that fails too, the server counts as dead (`VLLMServer.alive`).
+    The engine pauses between two steps, loads the weights and resumes. Requests in flight continue with the new weights, and their version
+    spans record the change. On any failure, the last good version is restored. If that fails too, the server counts as dead
+    (`VLLMServer.alive`).
     """
 
     def __init__(self, server: VLLMServer, *, registry_folder: Path) -> None:
-        """`registry_folder`: the run's versions/ folder; server and channel reject versions from elsewhere."""
+        """`registry_folder`: the run's versions/ folder; the server and the channel reject versions from elsewhere."""
         self._server = server
         self._registry_folder = registry_folder.resolve()
         self._serving_folder = server.model
@@ -39,7 +40,7 @@ class HotSwap(ABC):
         """Closes nothing."""
 
     async def swap(self, version: PolicyVersion, folder: Path, probe: Probe, *, max_abs_diff: float, timeout_s: float) -> SwapReport:
-        """Swaps `version` in. If it is rejected, raises `SwapError`, and its predecessor keeps serving.
+        """Swaps `version` in. If the version is rejected, raises `SwapError`, and its predecessor keeps serving.
 
         A version is rejected if its file does not match its record, if loading fails or takes longer than `timeout_s`, or if a probe
         logprob differs by more than `max_abs_diff` nats. Requests that sampled from rejected weights fail with `ServingError`.
@@ -73,7 +74,7 @@ class HotSwap(ABC):
         )
 
     async def _exchange(self, number: int, folder: Path) -> float:
-        """Pauses, loads and resumes; returns the seconds of the pause."""
+        """Pauses, loads and resumes. Returns the length of the pause in seconds."""
         control = self._server.control
         paused = time.perf_counter()
         await control.pause()
@@ -107,12 +108,12 @@ class HotSwap(ABC):
 
 
 class FileWeightChannel(HotSwap):
-    """A `WeightChannel` whose server maps version folders from the run folder, or from a mirror of it on its host."""
+    """A `WeightChannel` whose server memory-maps the files of versions in the run folder, or in a mirror of it on the server's host."""
 
     def __init__(self, server: VLLMServer, *, registry_folder: Path, store: str = "") -> None:
         """`store`: the object store from which the server's host fetches versions (`agentrl.cluster.object_store`)."""
         super().__init__(server, registry_folder=registry_folder)
-        self._update_open = False  # the server's update has not ended
+        self._update_open = False  # whether a weight update was started but not finished
 
     async def _load(self, number: int, folder: Path) -> None:
         """Loads one version into the paused server: its delta if it fits the server's weights, otherwise the complete file."""
@@ -128,7 +129,7 @@ class FileWeightChannel(HotSwap):
     async def _reload(self, number: int, folder: Path) -> None:
         """Loads one complete version into a paused server whose update may be incomplete."""
         if self._update_open:
-            with contextlib.suppress(ServingError):  # the server may have ended the update
+            with contextlib.suppress(ServingError):  # the server may have finished the update
                 await self._server.control.finish_weight_update(None)
         try:
             await asyncio.to_thread(deltas.materialize, folder)
@@ -173,6 +174,6 @@ class NcclWeightChannel(HotSwap):
             await asyncio.sleep(_POLL_S)  # the caller's deadline bounds the wait for the learner
 
     async def _reload(self, number: int, folder: Path) -> None:
-        # The learner has no old weights to send. A server that is stuck in a broadcast does not answer and is replaced.
+        # The learner has no old weights to send. A server that is stuck in a broadcast does not respond and is replaced.
         await self._server.stage(folder)
         await self._server.control.reload(self._server.host_path(folder), number)

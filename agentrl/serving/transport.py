@@ -1,4 +1,4 @@
-"""HTTP/1.1 requests to one server over persistent connections. They include every turn of thousands of episodes.
+"""HTTP/1.1 requests to one server over persistent connections. These requests include every turn of thousands of episodes.
 
 A general HTTP client takes a millisecond of CPU time per request and searches all of its connections. This module
 keeps free connections in a stack and uses only h11 between a request and the socket.
@@ -17,9 +17,9 @@ from agentrl.errors import ServingError
 from agentrl.serving.access import auth_headers as access
 
 MAX_ANSWER_BYTES = 256 << 20
-"""Maximum bytes of one answer. The longest completion with the largest supports takes some tens of MiB."""
+"""Maximum size of one response, in bytes. The longest completion with the largest supports takes some tens of MiB."""
 IDLE_S = 10.0
-"""Seconds after which a free connection is not used again. The server drops it after 30 s, and a request sent then would be lost."""
+"""Seconds after which a free connection is not reused. The server drops it after 30 s, and a request sent at that time would be lost."""
 _MAX_HEAD = 64 << 10
 
 
@@ -28,10 +28,12 @@ class UnsentError(ServingError):
 
 
 class HttpTransport:
-    """Requests to one `http://host:port`, at most `max_connections` at once; others wait. Use it from one event loop."""
+    """Sends requests to one `http://host:port`, at most `max_connections` at once; further requests wait. Use it from only one event
+    loop."""
 
     def __init__(self, url: str, *, key: str = "", max_connections: int, what: str = "the inference server") -> None:
-        """`key`: the server's key (`agentrl.serving.access`); empty means that it needs none. `what`: the server's name in errors."""
+        """`key`: the server's key (`agentrl.serving.access`); empty means that the server needs no
+        key. `what`: the server's name in errors."""
         parts = urlsplit(url)
         self.url, self._what = url, what
         self.closed = False
@@ -39,14 +41,14 @@ class HttpTransport:
         self._head = [(b"host", parts.netloc.encode())]
         self._head += [(name.encode(), value.encode()) for name, value in access(key).items()]
         self._slots = asyncio.Semaphore(max_connections)
-        self._free: deque[tuple[float, _Connection]] = deque()  # with the time since which each is free; newest last
+        self._free: deque[tuple[float, _Connection]] = deque()  # with the time when each became free; newest last
         self._busy: set[_Connection] = set()
 
     async def request(self, method: str, path: str, body: bytes = b"", *, last: bool = False) -> tuple[int, bytes]:
-        """Returns status and content of the answer; the caller sets the deadline. A cancellation closes the connection.
+        """Returns the status and the content of the response. The caller sets the deadline. Cancellation closes the connection.
 
         `body`: JSON. `last`: whether this is the last request on its connection. Raises `UnsentError` if the server cannot be reached or
-        this transport is closed, and `ServingError` if the connection breaks later or the answer is not HTTP.
+        this transport is closed, and `ServingError` if the connection breaks later or the response is not HTTP.
         """
         async with self._slots:
             connection = self._reuse() or await self._open()
@@ -119,7 +121,8 @@ class _Connection(asyncio.Protocol):
         return self._transport is not None and not self._transport.is_closing()
 
     async def exchange(self, request: h11.Request, body: bytes) -> tuple[int, bytes]:
-        """Sends a request and returns status and content. Raises `ServingError` if the connection ends or the answer is not HTTP."""
+        """Sends a request and returns the status and the content. Raises `ServingError` if the connection closes or the response is not
+        HTTP."""
         assert self._transport is not None, "it was opened"
         self._answer = asyncio.get_running_loop().create_future()
         head = self._http.send(request)
@@ -129,10 +132,10 @@ class _Connection(asyncio.Protocol):
         return await self._answer
 
     def reset(self) -> bool:
-        """Prepares the connection for the next exchange. Returns False if the server wants it closed or sent extra data."""
+        """Prepares the connection for the next exchange. Returns False if the server is closing it or has sent extra data."""
         self._answer, self._status, self._content = None, 0, bytearray()
         if self._http.our_state is not h11.DONE or self._http.their_state is not h11.DONE or self._http.trailing_data[0]:
-            return False  # extra data would become part of the next answer
+            return False  # extra data would become part of the next response
         self._http.start_next_cycle()
         return self.usable
 
@@ -147,11 +150,11 @@ class _Connection(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        """Parses a part of the answer."""
+        """Parses a part of the response."""
         self._read(data)
 
     def eof_received(self) -> bool:
-        """Parses the end of the answer; closes the connection."""
+        """Parses the end of the response, and closes the connection."""
         self._read(b"")
         return False
 

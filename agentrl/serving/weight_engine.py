@@ -1,9 +1,9 @@
-"""The file weight channel's engine inside vLLM: maps a version's safetensors files and loads them in place, on CPU and GPU.
+"""The file weight channel's engine inside vLLM: memory-maps a version's safetensors files and loads them in place, on CPU and GPU.
 
-A version is checked completely before the first parameter is touched, because vLLM's layerwise reload starts by moving parameters away. So
-if a file is rejected, the old weights keep serving. A delta (`agentrl.version.deltas`) is applied to a copy of its parent's file, and the
-result must have the published checksum. An adapter is merged while it is loaded, into the weights that the server was started with. So
-requests do not refer to an adapter, and decoding costs the same as without adapters.
+A version is checked completely before the first parameter is touched, because vLLM's layerwise reload starts by moving parameters away.
+Therefore, if a file is rejected, the old weights keep serving. A delta (`agentrl.version.deltas`) is applied to a copy of its parent's
+file, and the result must have the published checksum. An adapter is merged while it is loaded, into the weights that the server was started
+with. Therefore, requests do not refer to an adapter, and decoding costs the same as without adapters.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class FileUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):  # type: ignore[misc]
-    """Loads versions from files: complete models, deltas, or adapters to the first version. One `update_weights` call loads one version."""
+    """Loads versions from files: complete models, deltas, or adapters for the first version. One `update_weights` call loads one
+    version."""
 
     init_info_cls = FileInitInfo
     update_info_cls = FileUpdateInfo
@@ -55,7 +56,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         self._versions_folder: Path | None = None
         self._copy = WeightCopy(Path(tempfile.gettempdir()))
         self._tied = bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
-        self._first_folder = Path(self.model_config.model).resolve()  # the server was started with it
+        self._first_folder = Path(self.model_config.model).resolve()  # the folder with which the server was started
         self._first_paths = sorted(self._first_folder.glob("*.safetensors"))
         self._shapes = self._untied(tensor_shapes(self._first_paths))
 
@@ -85,7 +86,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         try:
             self.model.load_weights(self._tensors(paths, adapter))
         finally:
-            # Also after a failure: parameters that were not reached get their old values back, so the model can run.
+            # Also after a failure: parameters that were not reached are restored to their old values, so the model can run.
             finalize_layerwise_reload(self.model, self.model_config)
 
     def finish_weight_update(self) -> None:

@@ -10,13 +10,13 @@ from agentrl.errors import ServingError
 
 
 class WeightState:
-    """The serving version, the one on probation after a swap, and the salt that separates their cached prefixes.
+    """The serving version, the version on probation after a swap, and the salt that separates their cached prefixes.
 
-    New weights are on probation until their probe agrees; tokens that they sample are withheld until then (`wait_verified`), so nothing
-    sampled by rejected weights reaches an episode.
+    New weights are on probation until their probe agrees; tokens sampled with them are withheld until then (`wait_verified`), so nothing
+    sampled with rejected weights reaches an episode.
 
     Keys and values cached under older weights must not be used with newer ones. Resetting vLLM's prefix cache would restart every request
-    in flight; a new `cache_salt` per swap makes old entries unreachable instead. A request in flight keeps its keys and values.
+    in flight. Instead, a new `cache_salt` per swap makes old entries unreachable. A request in flight keeps its keys and values.
     """
 
     def __init__(self, number: int) -> None:
@@ -28,11 +28,11 @@ class WeightState:
 
     @property
     def on_probation(self) -> int | None:
-        """The version that answers but is not yet verified."""
+        """The version that is in use but not yet verified, or None."""
         return self._probation
 
     def begin_probation(self, number: int) -> None:
-        """Starts the probation of `number`; its weights are loaded and the server is paused."""
+        """Starts the probation of `number`. Call it after its weights are loaded, while the server is paused."""
         self._probation = number
         self._rejected.discard(number)
         self.cache_salt = _salt(number)
@@ -51,7 +51,8 @@ class WeightState:
         self._end_probation()
 
     async def wait_verified(self, versions: Iterable[int]) -> None:
-        """Waits until none of `versions` is on probation; the caller sets the deadline. Raises `ServingError` if one was rejected."""
+        """Waits until none of `versions` is on probation; the caller sets the deadline. Raises `ServingError` if one of
+        them was rejected."""
         versions = frozenset(versions)
         while self._probation in versions:
             await self._decided.wait()

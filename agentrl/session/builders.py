@@ -1,4 +1,4 @@
-"""Builds the parts of a run that a rollout worker also has: the runners of episodes and groups, and the policy's servers."""
+"""Builds parts of a run: the runners of episodes and groups, which rollout workers also use, and the policy's servers."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ log = logging.getLogger(__name__)
 
 
 def fault_rate(recipe: Recipe) -> FaultRate:
-    """Returns the fault rate of all attempts in flight.
+    """Returns the object that measures the fault rate of all attempts in flight.
 
-    It includes the attempts of a gate with a separate server, because a dead daemon affects both.
+    It includes the attempts of a gate with a separate server, because a dead daemon affects these too.
     """
     return FaultRate(concurrency=recipe.max_concurrent_episodes)
 
@@ -49,7 +49,7 @@ def open_policy_server(
     launcher: Launcher | None = None,
     alert: Callable[[str], None] = log.warning,
 ) -> PolicyServer:
-    """Opens the policy's server, or a pool of several. `launcher`, `alert`: as for `SupervisedServer`."""
+    """Opens the policy's server, or a pool of several servers. For `launcher` and `alert`, see `SupervisedServer`."""
     if recipe.serving.replicas == 1:
         return SupervisedServer(recipe, run_dir, registry, launcher=launcher, alert=alert)
     return ServerPool(recipe, run_dir, registry, launcher=launcher, alert=alert)

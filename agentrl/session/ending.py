@@ -1,6 +1,6 @@
-"""Reports why a run failed: one error and one cause in a few lines. The traceback goes to the driver's log.
+"""Reports why a run failed: one error with one cause, in a few lines. The traceback is written to the driver's log.
 
-An error that is raised while an earlier error is handled is logged, and never replaces the earlier error.
+An error that is raised while an earlier error is being handled is logged and never replaces the earlier error.
 """
 
 from __future__ import annotations
@@ -24,16 +24,18 @@ from agentrl.session.folder import check_disk
 log = logging.getLogger(__name__)
 
 DRIVER_LOG = "logs/driver.log"
-_MAX_CHARS = 100_000  # maximum characters of a message
+_MAX_CHARS = 100_000  # maximum number of characters in a message
 _ROOM_S, _ROOM_LOOK_S = 86_400.0, 1.0
-"""Maximum seconds that a run waits for space on its disk, and seconds between two checks of the disk."""
+"""Maximum time that a run waits for space on its disk, and the time between two checks of the disk, in seconds."""
 _CROWDED = 16 << 20
-"""Free bytes on a run's disk below which a failure is attributed to the full disk. The smallest checkpoint is larger."""
+"""Number of free bytes on a run's disk below which a failure is attributed to the full disk. It is less than the size of the smallest
+checkpoint."""
 
 
 @contextmanager
 def warn_on_error(folder: Path, doing: str) -> Iterator[None]:
-    """Runs a block on which no result depends. An error in the block becomes a warning, and its traceback goes to the driver's log."""
+    """Runs a block on which no result depends. An error in the block is logged as a warning, and its traceback is written to the driver's
+    log."""
     try:
         yield
     except Exception as second:
@@ -43,10 +45,10 @@ def warn_on_error(folder: Path, doing: str) -> Iterator[None]:
 
 @asynccontextmanager
 async def closing_stack(folder: Path) -> AsyncIterator[AsyncExitStack]:
-    """Yields an exit stack whose errors on closing go to the driver's log.
+    """Yields an exit stack. Errors that are raised while it is closed are written to the driver's log.
 
-    If the block succeeded, the errors become a warning, because its results are complete and only open resources may be left behind. A
-    cancellation is raised.
+    If the block succeeded, such an error is also logged as a warning, because the results are complete and only open resources may be left
+    behind. A cancellation is raised.
     """
     body: BaseException | None = None
     try:
@@ -68,7 +70,7 @@ async def closing_stack(folder: Path) -> AsyncIterator[AsyncExitStack]:
 
 @asynccontextmanager
 async def close_after(close: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
-    """Calls `close` after the block, whether or not it raises. An error in `close` becomes a warning."""
+    """Calls `close` after the block, whether or not it raises. An error in `close` is logged as a warning."""
     try:
         yield
     finally:
@@ -85,7 +87,8 @@ def _left(error: BaseException) -> None:
 
 
 def append_driver_log(folder: Path, what: str, error: BaseException | None = None) -> Path | None:
-    """Appends an event, or an error with its traceback, to `logs/driver.log` of a run folder. Returns None if it cannot be written."""
+    """Appends an event, or an error with its traceback, to `logs/driver.log` in a run folder. Returns its path; None if it cannot be
+    written."""
     path = folder / DRIVER_LOG
     trace = f"{redact(''.join(traceback.format_exception(error)))}\n" if error is not None else ""
     text = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {what}\n{trace}"
@@ -108,10 +111,10 @@ def ended_by_user(error: BaseException) -> bool:
 
 
 def report_error(error: BaseException, *, folder: Path | None = None, go_on: str = "") -> int:
-    """Prints on standard error why a command failed, with one cause, and returns the exit code.
+    """Prints to standard error why a command failed, with one cause. Returns the exit code.
 
     Args:
-        folder: the run folder, whose `logs/driver.log` gets the traceback. If it is None, the traceback of a bug is printed.
+        folder: the run folder, to whose `logs/driver.log` the traceback is written. If it is None, the traceback of a bug is printed.
         go_on: the command that continues the run, if there is one.
     """
     cause = main_error(error)
@@ -124,7 +127,7 @@ def report_error(error: BaseException, *, folder: Path | None = None, go_on: str
         lines.append(f"  traceback: {written}")
     elif written is None and not isinstance(cause, AgentRLError | OSError) and not disk_full_error(cause):  # a bug
         print(redact("".join(traceback.format_exception(error))), end="", file=sys.stderr)
-    message = user_code.printable(redact("\n".join(lines)).expandtabs(4), _MAX_CHARS)  # file names are arbitrary text
+    message = user_code.printable(redact("\n".join(lines)).expandtabs(4), _MAX_CHARS)  # file names can contain any characters
     print(message, file=sys.stderr, flush=True)
     return 2 if isinstance(cause, UserError) else 1
 
@@ -138,9 +141,9 @@ def is_disk_full(error: BaseException, folder: Path) -> bool:
 
 
 def pause_until_room(error: BaseException, folder: Path) -> None:
-    """Reports that a run pauses because its disk is full, and returns when the disk has space again.
+    """Reports that a run is paused because its disk is full, and returns when the disk has space again.
 
-    Raises `error` if the disk has no space within a day.
+    Raises `error` if the disk has no space after a day.
     """
     until = time.monotonic() + _ROOM_S
     append_driver_log(folder, "the run pauses, because its disk is full", error)
@@ -177,7 +180,7 @@ def _words(cause: BaseException, folder: Path | None) -> list[str]:
     ]
     if not _crowded(folder):
         return [f"failed: {lines[0]}", *lines[1:]]
-    # A full disk may appear as a different error: a library reports a broken file, and the kernel kills writers to mapped memory.
+    # A full disk may appear as a different error: a library reports a broken file, or the kernel kills a writer to mapped memory.
     return [f"failed: {_disk(folder)}, which is the likely cause: {lines[0]}", "  fix: free space there; finished work is kept"]
 
 

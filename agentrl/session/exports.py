@@ -21,7 +21,7 @@ from agentrl.session.inspect_log import safe_name, write_log
 
 Format = Literal["eval", "parquet", "atif", "jsonl"]
 FOLDER = "exports"
-"""Default folder of exports in a run folder."""
+"""Name of the default folder for exports in a run folder."""
 _ROWS = 1000
 
 
@@ -64,9 +64,9 @@ def export_episodes(
 
 
 def _default_folder(run_dir: Path, to: str) -> Path:
-    """Returns the folder of exports in a run folder.
+    """Returns the default folder for exports in a run folder.
 
-    Raises `UserError` if a link in it leads outside of it, because the run may come from a third party.
+    Raises `UserError` if a link leads outside the run folder, which may come from a third party.
     """
     folder = run_dir / FOLDER / to
     if not folder.resolve().is_relative_to(run_dir.resolve()):
@@ -81,7 +81,7 @@ def _counted(records: Iterable[EpisodeRecord], total: int, progress: Progress) -
 
 
 def _write_logs(index: EpisodeIndex, numbers: list[int], folder: Path, run: str, progress: Progress) -> int:
-    """Writes a log for each training step and each evaluation, and returns the number of logs."""
+    """Writes a log for each training step and each evaluation. Returns the number of logs."""
     parts: list[tuple[str, int]] = []
     for start in range(0, len(numbers), _ROWS):
         parts += [(_part(row.phase, row.step), row.number) for row in index.rows(numbers[start : start + _ROWS])]
@@ -96,7 +96,7 @@ def _write_logs(index: EpisodeIndex, numbers: list[int], folder: Path, run: str,
 
 
 def _part(phase: str, step: int | None) -> str:
-    """Returns the name of a log. In a third party's run, a phase may be any string."""
+    """Returns the name of a log. In a run from a third party, the phase may be any string."""
     if phase != "train":
         return f"evaluation-{safe_name(phase)}"
     return "train-open" if step is None else f"train-{step:06d}"

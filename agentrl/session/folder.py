@@ -1,4 +1,4 @@
-"""Run folders: their names, their locks, and the record of how a run was started.
+"""Run folders: their names, their locks, and the records of how runs were started.
 
 `run.json` stores the overrides with which a run was started. A resumed run uses them again, unless new overrides replace them.
 """
@@ -31,7 +31,7 @@ from agentrl.plugins.parts import Part
 
 _RECIPE, _STARTED = "recipe.json", "run.json"
 _FREE_BYTES = 1 << 30
-_LARGEST = 16 << 20  # maximum bytes of run.json
+_LARGEST = 16 << 20  # maximum size of run.json in bytes
 _SANDBOX = "sandbox.backend="
 
 
@@ -39,14 +39,14 @@ _SANDBOX = "sandbox.backend="
 class RunStart:
     """How a user started a run."""
 
-    recipe: Path  # as typed
+    recipe: Path  # path as typed by the user
     folder: Path
     verb: str = "train"  # the command: train, eval or sample
     overrides: tuple[str, ...]
     began: float = field(default_factory=time.monotonic, compare=False)  # start of the command, in monotonic seconds
 
     def command(self, *, resume: bool = False) -> str:
-        """Returns the shell command, for the same directory, with every override."""
+        """Returns the shell command with every override, for use in the same directory."""
         words = [*_program(), self.verb, str(self.recipe)]
         words += [item for item in self.overrides if not item.startswith(_SANDBOX)]
         words += ["--run-dir", str(self.folder)]
@@ -56,7 +56,7 @@ class RunStart:
 
 
 def _program() -> list[str]:
-    """Returns the program as typed: the console script, with its path if it is not on PATH, or this Python."""
+    """Returns the program as the user typed it: the console script, with its path if it is not on PATH, or the Python interpreter."""
     typed = Path(sys.argv[0])
     if typed.name == "agentrl":
         script = shutil.which("agentrl")
@@ -65,7 +65,7 @@ def _program() -> list[str]:
 
 
 def merge_overrides(earlier: Sequence[str], later: Sequence[str]) -> tuple[str, ...]:
-    """Joins overrides. A later key replaces the same key and the keys below it."""
+    """Merges overrides. A later override replaces earlier ones with the same key or a key below it."""
     replaced = [item.partition("=")[0] for item in later]
     both = [*(item for item in earlier if not any(item.startswith(f"{key}.") for key in replaced)), *later]
     keys = [item.partition("=")[0] for item in both]
@@ -74,10 +74,11 @@ def merge_overrides(earlier: Sequence[str], later: Sequence[str]) -> tuple[str, 
 
 @contextmanager
 def claim_run_folder(wanted: Path | None, runs: Path, name: str, *, resume: bool, command: str, resumable: bool = True) -> Iterator[Path]:
-    """Yields the run folder, with this process as its only driver: `wanted`, or the first free of `name`, `name-2`, ... in `runs`.
+    """Yields a run folder of which this process is the only driver: `wanted`, or the first vacant one of `name`, `name-2`, ... in `runs`.
 
-    With `resume`, it is the last of these folders that contains a run. Two commands that start at once get different folders. Raises
-    `UserError` if another process drives the folder, if the folder already contains a run, or, with `resume`, if it contains no run.
+    With `resume` and without `wanted`, it is the last of these folders that contains a run. Two commands that are started at the same time
+    get different folders. Raises `UserError` if another process drives the folder, if the folder already contains a run, or, with `resume`,
+    if it contains no run.
     """
     with ExitStack() as stack:
         folder = _first_free(stack, runs, name, command) if wanted is None and not resume else wanted or _last(runs, name)
@@ -108,10 +109,10 @@ def _no_run(folder: Path) -> UserError:
 
 
 def _first_free(stack: ExitStack, runs: Path, name: str, command: str) -> Path:
-    """Returns the first free folder, locked.
+    """Locks and returns the first vacant folder.
 
     If two processes choose the same folder, the lock decides between them. The process that gets the lock checks again that the folder is
-    free.
+    vacant.
     """
     for folder in _names(runs, name):
         if not is_vacant(folder):
@@ -141,12 +142,13 @@ def recorded_overrides(folder: Path) -> tuple[str, ...]:
 
 
 def resume_command(folder: Path) -> str:
-    """Returns the command that continues the run in a folder, recorded at its last start. Raises `UserError` if the record is damaged."""
+    """Returns the command that continues the run in a folder, as recorded when the run was last started. Raises `UserError` if the record
+    is damaged."""
     return str(_started(folder).get("resume") or f"agentrl train RECIPE --run-dir {shlex.quote(str(folder))} --resume")
 
 
 def check_same_command(folder: Path, verb: str) -> None:
-    """Raises `UserError` if a different command created the content of a folder, because this command would damage it."""
+    """Raises `UserError` if a different command created the content of a folder, because this command would damage that content."""
     command = str(_started(folder).get("verb", "train"))
     if command != verb:
         raise UserError(f"{folder} was created by `agentrl {command}`", fix=f"choose a different --run-dir, or use agentrl {command}")
@@ -168,7 +170,7 @@ def _started(folder: Path) -> dict[str, Any]:
 
 
 def finished_summary(folder: Path, recipe: Recipe) -> Summary | None:
-    """Returns the summary of a run that finished under this recipe; None if the run did not finish, or if it has no last step."""
+    """Returns the summary of a run that finished under this recipe; None if the run did not finish or the recipe has no last step."""
     starts = read_sessions(folder)
     if not starts or starts[-1].ended != "finished" or check_resumed_recipe(folder, recipe) or recipe.steps is None:
         return None
@@ -178,7 +180,7 @@ def finished_summary(folder: Path, recipe: Recipe) -> Summary | None:
 
 
 def check_resumed_recipe(folder: Path, recipe: Recipe) -> list[str]:
-    """Returns the changed keys of a resumed run, one line for each.
+    """Returns a line for each recipe key that was changed for a resumed run.
 
     Raises `RecipeError` if `agentrl.config.section.resumable` does not list a changed key, because data sampled under one recipe must not
     be trained under a different one.
@@ -198,7 +200,7 @@ def check_resumed_recipe(folder: Path, recipe: Recipe) -> list[str]:
 
 
 def _flat(section: Section | dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns the values of a section by dotted key. Each option of a part has a key: `tasks.family.options.size`."""
+    """Returns the values in a section by dotted key. Each option of a part has its own key, such as `tasks.family.options.size`."""
     flat: dict[str, Any] = {}
     for name, value in dict(section).items():
         key = f"{prefix}{name}"
@@ -215,9 +217,9 @@ def _flat(section: Section | dict[str, Any], prefix: str = "") -> dict[str, Any]
 
 
 def write_start(folder: Path, recipe: Recipe, start: RunStart) -> None:
-    """Creates the run folder: its sub-folders, `run.json`, and last `recipe.json`, which marks it as a run.
+    """Creates the run folder with its sub-folders and `run.json`, and finally `recipe.json`, which marks the folder as a run.
 
-    A new folder is private to this user. A resumed folder keeps its mode, so that its owner can share it.
+    A new folder is private to the user. The folder of a resumed run keeps its mode, so that its owner can share it.
     """
     if not holds_run(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -238,7 +240,7 @@ def write_start(folder: Path, recipe: Recipe, start: RunStart) -> None:
 
 
 def check_disk(folder: Path) -> None:
-    """Raises `UserError` if the disk has too little space for the first checkpoint, or the folder is not writable."""
+    """Raises `UserError` if the disk has too little space for the first checkpoint or the folder is not writable."""
     free = shutil.disk_usage(folder).free
     if free < _FREE_BYTES:
         raise UserError(

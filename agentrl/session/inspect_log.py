@@ -1,8 +1,9 @@
-"""Writes `.eval` logs, which the viewer of inspect_ai opens: one file for each learner step or evaluation, one sample for each attempt.
+"""Writes `.eval` logs for the viewer of inspect_ai: one file for each learner step or evaluation, with one sample for each attempt.
 
 A log is a zip file of JSON (`inspect_ai.log`, version 2 of its schema): `header.json`, `summaries.json`, `_journal/start.json`, and
-`samples/ID_epoch_N.json`. The id of a sample is its group, and its epoch is the attempt. The metadata of a sample contain, under `agentrl`,
-the data for which inspect_ai has no field: versions, parts of the score, and for each turn the exact token ids, logprobs and version spans.
+`samples/ID_epoch_N.json`. The id of a sample identifies its group, and its epoch is the attempt. The metadata of a sample contains, under
+`agentrl`, the data for which inspect_ai has no field: versions, parts of the score, and, for each turn, the exact token ids, logprobs and
+version spans.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ from agentrl.observe.stats import Rate
 from agentrl.records import Message, ToolCall, Trajectory, Turn
 
 SCHEMA = 2
-"""Version of the schema of a log."""
+"""Version of the log schema."""
 METADATA = "agentrl"
-"""Key in the metadata of a sample."""
+"""Key in the metadata of a sample under which data from agentrl is stored."""
 SCORER = "reward"
-_MOST = 1e100  # maximum absolute value of a score in a mean; sums and squares of larger scores would overflow
+_MOST = 1e100  # maximum absolute value of a score in a mean; with larger scores, sums and squares would overflow
 _STOPS = {"stop": "stop", "length": "max_tokens"}  # finish reason of a turn -> finish reason in inspect_ai
 _LIMITS = {"turn_limit": "message", "token_limit": "token", "wall_limit": "time"}  # stop reason of an episode -> limit in inspect_ai
 
 
 @dataclass(slots=True, kw_only=True)
 class _Log:
-    """The state of a log after some samples."""
+    """The state of a log that is being written."""
 
-    name: str  # name of the task: the run and its step
+    name: str  # name of the task: the run and the step or evaluation
     model: str
     ids: dict[str, None] = field(default_factory=dict)
     epochs: int = 1
@@ -52,19 +53,19 @@ class _Log:
 
 
 def write_log(records: Iterable[EpisodeRecord], path: Path, *, run: str, part: str) -> int:
-    """Writes the log of a step or an evaluation, and returns the number of its samples. Replaces an existing file only when the new one is
+    """Writes the log of a step or an evaluation, and returns its number of samples. Replaces an existing file only when the new file is
     complete.
 
     Args:
         run: name of the run.
-        part: name of the step or evaluation in it.
+        part: name of the step or evaluation in the run.
     """
     log = _Log(name=f"{run} {part}", model=f"agentrl/{run}")
     with replace_file(path) as unfinished, zipfile.ZipFile(unfinished, "w", zipfile.ZIP_DEFLATED) as archive:
         names = set[tuple[str, int]]()
         for record in records:
             sample = _sample(record)
-            if (sample["id"], sample["epoch"]) in names:  # their ids differ only in characters that a file name cannot have
+            if (sample["id"], sample["epoch"]) in names:  # two ids differ only in characters that are not allowed in file names
                 sample["id"] = f"{sample['id']}-{record.row.number}"
             names.add((sample["id"], sample["epoch"]))
             _put(archive, f"samples/{sample['id']}_epoch_{sample['epoch']}.json", sample)
@@ -78,7 +79,7 @@ def write_log(records: Iterable[EpisodeRecord], path: Path, *, run: str, part: s
 
 
 def safe_name(text: str) -> str:
-    """Converts a string of a run to a safe part of a file name: letters, digits, `-` and `_`, at most 80 characters."""
+    """Converts a string from a run to a safe part of a file name: letters, digits, `-` and `_`, at most 80 characters."""
     return "".join(character if character.isascii() and (character.isalnum() or character in "-_") else "_" for character in text)[:80]
 
 
@@ -162,7 +163,7 @@ def _sample(record: EpisodeRecord) -> dict[str, Any]:
 def _exact(record: EpisodeRecord, others: list[list[dict[str, Any]]]) -> dict[str, Any]:
     """Returns the data for which inspect_ai has no field.
 
-    The tokens of a trajectory are in order: prompt, completion, prompt, completion.
+    The tokens of a trajectory are in order: prompt, completion, prompt, completion, and so on.
     """
     row, trajectories = record.row, record.scored.episode.trajectories
     exact = [
@@ -226,5 +227,5 @@ def _output(main: Trajectory, model: str) -> dict[str, Any]:
 def _time(seconds: float) -> str:
     try:
         return datetime.fromtimestamp(max(seconds, 0.0), UTC).isoformat()
-    except (ValueError, OverflowError, OSError):  # a third party's run may have any number
+    except (ValueError, OverflowError, OSError):  # a run from a third party may contain any number
         return datetime.fromtimestamp(0, UTC).isoformat()

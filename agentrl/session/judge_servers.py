@@ -1,7 +1,7 @@
-"""The judges' servers of a run. They are started and stopped with the policy's server, and restarted when they die.
+"""The servers for the judges of a run. They are started and stopped with the policy's server, and restarted when they die.
 
-A judge waits for a server that is starting, for as long as its patience allows. A server that dies therefore delays scores, but never
-causes a score of 0.
+A judge waits for a server that is starting, for at most the `patience_s` of its endpoint. A server that dies therefore delays scores, but
+never causes a score of 0.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _WATCH_S = 0.5
-_MAX_RESTARTS = 5  # maximum restarts of one server in a row; then its judges get an error
-_DECIDES = ("*.safetensors", "config.json", "tokenizer*", "chat_template*")  # files that determine a model's answers
+_MAX_RESTARTS = 5  # maximum number of restarts of one server in a row; after that, its judges get an error
+_DECIDES = ("*.safetensors", "config.json", "tokenizer*", "chat_template*")  # files that determine a model's output
 _CLASSIFIES = "ForSequenceClassification"
 
 
 def declare_judge_servers(recipe: Recipe, folders: Mapping[str, Path], *, weights: Mapping[str, str] | None = None) -> None:
-    """Registers the servers that will be started with the judges of this process. Raises `UserError` if a model cannot be served.
+    """Registers the servers that will be started for the judges of this process. Raises `UserError` if a model cannot be served.
 
     Args:
         folders: model folders by server name.
-        weights: `JudgeServer.weights` by server name, from the driver, for folders without weights on this host.
+        weights: `JudgeServer.weights` by server name, received from the driver; for folders without weights on this host.
     """
     servers = {}
     for name, folder in folders.items():
@@ -71,7 +71,7 @@ def is_reward_model(config: Mapping[str, Any]) -> bool:
 
 
 def check_judge_servers_used() -> None:
-    """Raises `UserError` if no judge uses a registered server. Call it after the recipe's verifiers are loaded."""
+    """Raises `UserError` if a registered server is used by no judge. Call it after the recipe's verifiers are loaded."""
     if idle := known_servers.unused_servers():
         raise UserError(
             f"judge_servers.{idle[0]} would start a server that no judge of the recipe uses",
@@ -100,7 +100,7 @@ def _vocabulary(folder: Path) -> Any:
 
 
 def declare_judges(recipe: Recipe, *, root: Path) -> dict[str, Path]:
-    """Returns the model folders of the judges' servers and registers these servers for this process. Raises `UserError`."""
+    """Registers the judges' servers for this process, and returns their model folders. Raises `UserError` if a model cannot be used."""
     folders = {
         name: find_model(config.model, root, chat_template=False, key=f"judge_servers.{name}.model")
         for name, config in recipe.judge_servers.items()
@@ -110,7 +110,7 @@ def declare_judges(recipe: Recipe, *, root: Path) -> dict[str, Path]:
 
 
 class JudgeServers:
-    """The servers of a recipe's `judge_servers` section, after their registration."""
+    """The servers in a recipe's `judge_servers` section. They must be registered first."""
 
     def __init__(
         self,
@@ -124,9 +124,9 @@ class JudgeServers:
         """
         Args:
             folders: model folders by server name.
-            folder: the run folder, for logs.
+            folder: the run folder, to which logs are written.
             launcher: starts the servers; None starts them on this machine.
-            alert: called with a message for the user when a server is restarted or is no longer restarted.
+            alert: called with a message for the user when a server is restarted or will no longer be restarted.
         """
         self._restarts = {name: Restarts() for name in folders}
         self._recipe, self._models, self._folder, self._alert = recipe, folders, folder, alert
@@ -146,7 +146,7 @@ class JudgeServers:
         self._watching = [asyncio.create_task(self._keep(name), name=f"judge server {name}") for name in self._models]
 
     async def ready(self) -> None:
-        """Waits until each server has answered. Raises the error of the first server that could not be started."""
+        """Waits until each server has responded. If servers could not be started, raises the error of the first of them."""
         for name, event in self._first.items():
             await event.wait()
             if (error := self._failed.get(name)) is not None:
@@ -167,7 +167,8 @@ class JudgeServers:
         self._running.clear()
 
     async def _keep(self, name: str) -> None:
-        """Supervises one server until it dies too often. Then its judges get an error."""
+        """Runs one server, and restarts it when it dies. If it dies too often in a row, it is not restarted, and its judges get an
+        error."""
         known = known_servers.registered_servers()[name]
         try:
             while True:
@@ -187,7 +188,7 @@ class JudgeServers:
             self._first[name].set()
 
     async def _serve(self, name: str, known: known_servers.JudgeServer) -> str:
-        """Runs the server. When it dies or makes no progress, returns the reason."""
+        """Runs the server until it dies or makes no progress. Returns the reason."""
         from agentrl.serving.judge_server import JudgeServer
 
         server = JudgeServer(
@@ -224,7 +225,7 @@ async def running_judge_servers(
     launcher: Launcher | None = None,
     alert: Callable[[str], None] = log.warning,
 ) -> AsyncIterator[JudgeServers]:
-    """Starts the servers, and stops them when the block ends."""
+    """Starts the servers, and stops them when the block is left."""
     servers = JudgeServers(recipe, folders, folder=folder, launcher=launcher, alert=alert)
     servers.start()
     try:
@@ -235,7 +236,7 @@ async def running_judge_servers(
 
 @asynccontextmanager
 async def standalone_judge_servers(recipe: Recipe | None, *, root: Path) -> AsyncIterator[None]:
-    """Serves the judges of a recipe, if it has any. If there is an error, the logs of the servers are kept.
+    """Runs the servers for the judges of a recipe, if it has any. If an error occurs, the logs of the servers are kept.
 
     Raises `UserError` if a model cannot be served, and `ServingError` if a server does not start.
     """
@@ -252,7 +253,7 @@ async def standalone_judge_servers(recipe: Recipe | None, *, root: Path) -> Asyn
 
 
 def _hash(folder: Path) -> str:
-    """Returns the sha256 of the files that determine a model's answers."""
+    """Returns the sha256 hash of the files that determine a model's output."""
     whole = hashlib.sha256()
     for path in sorted({path for pattern in _DECIDES for path in folder.glob(pattern) if path.is_file()}):
         whole.update(f"{path.name} {sha256_file(path)}\n".encode())

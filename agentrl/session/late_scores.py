@@ -1,9 +1,9 @@
-"""The format of late scores: senders send one JSON object per score, and get one answer per score.
+"""The format of late scores: senders send one JSON object per score and get one response per score.
 
     {"episode_id": "g12-3", "part": "review", "value": 0.5, "scored_by": "anna", "key": "review-812"}
 
 `scored_by` and `key` are optional. The default key is a hash of the other fields, so a score that is sent twice is recognized. `"replace":
-true` corrects an earlier value. If a correction was itself corrected and is to be sent again, it needs a different key.
+true` corrects an earlier value. A correction that was itself corrected needs a different key if it is to be sent again.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ FIELDS = ("episode_id", "part", "value", "scored_by", "key", "replace")
 ANONYMOUS = "anonymous"
 """`LateScore.scored_by` if a score does not name its sender."""
 MAX_LINE = 64 << 10
-"""Maximum bytes of one line of an imported file."""
+"""Maximum size in bytes of one line in an imported file."""
 MAX_LINES = 200_000
-_SHOWN = 300  # characters of a string in an error message
+_SHOWN = 300  # maximum number of characters of a string in an error message
 _MAX_REPORTED = 1000  # maximum number of rejected lines in a report, with their reasons
 
 
 def read_score(data: Any, *, scored_by: str = "", sent: Counter[str] | None = None) -> LateScore:
-    """Returns the score in a JSON value. Raises `ScoreRejected` with the cause `malformed` or `not_finite`.
+    """Returns the score that a JSON value contains. Raises `ScoreRejected` with the cause `malformed` or `not_finite`.
 
     Args:
         scored_by: the sender, if the score does not name one.
-        sent: default keys of the earlier corrections in a file. A repeated default key is replaced by a different key. None if the score is
-            not part of a file.
+        sent: default keys of the earlier corrections in the same file. A repeated default key is replaced by a different key. None if the
+            score does not come from a file.
     """
     fix = f"send an object with episode_id, part and value, such as {_EXAMPLE}"
     if not isinstance(data, dict):
@@ -73,7 +73,7 @@ _EXAMPLE = '{"episode_id": "...", "part": "review", "value": 0.5}'
 def _is_finite(value: float) -> bool:
     try:
         return math.isfinite(value)
-    except OverflowError:  # an integer beyond all floats
+    except OverflowError:  # an integer that is too large for a float
         return False
 
 
@@ -90,10 +90,10 @@ def _brief(value: object) -> str:
 
 
 def pending_pages(store: ExperienceStore, *, limit: int, now: float, after: str = "") -> Iterator[list[dict[str, Any]]]:
-    """Yields pages of pending parts as JSON data, `limit` episodes per page. First records expiries, so that they are recorded even if no
-    driver runs.
+    """Yields pages of pending parts as JSON data, with `limit` episodes per page. Records expired parts first, so that they are recorded
+    even if no driver is running.
 
-    `left_s`: remaining seconds; None means no limit.
+    The key `left_s` contains the remaining seconds; None means no limit.
     """
     store.expire_scores(now=now)
     while page := store.pending_scores(limit=limit, after=after):
@@ -109,7 +109,7 @@ def error_data(error: UserError) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class ImportReport:
-    """The result of importing a file. `rejected` has the first 1,000 rejected lines: number of the line, cause, message, fix."""
+    """The result of importing a file. `rejected` describes the first 1,000 rejected lines: line number, cause, message and fix."""
 
     counts: Counter[str] = field(default_factory=lambda: Counter(accepted=0, repeated=0, rejected=0))
     rejected: list[dict[str, Any]] = field(default_factory=list)
@@ -126,9 +126,9 @@ class ImportReport:
 
 
 def import_scores(store: ExperienceStore, path: Path, *, scored_by: str = "") -> ImportReport:
-    """Sends the scores of a file of JSON lines to a store, in order. A rejected line does not stop the import.
+    """Sends the scores in a JSON-lines file to a store, in order. A rejected line does not stop the import.
 
-    An interrupted import can be repeated. The lines that were already imported are then counted as repeated, or rejected if later lines
+    An interrupted import can be repeated. Lines that were already imported are then counted as repeated, or as rejected if later lines
     corrected them. Raises `UserError` if the file cannot be read or has more than `MAX_LINES` lines, and `StoreError`.
     """
     report, clock, sent = ImportReport(), Clock(), Counter[str]()
@@ -155,7 +155,7 @@ def import_scores(store: ExperienceStore, path: Path, *, scored_by: str = "") ->
 
 
 def parse(text: bytes) -> Any:
-    """Returns the value of a JSON string, in which numbers may be infinite or NaN. Raises `ScoreRejected` if the string is not JSON."""
+    """Parses JSON text in which numbers may be infinite or NaN. Raises `ScoreRejected` if the text is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

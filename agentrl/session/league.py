@@ -1,7 +1,7 @@
-"""The league of a run: past versions of the policy on an additional server, one at a time.
+"""The league of a run: past versions of the policy, served one at a time on an additional server.
 
-The opponent changes when the policy's servers have a new version. New games then wait until the running games end and the server has loaded
-the next opponent. A version whose weights are missing or damaged leaves the league.
+The opponent changes when the policy's servers have loaded a new version. New games then wait until the running games have ended and the
+additional server has loaded the next opponent. A version whose weights are missing or damaged is removed from the league.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from agentrl.version import FolderRegistry
 from agentrl.version.league import LeagueTable
 
 EVERY = 5
-"""Number of versions between two members of the league."""
+"""Minimum number of versions between two members of the league."""
 CHANGE_S = 600.0
-"""Seconds in which the running games must end and the next opponent must be loaded."""
+"""Maximum time for the running games to end and the next opponent to load, in seconds."""
 _TRIES = 3
 
 
@@ -51,12 +51,13 @@ class RunLeague:
         self.table = LeagueTable(folder)
         self.server = VersionServer(recipe, folder, registry, name="league", launcher=launcher, alert=alert)
         self._seed, self._registry, self._served, self._alert = recipe.seed, registry, served, alert
-        self._chosen_for = -1  # version of the policy for which the opponent was drawn
+        self._chosen_for = -1  # version of the policy for which the current opponent was drawn
         self._games = 0
         self._changing, self._changed = asyncio.Lock(), asyncio.Condition()
 
     async def start(self, version: PolicyVersion) -> None:
-        """Starts the server with version 0. Raises the errors of `SupervisedServer.start`."""
+        """Starts the server with version 0, or with `version` if version 0 is not registered. Raises the errors of
+        `SupervisedServer.start`."""
         base = await asyncio.to_thread(self._registry.get, 0)
         await self.server.start(base or version)
 
@@ -87,7 +88,7 @@ class RunLeague:
         self.table.record(version, opponent, gain)
 
     async def _change(self) -> None:
-        """Draws the next opponent and loads it when no game is running."""
+        """Waits until no game is running, then draws the next opponent and loads it."""
         async with self._changed:
             await self._changed.wait_for(lambda: not self._games)
         version = self._served.version
@@ -105,7 +106,7 @@ class RunLeague:
         await asyncio.to_thread(self.table.save)
 
     async def _serve(self, number: int) -> str:
-        """Loads a version. Returns the reason if it cannot be loaded, or ""."""
+        """Loads a version. Returns "", or the reason if the version cannot be loaded."""
         version = await asyncio.to_thread(self._registry.get, number)
         if version is None:
             return "it is not registered"
@@ -117,7 +118,8 @@ class RunLeague:
         return ""
 
     async def _admit(self, version: int) -> None:
-        """Adds the version to the members if it is due. Members are pinned, so that their weights stay on disk."""
+        """Adds the version to the members if enough versions have passed since the newest member. Members are pinned, so that their weights
+        stay on disk."""
         if version - self.table.members[-1] < EVERY:
             return
         left = self.table.add(version)
@@ -138,7 +140,8 @@ def open_league(
     launcher: Launcher | None = None,
     alert: Callable[[str], None],
 ) -> RunLeague | None:
-    """Returns the league of a run, not started yet; None if the agent of the run needs no league. Raises `UserError`."""
+    """Returns the league of a run, not started yet; None if the agent needs no league. Raises `UserError` if other settings prevent a
+    league."""
     if not recipe.rollout.needs_league:
         return None
     if recipe.rollout.workers:

@@ -1,4 +1,4 @@
-"""The metrics of a run: the metrics of each step, computed from its groups, and of the entire run, computed from its files."""
+"""The metrics of each step of a run, computed from its groups, and of the entire run, computed from its files."""
 
 from __future__ import annotations
 
@@ -43,22 +43,22 @@ log = logging.getLogger(__name__)
 
 EXCLUDED_FILE = "failures/left_out.jsonl"
 MAX_PARTS = 24
-"""Maximum number of score parts with metrics in a step. Verifiers name the parts, so their number is not bounded."""
-_PART_NAME = 120  # maximum characters of a part's name
-_ALERT_BYTES = 1 << 18  # newest lines of metrics.jsonl from which the alerts of a step are computed
+"""Maximum number of score parts with metrics per step. Verifiers name the parts, so the number of parts is not bounded."""
+_PART_NAME = 120  # maximum number of characters in a part's name
+_ALERT_BYTES = 1 << 18  # number of bytes at the end of metrics.jsonl from which the alerts of a step are computed
 _OF_ROLLOUTS = frozenset({"step_s", "tokens_per_s"})
 _OF_A_RATE = ("value", "ci_low", "ci_high", "n")
 
 
 @contextlib.contextmanager
 def handle_interrupts(first: Callable[[], None], *, in_hand: str = "the step") -> Iterator[None]:
-    """Calls `first` at the first ctrl-C or SIGTERM, and cancels the current task at the second. Restores the handlers afterwards.
+    """Calls `first` at the first ctrl-C or SIGTERM, and cancels the current task at the second. Restores the handlers at the end.
 
     If the event loop is blocked and has not handled a signal for `HOLD_S`, the next signal also raises KeyboardInterrupt in the code that
     blocks the loop.
 
     Args:
-        in_hand: the work that finishes after the first signal, for the message.
+        in_hand: the work that is finished after the first signal, for the message.
     """
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None, "runs inside a task"
@@ -73,7 +73,7 @@ def handle_interrupts(first: Callable[[], None], *, in_hand: str = "the step") -
         else:
             task.cancel()
 
-    def on_signal(*_: object) -> None:  # not `loop.add_signal_handler`, whose handler waits for the loop
+    def on_signal(*_: object) -> None:  # `loop.add_signal_handler` is not used, because its handler waits for the loop
         nonlocal waiting_since
         now = time.monotonic()
         blocked, waiting_since = now - waiting_since > HOLD_S, min(now, waiting_since)
@@ -94,10 +94,10 @@ def step_metrics(
 ) -> dict[str, float]:
     """Returns the metrics of one learner step.
 
-    A metric without data is absent: `reward_mean` if there is no score, staleness if there are no sampled tokens.
+    Metrics without data are absent: `reward_mean` if there are no scores, staleness if there are no sampled tokens.
 
     Args:
-        report: report of the swap; None if the version never served.
+        report: report of the swap; None if the version was never served.
         step: the learner's version before the update.
         wall_s: duration of the step; None if an earlier driver finished the step.
     """
@@ -140,14 +140,14 @@ def step_metrics(
     update = json.loads(learner.read_text()) if learner.exists() else {}
     if wall_s and isinstance(update.get("optimizer_steps"), int | float):
         metrics["updates_per_h"] = 3600 * update["optimizer_steps"] / wall_s
-    # If both define a metric, the value of the rollouts is used, even if it is absent. The learner's value stays in update.json.
+    # Metrics that the rollouts define are never taken from the learner, even if absent here. The learner's values stay in update.json.
     return {key: value for key, value in update.items() if isinstance(value, int | float) and key not in _OF_ROLLOUTS} | metrics
 
 
 def cancelled_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Returns the number and length of cancelled attempts and of those that count; empty if no attempt was cancelled.
+    """Returns counts and mean lengths of cancelled attempts, and the mean duration of scored attempts; empty if no attempt was cancelled.
 
-    The lengths end at the cancellation, so complete attempts would be longer.
+    The lengths are measured at the cancellation. Without it, the attempts would have been longer.
     """
     cancelled = [attempt for group in groups for attempt in group.cancelled]
     if not cancelled:
@@ -170,7 +170,7 @@ def cancelled_metrics(groups: Sequence[Group]) -> dict[str, float]:
 def score_part_means(counted: Sequence[ScoredEpisode]) -> dict[str, float]:
     """Returns the mean of each score part over the episodes that have it, as `part/NAME`, for the `MAX_PARTS` most frequent parts.
 
-    The mean of the audit has the name `audit_mean`, and the mean disagreement of all judge ensembles has the name `judge_disagreement`.
+    The mean of the audit is `audit_mean`, and the mean disagreement over all judge ensembles is `judge_disagreement`.
     """
     values: dict[str, list[float]] = {}
     for name, value in (item for scored in counted for item in scored.score.parts.items() if math.isfinite(item[1])):
@@ -185,7 +185,7 @@ def score_part_means(counted: Sequence[ScoredEpisode]) -> dict[str, float]:
 
 
 def step_alerts(folder: Path, step: int, limits: Sequence[Limit] = ()) -> list[str]:
-    """Returns the alerts of a learner step: excluded or rolled-back groups with reasons, drift, and violated `limits`."""
+    """Returns the alerts for a learner step: drift, violated `limits`, and excluded or rolled-back groups with reasons."""
     tail = tail_bytes(folder / "metrics.jsonl", most=_ALERT_BYTES).splitlines()
     lines = (json.loads(line) for line in tail if line[:1] + line[-1:] == "{}")
     steps = sorted((line for line in _last_lines(lines) if line["step"] <= step + 1), key=lambda line: line["step"])[-HISTORY:]
@@ -199,7 +199,7 @@ def step_alerts(folder: Path, step: int, limits: Sequence[Limit] = ()) -> list[s
 
 
 def record_excluded(folder: Path, step: int, groups: Sequence[Group]) -> None:
-    """Appends the excluded episodes of a step, reason -> ids, to `failures/left_out.jsonl`. `step` counts from 1."""
+    """Appends the ids of the excluded episodes of a step, by reason, to `failures/left_out.jsonl`. `step` is counted from 1."""
     excluded: dict[str, list[str]] = {}
     for scored in (attempt for group in groups for attempt in group.episodes):
         if reason := exclusion_reason(scored):
@@ -209,14 +209,14 @@ def record_excluded(folder: Path, step: int, groups: Sequence[Group]) -> None:
 
 
 def _left_out(folder: Path, steps: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Returns reason -> excluded episodes of these steps. Only the last line of a step counts: a resumed run may repeat the step."""
+    """Returns reason -> number of episodes excluded in these steps. Only the last line of a repeated step counts."""
     by_step = {line["step"]: line["left_out"] for line in read_json_lines(folder / EXCLUDED_FILE)}
     excluded = [by_step[line["step"]] for line in steps if line.get("episodes_left_out") and line["step"] in by_step]
     return merge_counts(*({reason: len(ids) for reason, ids in reasons.items()} for reasons in excluded))
 
 
 def excluded_alerts(phase: str, results: Mapping[Split, SplitEvaluation]) -> list[str]:
-    """Returns the alerts of an evaluation: its excluded episodes, with reasons."""
+    """Returns the alerts for an evaluation: one per split with excluded episodes, with the reasons."""
     return [
         f"evaluation {phase}: excluded {result.excluded} of {result.episodes} episodes on {split}: {format_counts(result.excluded_reasons)}"
         for split, result in results.items()
@@ -236,7 +236,7 @@ def save_evaluation(
 
     Args:
         bounded: evaluations with bounded thinking: split -> bound -> evaluation.
-        of: hash of the weights and settings, see `recorded_rates`.
+        of: hash of the weights and settings (`evaluation_key`).
     """
     path = folder / "evaluations.json"
     phases: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
@@ -259,7 +259,7 @@ def save_evaluation(
 
 
 def rename_evaluation(folder: Path, phase: str, to: str | None, *, of: str = "") -> None:
-    """Renames an outdated phase and its transcripts. Removes them if `to` is None or `of` is not the hash of the phase."""
+    """Renames an outdated phase and its transcripts. Removes the phase if `to` is None or already exists, or if its hash is not `of`."""
     path, transcripts = folder / "evaluations.json", folder / "episodes" / f"{phase}.jsonl"
     phases: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     if (result := phases.pop(phase, None)) is None:
@@ -278,7 +278,7 @@ def _thought(most: int, result: SplitEvaluation) -> dict[str, Any]:
 
 
 def recorded_rates(folder: Path, phase: str, *, of: str, splits: Iterable[Split]) -> dict[Split, Rate] | None:
-    """Returns the recorded rates of a phase; None if a rate is absent or `of` (the hash of weights and settings) differs."""
+    """Returns the recorded rates of a phase; None if a rate is absent or its hash (`evaluation_key`) is not `of`."""
     path = folder / "evaluations.json"
     recorded: dict[str, Any] = json.loads(path.read_text()).get(phase, {}) if path.exists() else {}
     wanted = {split: recorded.get(str(split), {}) for split in splits}
@@ -288,13 +288,13 @@ def recorded_rates(folder: Path, phase: str, *, of: str, splits: Iterable[Split]
 
 
 def evaluation_key(config: EvalConfig, sha256: str) -> str:
-    """Returns the hash of weights and evaluation settings under which an evaluation is recorded."""
+    """Returns the hash of the weights and the evaluation settings with which an evaluation is recorded."""
     return hashlib.sha256(f"{sha256} {config.model_dump_json(exclude={'every'})}".encode()).hexdigest()
 
 
 def read_evaluation(folder: Path, phase: str) -> dict[str, dict[str, Any]]:
-    """Reads one phase: split -> value, ci_low, ci_high, n (tasks), attempts (per task), tokens_mean (per attempt), pass_at (k -> share),
-    and thinking (the same for each bound)."""
+    """Returns one phase by split: value, ci_low, ci_high, n (tasks), attempts (per task), tokens_mean (per attempt), pass_at (k -> share),
+    and thinking (a list with such values for each bound)."""
     phases = json.loads((folder / "evaluations.json").read_text())
     names = ("value", "ci_low", "ci_high", "n", "attempts", "tokens_mean", "pass_at")
     return {
@@ -317,7 +317,7 @@ def summarize(
 
     Args:
         begun: the stored groups of unfinished steps.
-        ledger: the counts of the run's ledger; None if the ledger cannot be read.
+        ledger: the counts from the run's ledger; None if the ledger cannot be read.
     """
     phases = _phases(folder)
     steps = _steps(folder / "metrics.jsonl")
@@ -391,7 +391,7 @@ def _update_failures(folder: Path) -> dict[str, int]:
 
 
 def judge_costs(folder: Path) -> dict[str, float]:
-    """Returns the requests and costs of the run's judges; empty if there are none, or if their ledger is unreadable, which is logged."""
+    """Returns the usage and costs of the run's judges; empty if there are none. If their ledger is unreadable, logs this and returns {}."""
     try:
         spent = usage_in(folder)
     except StoreError as error:
@@ -405,7 +405,7 @@ def _steps(path: Path) -> list[dict[str, Any]]:
 
 
 def _last_lines(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the last line of every step. A step that a resumed run repeated counts once."""
+    """Returns the last line of every step. A step that a resumed run repeated is returned once."""
     return list({line["step"]: line for line in lines if "episodes" in line}.values())
 
 
@@ -415,7 +415,7 @@ def recorded_steps(folder: Path) -> frozenset[int]:
 
 
 def gate_problems(folder: Path, *, finished: bool) -> tuple[str, ...]:
-    """Returns the reason why a finished run has no result, if its gate promoted no version except the base policy."""
+    """Returns the reason why a finished run has no result if its gate promoted only the base policy; empty otherwise."""
     verdicts = read_verdicts(folder)
     base = {verdict.sha256 for verdict in verdicts if verdict.version == 0}
     promoted = (verdict for verdict in verdicts if verdict.promoted and verdict.sha256 not in base)
@@ -441,7 +441,7 @@ def weights_changed(folder: Path) -> bool:
 
 
 def _kinds(splits: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the rates by kind of the generated held-out tasks. The real tasks may share kind names and are not included."""
+    """Returns the rates of the generated held-out tasks by kind. The real tasks, whose kinds may have the same names, are not included."""
     kinds: dict[str, Any] = splits.get(str(Split.HELDOUT), {}).get("by_kind", {})
     return kinds
 

@@ -1,6 +1,6 @@
-"""The model of a run: its source, its copy as version 0, and the exported result.
+"""The model of a run: its source, the copy of it that is version 0, and the exported result.
 
-Estimates the disk space of a training run from its model before the run starts.
+Also estimates, before a training run starts, the disk space that it needs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from agentrl.version.deltas import read_safetensors_header
 from agentrl.version.model_folder import check_model_files, write_chat_template
 
 SAMPLING_FILE = "agentrl_sampling.json"
-"""File in a run's result `model/`: `evaluation.sampling` of the run's recipe, for later evaluations of the folder."""
+"""File in a run's result folder `model/` that contains `evaluation.sampling` from the run's recipe, for later evaluations of that
+folder."""
 _OF_A_VERSION = (
     "version.json",
     "update.json",
@@ -34,7 +35,7 @@ _OF_A_VERSION = (
 def find_model(model: str, root: Path, *, chat_template: bool = True, key: str = "policy.model") -> Path:
     """Returns the folder of a model: a folder of the project, or a Hugging Face id from the local cache or the hub.
 
-    Raises `UserError` if no such model exists, or a file of it (including a required `chat_template`) is missing or truncated.
+    Raises `UserError` if no such model exists, or if one of its files (including a required `chat_template`) is missing or truncated.
     """
     folder = (root / model).resolve()
     if (folder / deltas.DELTA_RECORD).is_file():  # a version of a run
@@ -69,9 +70,10 @@ def _download(model: str, key: str) -> Path:
 
 
 def copy_base_version(model: Path, target: Path, *, template: str | None = None) -> None:
-    """Copies the base policy atomically into the run folder as version 0, so that later changes of the source do not affect the run.
+    """Copies the base policy atomically into the run folder as version 0, so that later changes to the source do not affect the run.
 
-    A chat `template` of the recipe replaces the model's own. It is copied from version 0 into every version and into the result.
+    A chat `template` from the recipe replaces the template in the model. It is copied from version 0 into every version and into the
+    result.
     """
     if target.exists():
         return
@@ -106,7 +108,7 @@ def copy_version(source: Path, target: Path, *, weights: str) -> None:
 
 
 def _merge_shards(shards: list[Path], target: Path) -> None:
-    """Joins the shards of a model, because a version is one weight file with one hash."""
+    """Merges the shards of a model into one file, because a version has one weight file with one hash."""
     from safetensors.torch import load_file, save_file
 
     tensors = {name: tensor for shard in shards for name, tensor in load_file(shard).items()}
@@ -114,10 +116,10 @@ def _merge_shards(shards: list[Path], target: Path) -> None:
 
 
 def export_model(source: Path, target: Path, *, base: Path, sampling: SamplingConfig) -> None:
-    """Writes the policy as a Hugging Face folder (with hard links if the disk allows) and replaces an older export.
+    """Writes the policy as a Hugging Face folder, with hard links if the file system supports them. Replaces an older export.
 
-    An adapter version is merged with `base`, and also copied unmerged to `adapter/` next to it. `sampling`, from the run's evaluations, is
-    stored with it. Raises `StoreError` if the base of a delta version is missing.
+    An adapter version is merged with `base`, and also copied unmerged to `adapter/` next to `target`. `sampling`, the settings of the run's
+    evaluations, is stored with the policy. Raises `StoreError` if the base of a delta version is missing.
     """
     if not (source / ADAPTER).is_file():
         try:
@@ -167,8 +169,8 @@ def _link_or_copy(source: Path, target: Path) -> None:
         shutil.copy2(source, target)
 
 
-_WORTH_SAYING = 2 << 30  # bytes above which a note is printed
-_MASTERS = 12  # bytes per trained weight in a checkpoint in addition to the weight: a float32 master and two optimizer moments
+_WORTH_SAYING = 2 << 30  # minimum number of bytes for which a note is printed
+_MASTERS = 12  # bytes per trained weight in a checkpoint in addition to the weight: a float32 master copy and two optimizer moments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,17 +185,17 @@ class DiskSpace:
 
     @property
     def first(self) -> int:
-        """The bytes that the run needs until the first step is done."""
+        """The number of bytes that the run needs until the first step is done."""
         return self.base + self.version + self.checkpoint
 
     @property
     def total(self) -> int:
-        """The maximum bytes that the run needs, including the result."""
+        """The maximum number of bytes that the run needs, including the result."""
         return 2 * self.base + self.versions * self.version + self.checkpoints * self.checkpoint
 
 
 def required_disk_space(recipe: Recipe, model: Path) -> DiskSpace:
-    """Returns the disk space for a run that starts from `model`, a folder of safetensors. Experience and logs are not included."""
+    """Returns the disk space for a run that starts from `model`, a folder with safetensors files. Experience and logs are not included."""
     shapes = [entry["shape"] for path in model.glob("*.safetensors") for entry in read_safetensors_header(path).values()]
     width = 2 if recipe.policy.dtype == "bfloat16" else 4
     learner, weights = recipe.learner, sum(map(math.prod, shapes))
@@ -209,7 +211,7 @@ def required_disk_space(recipe: Recipe, model: Path) -> DiskSpace:
 
 
 def check_disk_space(recipe: Recipe, model: Path, folder: Path) -> tuple[str, ...]:
-    """Returns notes on the disk space that a run needs in its folder; empty if the run needs little and the disk has enough.
+    """Returns notes about the disk space that a run needs in its folder; empty if the run needs little space and the disk has enough.
 
     Raises `UserError` if the first step does not fit on the disk.
     """
@@ -228,7 +230,7 @@ def check_disk_space(recipe: Recipe, model: Path, folder: Path) -> tuple[str, ..
 
 
 def _replaced_bytes(folder: Path) -> int:
-    """Returns the bytes of the versions and checkpoints that a resumed run already has and will replace."""
+    """Returns the size in bytes of the versions and checkpoints that a resumed run already has and will replace."""
     files = (path for name in ("versions", "checkpoints") for path in (folder / name).rglob("*"))
     return sum(path.stat().st_size for path in files if path.is_file() and not path.is_symlink())
 

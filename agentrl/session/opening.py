@@ -78,28 +78,28 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class Progress:
-    """The progress of a run in this session."""
+    """The progress of a run in the current session."""
 
-    stop_at: float  # learner step after which the run ends; the first ctrl-C lowers it
+    stop_at: float  # learner step after which the session ends; the first ctrl-C lowers it
     end: float = field(
         init=False
-    )  # learner step after which the run is finished: the recipe's last step, or the step at which an endless run is stopped
+    )  # learner step after which the run is finished: the last step in the recipe, or the step after which an endless run is stopped
     learning: bool = False
     interrupted: bool = False
-    timeline: Timeline = field(default_factory=Timeline)  # an interval starts with training, and after each step
+    timeline: Timeline = field(default_factory=Timeline)  # an interval starts when training starts and after each step
 
     def __post_init__(self) -> None:
         self.end = self.stop_at
 
     @property
     def plan(self) -> str:
-        """A description of when the training ends."""
+        """A description of when training ends."""
         return f"{self.stop_at:.0f} steps" if math.isfinite(self.stop_at) else "until it is stopped"
 
 
 @dataclass(slots=True, kw_only=True)
 class Run:
-    """The open parts of a run. `Rollouts`, `HeldOutEvaluation`, `StepRecords` and `Gate` each take the parts that they use."""
+    """The open parts of a run. `Rollouts`, `HeldOutEvaluation`, `StepRecords` and `Gate` each receive only the parts that they use."""
 
     recipe: Recipe
     folder: Path
@@ -131,7 +131,7 @@ class Run:
 
     @property
     def version_servers(self) -> list[VersionServer]:
-        """The running servers of requested versions."""
+        """The running servers that serve versions on request."""
         return [server for server in (self.gate_server, None if self.league is None else self.league.server) if server is not None]
 
     async def base_version(self) -> PolicyVersion:
@@ -141,11 +141,11 @@ class Run:
         return base
 
     async def start_serving(self, version: PolicyVersion, *, gating: bool = False, learning: bool = False) -> None:
-        """Starts the servers with a version, and builds the images of the family's sandboxes at the same time.
+        """Starts the servers with a version, and builds the sandbox images of the task family at the same time.
 
         Args:
             gating: whether the gate will run; otherwise its server is not started.
-            learning: whether the learner is starting; it writes the probe logprobs of version 0.
+            learning: whether the learner is starting; if so, it writes the probe logprobs of version 0.
         """
         async with asyncio.TaskGroup() as starting:
             for spec in sandbox_specs(self.family):
@@ -159,7 +159,7 @@ class Run:
         self.groups.runner.pace.set_idle_token_s(self.served.token_s)
 
     def stop_after_step(self) -> None:
-        """Ends the run after the current step, if there is one. A run without a last step regularly ends this way."""
+        """Stops the run after the current step, if there is one. This is how a run without a last step normally ends."""
         progress, serving = self.progress, self.served.version
         progress.stop_at = min(progress.stop_at, serving + 1 if progress.learning else max(serving, 0))
         if progress.learning and math.isinf(progress.end):
@@ -175,7 +175,7 @@ async def open_run(
     """Runs the slow checks, then opens the parts of a run. Closes them in reverse order.
 
     Args:
-        order: the groups that the run samples, and the order in which the learner selects them; None means the order of the recipe.
+        order: the groups that the run samples, and the order in which the learner selects them; None means the order in the recipe.
     """
     order = order or GroupOrder.from_recipe(recipe)
     check_order(order, *(f"verifier {name}" for name in checked.scorer.late))
@@ -196,7 +196,7 @@ async def open_run(
 async def open_launcher(plan: ClusterPlan, folder: Path, *, root: Path) -> Launcher:
     """Returns the launcher that starts the parts of a plan.
 
-    Raises `UserError` if the cluster does not answer, or has too few resources for the plan.
+    Raises `UserError` if the cluster does not respond or has too few resources for the plan.
     """
     if plan.is_local:
         return LocalLauncher(folder, root=root, devices=plan.devices, wrap=plan.wrap)
@@ -211,7 +211,7 @@ async def _check_slowly(
     """Runs the checks that need sandboxes or the tokenizer. Returns the policy's chat format and the pinned tools."""
     await check_snapshots(recipe, checked.family.task(Split.TRAIN, 0), sandboxes)
     base, memory = folder / "versions" / "000000", placeholder_memory(recipe)
-    model, template = (base, None) if base.is_dir() else (checked.model, checked.template)  # a resumed run has its template
+    model, template = (base, None) if base.is_dir() else (checked.model, checked.template)  # version 0 of a resumed run has the template
     chat = open_chat(model, template, policy=recipe.policy, media=MediaFolder(folder))
     others = [case.task for case in checked.suite.cases] if checked.suite is not None else []
     if checked.practice is not None:
@@ -220,7 +220,7 @@ async def _check_slowly(
     tools = await pin_tools(declared_tools(recipe.mcp, recipe.tools, root), tasks, sandboxes, folder=folder, chat=chat, memory=memory)
     if checked.suite is not None:
         check_start_tokens([checked.suite], chat, tools, recipe.rollout)
-    if recipe.agent.ref in parts.AGENT.shipped:  # a user-supplied agent may use other prompts, and no tools
+    if recipe.agent.ref in parts.AGENT.shipped:  # a user-supplied agent may use different prompts and no tools
         check_prompt(chat, checked.family, tools, memory, recipe.rollout.instructions)
         await check_environment(checked.family.task(Split.TRAIN, 0), chat, recipe.agent.ref)
     check_thinking(chat, checked.family, recipe.evaluation)
@@ -228,7 +228,7 @@ async def _check_slowly(
 
 
 def _write_folder(recipe: Recipe, start: RunStart, checked: PreflightResult, tools: RunTools, *, root: Path) -> None:
-    """Creates the run folder with the data that the run must keep: its start, tool lists, practice files and version 0."""
+    """Creates the run folder with the data that the run must keep: how it was started, tool lists, practice files and version 0."""
     write_start(start.folder, recipe, start)
     save_tool_offers(tools, start.folder)
     copy_practice_files(start.folder, recipe, root=root)
@@ -361,8 +361,8 @@ async def _open_tracker(
 
 
 def _report_fault(loop: asyncio.AbstractEventLoop, tracker: Tracker, fault: str) -> None:
-    """Alerts about a fault in a different thread."""
-    with suppress(RuntimeError):  # the loop has ended
+    """Sends an alert about a fault that occurred in a different thread."""
+    with suppress(RuntimeError):  # the loop is closed
         loop.call_soon_threadsafe(tracker.alert, fault)
 
 
@@ -395,7 +395,7 @@ async def _open_experience(
     stack.push_async_callback(store.close)
     checkpoints = FolderCheckpoints(folder / "running")
     for index in checkpoints.groups():
-        if await store.has(index):  # the driver died after storing it
+        if await store.has(index):  # the driver died after it stored the group
             await asyncio.to_thread(checkpoints.remove_group, index)
     if recipe.store.ref == "sqlite":  # other stores may hold groups that are not stored yet
         await store.call(lambda store: drop_unused_images(folder, store, checkpoints))
@@ -409,7 +409,7 @@ async def _open_experience(
 async def _open_servers(
     stack: AsyncExitStack, recipe: Recipe, folder: Path, checked: PreflightResult, launcher: Launcher, *, alert: Callable[[str], None]
 ) -> tuple[FolderRegistry, PolicyServer, RunLeague | None, VersionServer | None, JudgeServers]:
-    """Opens the registry, in which version 0 is registered, and the servers. Only the judges' servers start here."""
+    """Opens the registry, in which version 0 is registered, and the servers. Of the servers, only those for judges are started here."""
     registry = await asyncio.to_thread(_open_registry, folder)
     stack.callback(registry.close)
     served = open_policy_server(recipe, folder, registry, launcher=launcher, alert=alert)

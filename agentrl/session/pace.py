@@ -1,4 +1,4 @@
-"""Stores the pace of the policy's server in the run folder, so that a resumed run compares the server with earlier sessions."""
+"""Stores the pace of the policy's server in the run folder, so that a resumed run can compare it with the pace in earlier sessions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PACE_FILE = "pace.json"
 
 
 def restore_pace(recipe: Recipe, folder: Path) -> Pace:
-    """Returns the pace of a run, with the history of its earlier sessions if settings and machine are the same."""
+    """Returns the pace of a run, with the history from its earlier sessions if the settings and the machine are the same."""
     pace, path = Pace(slots=recipe.serving.max_num_seqs * recipe.serving.replicas), folder / PACE_FILE
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -35,12 +35,12 @@ def restore_pace(recipe: Recipe, folder: Path) -> Pace:
 
 
 def history_of(pace: Pace) -> dict[str, Any] | None:
-    """Returns the history of a pace for `Pace.restore`; None if it has none."""
+    """Returns the history of a pace for `Pace.restore`; None if there is no history."""
     return pace.to_data() if pace.known else None
 
 
 def save_pace(pace: Pace, recipe: Recipe, folder: Path) -> None:
-    """Writes the history to the run folder."""
+    """Writes the history of a pace to the run folder."""
     if pace.known:
         write_atomically(folder / PACE_FILE, json.dumps({"of": _settings(recipe), "history": pace.to_data()}))
 

@@ -1,4 +1,4 @@
-"""The checks before a run starts its parts: installed packages, the model and user-supplied code."""
+"""The checks that are made before a run starts its parts: installed packages, the model and user-supplied code."""
 
 from __future__ import annotations
 
@@ -60,19 +60,19 @@ _COPY_PATH, _COPY_DATA = ".agentrl-copy", b"a file that is to be in the copy"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreflightResult:
-    """The objects that the checks before a start opened. None of them is running."""
+    """The objects that the preflight checks opened. None of them is running."""
 
     model: Path  # folder of the initial policy
-    template: str | None  # a chat template that replaces the model's own, in a new run
+    template: str | None  # in a new run, a chat template that replaces the one in the model
     family: TaskFamily
-    scorer: TaskScorer  # has loaded the verifiers of the first task
+    scorer: TaskScorer  # scorer that has loaded the verifiers of the first task
     plan: ClusterPlan  # the parts to start, and their GPUs
     suite: Suite | None = None  # suite of the gate, if the recipe has a gate
     withheld: WithheldTasks = field(default_factory=lambda: WithheldTasks(()))  # tasks that are never used for training
     practice: PracticeSchedule | None = None  # tasks generated from cases, if the recipe has any
     group_judge: GroupJudge | None = None  # judges all attempts of a group together, if the recipe has one
     judges: Mapping[str, Path] = field(default_factory=dict)  # model folders of the judges' servers, by name
-    notes: tuple[str, ...] = ()  # alerts that do not prevent the run
+    notes: tuple[str, ...] = ()  # alerts about problems that do not prevent the run
 
 
 def run_preflight(recipe: Recipe, folder: Path, *, root: Path, training: bool = True) -> PreflightResult:
@@ -84,7 +84,7 @@ def run_preflight(recipe: Recipe, folder: Path, *, root: Path, training: bool = 
     template_name, begun = (
         recipe.policy.chat_template,
         (folder / "versions" / "000000").is_dir(),
-    )  # version 0 of a resumed run has its template
+    )  # version 0 of a resumed run contains the template
     template = None if template_name is None or begun else read_template(template_name, root)
     if recipe.policy.tool_format is not None:
         forms.call_form(recipe.policy.tool_format)
@@ -122,7 +122,7 @@ def run_preflight(recipe: Recipe, folder: Path, *, root: Path, training: bool = 
 
 
 def check_parts(recipe: Recipe) -> None:
-    """Resolves all plug-ins of the recipe and checks them against their protocols. Raises `PluginError` with all problems."""
+    """Resolves all plug-ins in the recipe and checks them against their protocols. Raises a `PluginError` that lists all problems."""
     configured: list[tuple[parts.PartKind, parts.Part]] = [
         (parts.AGENT, recipe.agent),
         (parts.BACKEND, recipe.sandbox.backend),
@@ -147,8 +147,8 @@ def check_parts(recipe: Recipe) -> None:
 
 
 def _check_agent(recipe: Recipe) -> None:
-    """Raises `UserError` if the recipe needs a feature that its agent declares as not supported: states between turns, or the tools of
-    tasks."""
+    """Raises `UserError` if the recipe needs a feature that its agent declares as unsupported: capturing its state between turns, or using
+    the tools of tasks."""
     rollout = recipe.rollout
     if recipe.agent.ref in parts.AGENT.shipped:
         return
@@ -171,7 +171,8 @@ def _check_agent(recipe: Recipe) -> None:
 
 
 def check_delegation(recipe: Recipe, *, root: Path) -> None:
-    """Raises `UserError` if the recipe's tools for sub-agents do not load, or need no sandbox although each sub-agent would get its own."""
+    """Raises `UserError` if the recipe's tools for sub-agents do not load, or if each sub-agent would get a separate sandbox but no tool
+    uses one."""
     config = recipe.rollout.delegation
     names = config.tools if config is not None and config.tools is not None else ()
     try:
@@ -188,7 +189,7 @@ def check_delegation(recipe: Recipe, *, root: Path) -> None:
 
 
 def _try_objective(recipe: Recipe) -> None:
-    """Tries a user-supplied estimator or loss on a tiny step."""
+    """Tests a user-supplied estimator or loss on a tiny step."""
     if recipe.objective.advantage.ref not in parts.ADVANTAGE.shipped:
         try_estimator(recipe.objective, group_size=recipe.rollout.group.size)
     if recipe.objective.loss.ref not in parts.LOSS.shipped:
@@ -210,7 +211,7 @@ def _check_installed(recipe: Recipe) -> None:
 def _check_known(kind: str) -> None:
     """Raises `UserError` if the installed transformers does not support the model type.
 
-    It searches the source of the automatic classes, because importing them takes many seconds.
+    It searches the source code of the auto classes, because importing them takes many seconds.
     """
     spec = find_spec("transformers")
     places = spec.submodule_search_locations if spec is not None else None
@@ -224,10 +225,10 @@ def _check_known(kind: str) -> None:
 
 def open_tasks(recipe: Recipe, *, root: Path, folder: Path | None = None, held_out: bool = True) -> tuple[TaskFamily, TaskScorer]:
     """Returns the recipe's task family, and a scorer with the verifiers of its first task. Raises `UserError`, even if the cause is a bug
-    in their code.
+    in the code of the family or a verifier.
 
     Args:
-        held_out: whether the family must have the recipe's held-out tasks.
+        held_out: whether to check that the family has the held-out tasks that the recipe needs.
     """
     scorer = TaskScorer(root=root, folder=folder, audit=recipe.tasks.audit)
     family_name = recipe.tasks.family.ref
@@ -267,9 +268,9 @@ def open_group_judge(recipe: Recipe, *, root: Path, folder: Path | None = None) 
 
 
 def open_gate_suite(recipe: Recipe, scorer: TaskScorer, *, root: Path) -> Suite | None:
-    """Returns the suite of the recipe's gate; None if there is no gate.
+    """Returns the suite of the recipe's gate; None if the recipe has no gate.
 
-    Raises `UserError` if the suite is invalid or a verifier or tool is missing.
+    Raises `UserError` if the suite is invalid, or if a verifier or a tool is missing.
     """
     if recipe.gate is None:
         return None
@@ -291,10 +292,10 @@ def measured_suites(recipe: Recipe) -> list[str]:
 
 
 def check_suite(suite: Suite, scorer: TaskScorer, tools: ToolSource | None = None, *, root: Path | None) -> None:
-    """Resolves the verifiers and tools of every case. Raises `PluginError` if one of them does not resolve.
+    """Resolves the verifiers and tools of every case. Raises `PluginError` if one of them cannot be resolved.
 
-    `root`: the project. Raises `UserError` if a case names code or images outside of it. None disables this check, for cases from the
-    recipe's own family.
+    `root`: folder of the project. Raises `UserError` if a case names code or images outside it. None disables this check, for cases from
+    the recipe's task family.
     """
     if root is not None:
         check_suite_code(suite, root)
@@ -304,7 +305,7 @@ def check_suite(suite: Suite, scorer: TaskScorer, tools: ToolSource | None = Non
 
 
 def _check_sizes(family: TaskFamily, recipe: Recipe) -> None:
-    """Raises `UserError` if a split that the recipe uses is empty, or its size is not a number."""
+    """Raises `UserError` if a split that the recipe uses is empty, or if its size is not a number."""
     evaluation = recipe.evaluation
     needed = {Split.TRAIN: 1, Split.HELDOUT: evaluation.heldout, Split.HELDOUT_REAL: evaluation.heldout_real}
     for split, count in needed.items():
@@ -322,11 +323,11 @@ def _check_sizes(family: TaskFamily, recipe: Recipe) -> None:
 def open_chat(
     model: Path, template: str | None = None, *, policy: PolicyConfig | None = None, media: MediaFolder | None = None
 ) -> ChatFormat:
-    """Returns the chat format of a model's tokenizer. `template` replaces the model's own. It imports transformers, so this check is the
-    last.
+    """Returns the chat format of a model's tokenizer. `template` replaces the template in the model. Because it imports transformers, this
+    is the last check.
 
-    `policy` sets the format of tool calls and the handling of a template that cannot be extended. `media`: where images are stored.
-    Raises `UserError` if the tokenizer does not load, the template is unusable, or the format of tool calls is unknown.
+    `policy` sets the format of tool calls and the handling of a template that cannot be extended. `media`: folder in which images are
+    stored. Raises `UserError` if the tokenizer does not load, the template cannot be used, or the format of tool calls is unknown.
     """
     from agentrl.agent.chat import load_chat
 
@@ -354,7 +355,7 @@ def check_prompt(
     first = family.task(Split.TRAIN, 0)
     thinking_bound(first, chat.thinking)
     schemas = [tool.schema for tool in load_tools(first.tools, None, tools, memory).values()]
-    if first.environment is None:  # if the prompt ends with an observation, `check_environment` does this
+    if first.environment is None:  # if the prompt ends with an observation, `check_environment` checks it
         chat.opening(with_instructions(first.prompt, instructions), schemas)
 
 
@@ -373,9 +374,10 @@ def check_thinking(chat: ChatFormat, family: TaskFamily, config: EvalConfig) -> 
 
 
 async def check_snapshots(recipe: Recipe, task: Task, sandboxes: SandboxBackend) -> None:
-    """Opens a sandbox from the snapshot of a different sandbox, if the recipe needs that. Built-in backends are not checked.
+    """Tests opening a sandbox from the snapshot of a different sandbox if the recipe needs this. Built-in backends are not checked.
 
-    Raises `UserError` if no snapshot can be taken or it does not restore the same files, and `InfrastructureError` if no sandbox opens.
+    Raises `UserError` if no snapshot can be taken or the snapshot does not restore the same files, and `InfrastructureError` if no sandbox
+    can be opened.
     """
     rollout = recipe.rollout
     wanted = {
@@ -401,7 +403,7 @@ async def check_snapshots(recipe: Recipe, task: Task, sandboxes: SandboxBackend)
 
 
 async def _copy_problem(recipe: Recipe, task: Task, sandboxes: SandboxBackend, first: Sandbox) -> str:
-    """Returns the problem of a copy of the first sandbox's working directory; empty if there is none."""
+    """Copies the working directory of the first sandbox to a second one. Returns the problem with the copy; empty if there is none."""
     await first.write(_COPY_PATH, _COPY_DATA)
     try:
         archive = await first.snapshot()

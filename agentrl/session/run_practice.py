@@ -1,7 +1,7 @@
-"""The practice tasks of a run. They are opened before the start, kept separate from the evaluated tasks, and copied to the run folder.
+"""The practice tasks of a run. They are opened before the run starts, kept separate from the evaluated tasks, and copied to the run folder.
 
-Cases are often failures of an evaluation, so their tasks may be held-out tasks of the same recipe. Generated practice tasks are not copies
-of held-out tasks but resemble them, which can raise the held-out rate. The run prints a note about it.
+Cases are often failures from an evaluation, so their tasks may be held-out tasks of the same recipe. Generated practice tasks are not
+copies of held-out tasks but resemble them, which can raise the held-out rate. The run prints a note about this.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from agentrl.reward import TaskScorer
 from agentrl.task import make_task
 
 PRACTICE_FOLDER = "practice"
-"""Folder within a run folder with the practice files on which the run trains."""
+"""Folder in a run folder that contains the practice files on which the run trains."""
 
 
 def open_run_practice(
@@ -36,8 +36,8 @@ def open_run_practice(
     """Opens the recipe's practice, with the verifiers and tools of its tasks. Returns the practice (None if there is none) and notes for
     the user.
 
-    A resumed run uses the files with which it started. Raises `UserError` if practice is missing, or if a task equals or nearly equals a
-    task that the run evaluates.
+    A resumed run uses the files with which it started. Raises `UserError` if practice files are missing, or if a task equals or nearly
+    equals a task on which the run is evaluated.
     """
     config = recipe.tasks
     if not config.practice:
@@ -55,7 +55,7 @@ def open_run_practice(
 
 
 def held_out_cases(recipe: Recipe, family: TaskFamily) -> list[Case]:
-    """Returns the held-out tasks of the recipe's evaluations as cases. Raises `TaskError` if one cannot be created."""
+    """Returns the held-out tasks of the recipe's evaluations as cases. Raises `TaskError` if a task cannot be created."""
     return [Case(id=f"heldout-{number}", task=task) for number, task in enumerate(_held_out_tasks(recipe, family))]
 
 

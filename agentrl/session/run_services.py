@@ -1,4 +1,4 @@
-"""Opens the interface of a run's driver for parts on other machines."""
+"""Opens the interface through which parts on other machines reach a run's driver."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from agentrl.version import FolderRegistry
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunServices:
-    """The interface, and the keys of learners; None if learners have the run folder."""
+    """The interface of the driver, and the keys for learners; None if learners have the run folder."""
 
     service: RunService
     sessions: LearnerSessions | None = None
@@ -39,9 +39,9 @@ async def open_services(
     judges: Mapping[str, Path],
     alert: Callable[[str], None],
 ) -> RunServices:
-    """Opens the interface if parts do not share the run folder. Otherwise, the first part that needs the interface opens it.
+    """Creates the interface, and opens it if some parts do not share the run folder. Otherwise, the first part that needs it opens it.
 
-    `judges`: model folders of judge servers by name. `alert`: called with messages for the user.
+    `judges`: model folders of judge servers by name. `alert`: called with a message for the user.
 
     Raises `InfrastructureError` if the driver's address is not available, and `UserError` if the recipe's object store is not available.
     """

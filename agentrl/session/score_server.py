@@ -1,9 +1,9 @@
-"""The HTTP server of `agentrl score RUN --serve`. It receives late scores from programs, and has a page on which people score episodes.
+"""The HTTP server of `agentrl score RUN --serve`. It receives late scores from programs, and serves a page on which people score episodes.
 
 Every route except the page's static files requires the run's token as `Authorization: Bearer TOKEN`. No cookie is used, so another web
 page cannot send a score in a user's name.
 
-    POST /scores    one score, or {"scores": [...]} with at most 100 (`agentrl.session.late_scores`)
+    POST /scores    one score, or {"scores": [...]} with at most 100 scores (`agentrl.session.late_scores`)
     GET /pending    the parts that can be scored now, in pages: ?limit=100&after=EPISODE
     POST /episode   an episode that can be scored now, as HTML for the page
 """
@@ -41,14 +41,14 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 TOKEN_FILE = "score.token"
-"""File in the run folder with the token of its score server; only its user can read it."""
+"""File in the run folder that contains the token for its score server. Only the owner of the file can read it."""
 MAX_SCORES = 100
-"""Maximum number of scores of one request, and of pending parts of one page."""
+"""Maximum number of scores in one request, and maximum number of episodes in one page of pending parts."""
 MAX_BODY = 1 << 20
 BODY_S = 10.0
 ANSWER_S = 60.0
 AT_ONCE, WAITING = 4, 64
-"""Maximum number of requests that use the store at a time, and of requests in progress."""
+"""Maximum number of requests that use the store at the same time, and maximum number of requests in progress."""
 _MAX_SKIPPED = 1000
 _TOKEN = re.compile(rb"[A-Za-z0-9_-]{43}\n?")
 _STATUS = {
@@ -56,7 +56,7 @@ _STATUS = {
     **{"invalid": 400, "unknown_field": 400, "wrong_key": 401, "wrong_host": 403, "not_found": 404, "too_large": 413, "encoding": 415},
     **{"too_many": 429, "failed": 503},
 }
-"""Cause of an error -> HTTP status. Only requests that failed with 429 or 503 should be sent again."""
+"""Cause of an error -> HTTP status. Only requests that failed with 429 or 503 should be retried."""
 _FIX = {
     "wrong_key": f"send Authorization: Bearer TOKEN, with the token in {TOKEN_FILE} of the run folder",
     "failed": "send the request again with the same key",
@@ -74,7 +74,7 @@ _HEADERS = {
 
 
 def run_token(run_dir: Path) -> str:
-    """Returns the token of a run's score server, and creates it on first use.
+    """Returns the token for a run's score server, creating it on first use.
 
     Raises `UserError` if the token file is not private or is damaged.
     """
@@ -85,7 +85,7 @@ def run_token(run_dir: Path) -> str:
             with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
                 file.write(secrets.token_urlsafe(32) + "\n")
             try:
-                os.link(new, path)  # fails if another server created it in the meantime; then that token is used
+                os.link(new, path)  # fails if another server has created the file in the meantime; then the token in that file is used
             except FileExistsError:
                 pass
             finally:
@@ -105,7 +105,7 @@ class ScoreServer:
     Args:
         run_dir: the run folder, for the transcripts of pending episodes.
         blind: whether to hide the correct answers.
-        user: the suggested name of the person on the page.
+        user: the name that the page suggests for the person who scores.
     """
 
     store: ExperienceStore
@@ -137,7 +137,7 @@ class ScoreServer:
         return Identified(app)
 
     def _guarded(self, answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Any]:
-        """Returns a route that requires the token. Its errors contain no details about the server."""
+        """Returns a handler that requires the token. Its errors contain no details about the server."""
 
         async def guarded(request: Request) -> Response:
             try:
@@ -191,7 +191,8 @@ class ScoreServer:
         return HTMLResponse(await self._on_store(lambda: self._show(skipped, scored_by)))
 
     def _show(self, skipped: set[str], scored_by: str) -> str:
-        """Returns the HTML of a pending episode, or a note if nothing else is pending. The order of episodes differs between people."""
+        """Returns the HTML for a pending episode, or for a note if no other episode is pending. Each person sees the episodes in a
+        different order."""
         part = min(self._candidates(skipped), key=lambda one: _hash(f"{scored_by}/{one['episode_id']}"), default=None)
         if part is None:
             return render("score_episode.html", part=None, skipped=len(skipped))
@@ -202,7 +203,7 @@ class ScoreServer:
         return render("score_episode.html", part=part, target=target, shown=shown, outcome=outcome, user=self.user)
 
     def _candidates(self, skipped: set[str]) -> list[dict[str, Any]]:
-        """Returns the parts of the first page with an episode that is not skipped."""
+        """Returns the parts to score from the first page that contains an episode that is not skipped."""
         pages = ([part for part in page if part["episode_id"] not in skipped] for page in self._pages(limit=MAX_SCORES))
         return next(filter(None, pages), [])
 

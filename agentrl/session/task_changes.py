@@ -1,4 +1,5 @@
-"""Lists and changes the tasks of a run, live or stopped. See `agentrl.task.changes` for the files. The driver calls `start_changes`."""
+"""Lists and changes the tasks of a run, whether it is running or stopped. `agentrl.task.changes` describes the files. The driver calls
+`start_changes`."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ from agentrl.task.schedule import ReservedGroups
 if TYPE_CHECKING:
     from agentrl.session.opening import Run
 
-_SEARCHED = 10_000  # maximum tasks of a family in which a name is looked up
-_TRIED = 256  # tasks of a family that are checked: one of them must remain
+_SEARCHED = 10_000  # maximum number of tasks of a family among which a name is looked up
+_TRIED = 256  # maximum number of tasks of a family that are checked; one of them must remain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +43,9 @@ class TaskRow:
 
     task: str
     kind: str
-    weight: float  # weight within its family, after all changes
+    weight: float  # weight within the family, after all changes
     state: str  # in use, removed, or broken
-    groups: int  # scored groups
+    groups: int  # number of scored groups
     success: float | None  # mean score of these groups; None if there are none
 
 
@@ -55,7 +56,7 @@ class FamilyRow:
     name: str
     ref: str
     weight: float  # 0 for a removed family
-    share: float  # share of the groups
+    share: float  # share of the groups that have tasks from the family
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +69,7 @@ class RunTasks:
 
 
 def family_label(ref: str) -> str:
-    """Returns the name of a family in a run: the last part of its reference or folder."""
+    """Returns the name of a family in a run: the last part of its plug-in reference or of its folder."""
     return ref.rpartition(":")[2].rstrip("/").rpartition("/")[2]
 
 
@@ -81,8 +82,8 @@ def _base(recipe: Recipe) -> TaskChange:
 def open_added_family(change: TaskChange, recipe: Recipe, root: Path, folder: Path) -> TaskFamily:
     """Opens the family of a change and checks its first training task, with its verifiers and tools. Raises `UserError`.
 
-    Also raises it if a verifier's scores are late and the run accepts no late scores, because the first group would end the run and each
-    resumed run.
+    Also raises it if the scores of a verifier are late and the run accepts no late scores, because the first group would stop the run, and
+    again after each resumption.
     """
     part: dict[str, Any] = {"ref": change.family, "options": dict(change.options)}
     changed = recipe.but({"tasks.family": part, "seed": recipe.seed if change.seed is None else change.seed})
@@ -94,7 +95,8 @@ def open_added_family(change: TaskChange, recipe: Recipe, root: Path, folder: Pa
 
 
 def open_changes(recipe: Recipe, folder: Path, family: TaskFamily, root: Path, practice: ReservedGroups | None = None) -> TaskChanges:
-    """Returns the changes to the tasks of a run. Raises `StoreError` if their files are damaged, and `UserError` for an added family."""
+    """Returns the changes to the tasks of a run. Raises `StoreError` if their files are damaged, and `UserError` if an added family cannot
+    be opened."""
     opened = partial(open_added_family, recipe=recipe, root=root, folder=folder)
     return TaskChanges(
         folder, (_base(recipe), family), opened, lambda group: group - (practice.practice_groups_before(group) if practice else 0)
@@ -104,7 +106,7 @@ def open_changes(recipe: Recipe, folder: Path, family: TaskFamily, root: Path, p
 def planned_mix(recipe: Recipe, logged: Iterable[LoggedChange]) -> TaskMix:
     """Returns the tasks in use after all changes have started.
 
-    Excludes changes that are rejected, or will be because an earlier change was rejected.
+    Excludes changes that were rejected or will be rejected because an earlier change was rejected.
     """
     mix = TaskMix.of_family(family_label(recipe.tasks.family.ref))
     for entry in logged:
@@ -114,7 +116,8 @@ def planned_mix(recipe: Recipe, logged: Iterable[LoggedChange]) -> TaskMix:
 
 
 def list_tasks(run_dir: Path) -> RunTasks:
-    """Returns the tasks that a run has used, its families and the changes. Raises `UserError`, and `StoreError` if a file is damaged."""
+    """Returns the tasks that a run has used, its task families and the changes. Raises `UserError` if the folder contains no run, and
+    `StoreError` if a file is damaged."""
     recipe = run_recipe(run_dir)
     logged = read_changes(run_dir)
     mix, base = planned_mix(recipe, logged), family_label(recipe.tasks.family.ref)
@@ -130,7 +133,7 @@ def list_tasks(run_dir: Path) -> RunTasks:
 def _rows(run_dir: Path, mix: TaskMix) -> Iterator[TaskRow]:
     groups, quarantine = defaultdict[tuple[str, str], dict[int, GroupOutcome]](dict), Quarantine(run_dir)
     for outcome in _outcomes(run_dir):
-        groups[outcome.task, outcome.kind][outcome.group] = outcome  # the last line of a group includes its late scores
+        groups[outcome.task, outcome.kind][outcome.group] = outcome  # the last line for a group includes its late scores
     for (task, kind), outcomes in groups.items():
         scored = [outcome.mean for outcome in outcomes.values() if outcome.counted]
         weight = mix.kinds.get(kind, 1.0) * mix.tasks.get(task, 1.0)
@@ -144,10 +147,10 @@ def _outcomes(run_dir: Path) -> Iterator[GroupOutcome]:
 
 
 def request_change(run_dir: Path, change: TaskChange) -> TaskChange:
-    """Logs a change, which applies from the next group that starts. Returns the change with its target: family, kind or task.
+    """Logs a change, which applies from the next group that is started. Returns the change with its target: family, kind or task.
 
-    For remove and reweight, the name is that of a family, a kind or a task. Raises `UserError` if the name is unknown, if the family is
-    already used or cannot be opened, or if no task would remain.
+    For remove and reweight, `change.name` is the name of a family, a kind or a task. Raises `UserError` if the name is unknown, if the
+    family is already used or cannot be opened, or if no task would remain.
     """
     recipe, root = run_recipe(run_dir), project_root(Path.cwd() / "recipe")
     with changing(run_dir) as append:
@@ -177,7 +180,7 @@ def _tasks(family: TaskFamily, most: int) -> Iterator[Task]:
 
 
 def _target(name: str, mix: TaskMix, run_dir: Path, opened: Callable[[str], TaskFamily]) -> str:
-    """Returns `kind` or `task`, depending on what a name refers to, even if it was not used yet.
+    """Returns `kind` or `task`, depending on what a name refers to. The run need not have used that kind or task yet.
 
     Raises `UserError` if the name is unknown.
     """
@@ -221,5 +224,5 @@ async def start_changes(run: Run, group: int) -> None:
             try:
                 for spec in sandbox_specs(changes.family(change.name)):
                     await run.sandboxes.prepare(spec)
-            except (UserError, InfrastructureError) as error:  # the groups of the family also report it
+            except (UserError, InfrastructureError) as error:  # the groups of the family also report the error
                 run.tracker.alert(f"task family {change.name}: {error}")

@@ -1,7 +1,7 @@
 """Opens the OpenTelemetry traces of a run (`agentrl.observe.traces`) if environment variables enable them.
 
 The standard variables enable and configure them: `OTEL_EXPORTER_OTLP_ENDPOINT`, `OTEL_TRACES_EXPORTER`, `OTEL_TRACES_SAMPLER`,
-`OTEL_SERVICE_NAME` and so on. If they are not set, a run has no such tracker, and OpenTelemetry is not imported.
+`OTEL_SERVICE_NAME` and so on. If they do not enable traces, the run has no such tracker, and OpenTelemetry is not imported.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ if TYPE_CHECKING:
     from agentrl.observe.traces import EpisodeTraces
 
 CLOSE_S = 5.0
-"""Maximum seconds that the end of a run waits for a collector."""
+"""Maximum time to wait for a collector at the end of a run, in seconds."""
 _NEEDED = "a trace exporter, which environment variables such as OTEL_EXPORTER_OTLP_ENDPOINT enable,"
-_GROUP = "opentelemetry_traces_exporter"  # entry points of exporters
+_GROUP = "opentelemetry_traces_exporter"  # group of entry points for exporters
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 
 
 def open_traces(recipe: Recipe, folder: Path, *, alert: Callable[[str], None]) -> list[BackgroundTracker]:
-    """Returns a tracker that exports traces, or an empty list if the environment variables do not enable them. Call it in the event loop.
+    """Returns a list with a tracker that exports traces; empty if the environment variables do not enable traces. Call it in the event
+    loop.
 
     Args:
         alert: called once, in the event loop, if spans cannot be exported.
@@ -57,7 +58,7 @@ def open_traces(recipe: Recipe, folder: Path, *, alert: Callable[[str], None]) -
 
 
 def exporters_wanted(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Returns the names of the exporters that the environment variables enable; empty if traces are off."""
+    """Returns the names of the exporters that the environment variables enable; empty if traces are disabled."""
     named = [name.strip() for name in environment.get("OTEL_TRACES_EXPORTER", "").split(",") if name.strip()]
     if environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true" or "none" in named:
         return []
@@ -68,10 +69,10 @@ def _open(names: Sequence[str], recipe: Recipe, folder: Path, alert: Callable[[s
     sdk, resources = (import_optional(f"opentelemetry.sdk.{name}", "opentelemetry", needed_for=_NEEDED) for name in ("trace", "resources"))
     from agentrl.observe.traces import EpisodeTraces
 
-    logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # failed exports cause one alert of the run, not one line each
+    logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # failed exports cause one alert instead of one log line each
     named = os.environ.get("OTEL_SERVICE_NAME") or "service.name" in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
     own = {"agentrl.run": printable(folder.name, 200)} | ({} if named else {"service.name": "agentrl"})
-    provider = sdk.TracerProvider(resource=resources.Resource.create(own), shutdown_on_exit=False)  # reads the variables of the sampler
+    provider = sdk.TracerProvider(resource=resources.Resource.create(own), shutdown_on_exit=False)  # reads the variables for the sampler
     return EpisodeTraces(
         provider,
         [_exporter(name) for name in names],
@@ -97,7 +98,7 @@ def _exporter(name: str) -> Any:
 
 
 def _uses_of_step(recipe: Recipe, folder: Path, step: int) -> dict[int, GroupUse | None]:
-    """Returns the groups that the learner step of version `step` used, from the ledger."""
+    """Returns a mapping group index -> use for the groups that the learner step of version `step` used, from the ledger."""
     store = open_store(folder, recipe)
     try:
         return {entry.index: entry.use for entry in store.entries(step=step - 1) if not entry.is_residual}

@@ -1,4 +1,4 @@
-"""Episodes as plain text, for the report: one JSON object per line in `episodes/`. Episodes with a pending score are in `pending/`."""
+"""Episodes as plain text for the report, stored as JSON lines in `episodes/`. Episodes with a pending score are stored in `pending/`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from agentrl.experience.episode_rows import outcome
 from agentrl.observe.rundata import read_object
 from agentrl.records import Group, Message, ScoredEpisode, Task, Trajectory, codec, sampled_index
 
-_MAX_BYTES = 256 << 20  # maximum bytes of the transcripts of one group
+_MAX_BYTES = 256 << 20  # maximum size in bytes of the transcripts of one group
 
 
 def transcript(task: Task, scored: ScoredEpisode, *, phase: str, step: int) -> dict[str, Any]:
-    """Returns one episode as JSON data: `messages` has its first trajectory, and `trajectories` the others."""
+    """Returns one episode as JSON data: `messages` contains the first trajectory, and `trajectories` the others."""
     episode = scored.episode
     main, *others = episode.trajectories or (None,)
     return {
@@ -50,7 +50,7 @@ def transcript(task: Task, scored: ScoredEpisode, *, phase: str, step: int) -> d
 
 
 def _messages(prompt: Sequence[Message], trajectory: Trajectory | None) -> list[dict[str, Any]]:
-    """Returns the prompt of a trajectory, then its turns and tool results."""
+    """Returns the messages of a trajectory: the prompt, then the turns and the tool results."""
     messages = [_said(message) for message in prompt]
     for turn in trajectory.turns if trajectory is not None else ():
         messages.append(_said(turn.message))
@@ -69,10 +69,11 @@ def append_transcripts(path: Path, lines: Iterable[dict[str, Any]]) -> None:
 
 
 class PendingTranscripts:
-    """The tasks and transcripts of attempts whose scores have not arrived: `pending/000012.json` for group 12 or its residual.
+    """The tasks and transcripts of attempts whose scores have not arrived yet, in files such as `pending/000012.json` for group 12 or its
+    residual.
 
-    People who score them read the transcripts. The file of a group is written before the group is stored, and removed after the driver
-    records the outcome. A later driver therefore records the outcomes that an earlier driver did not record.
+    People read the transcripts to score the attempts. The file of a group is written before the group is stored and removed after the
+    driver has recorded the outcome. A later driver can therefore record the outcomes that an earlier driver did not record.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -86,23 +87,24 @@ class PendingTranscripts:
         write_atomically(self._path(group.index), json_line({"task": codec.to_json(task).decode(), **shown}))
 
     def read(self, group: int, attempt: int) -> dict[str, Any] | None:
-        """Returns the transcript of an attempt; None if it is missing or damaged."""
+        """Returns the transcript of an attempt; None if the transcript is missing or damaged."""
         shown = self._read(group).get(str(attempt))
         return shown if isinstance(shown, dict) else None
 
     def task(self, group: int) -> Task | None:
-        """Returns the task of a group; None if it is missing or damaged."""
+        """Returns the task of a group; None if the task is missing or damaged."""
         try:
             return codec.from_json(Task, str(self._read(group).get("task", "")).encode())
         except ValueError:
             return None
 
     def groups(self) -> set[int]:
-        """Returns the groups whose outcomes are not recorded. Some may not be stored, if their driver was killed."""
+        """Returns the indices of the groups whose outcomes are not recorded. Some of them may not be in the store, if a driver was
+        killed."""
         return {int(path.stem) for path in self._folder.glob("*.json") if path.stem.isdecimal()}
 
     def remove(self, group: int) -> None:
-        """Removes the file of a group, if there is one."""
+        """Removes the file of a group if it exists."""
         self._path(group).unlink(missing_ok=True)
 
     def _read(self, group: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Changes that a person makes to the versions of a run: promote, pin, and return to an earlier version."""
+"""Changes to the versions of a run at the request of a user: promote, pin, and return to an earlier version."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from agentrl.version import FolderRegistry, rollback
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestedRollback:
-    """A rollback that the learner will perform with its next step."""
+    """A rollback that the learner will perform instead of its next update."""
 
     to: int
-    undone: tuple[int, ...]  # versions that it undoes, including later versions of a run that continues
-    live: bool  # whether a driver is running, so that its learner performs the rollback
-    needs_steps: bool  # whether the run finished its steps, so that it continues only with more steps
+    undone: tuple[int, ...]  # versions that the rollback undoes
+    live: bool  # whether a driver is running, whose learner will perform the rollback
+    needs_steps: bool  # whether the run has finished all its steps, so that it continues only if it gets more steps
     replaced: int | None  # target of the pending request that this request replaces
 
 
@@ -48,9 +48,9 @@ def known_version(registry: FolderRegistry, number: int) -> PolicyVersion:
 
 
 def set_pinned(run_dir: Path, number: int, *, pinned: bool) -> None:
-    """Pins or unpins a version. A pinned version keeps its weights and its checkpoint. Idempotent.
+    """Pins or unpins a version. The weights and the checkpoint of a pinned version are not deleted. Idempotent.
 
-    Raises `UserError` if the version is unknown, or if the weights of a version to pin were deleted.
+    Raises `UserError` if the version is unknown, or if the version is to be pinned and its weights were deleted.
     """
     registry = open_registry(run_dir)
     version = known_version(registry, number)
@@ -58,7 +58,7 @@ def set_pinned(run_dir: Path, number: int, *, pinned: bool) -> None:
     if not pinned:
         return
     try:
-        require_weights(registry, version)  # after pinning, so that no other process can delete them afterwards
+        require_weights(registry, version)  # checked after pinning, so that no other process can delete the weights afterwards
     except UserError:
         registry.pin(number, pinned=False)
         raise
@@ -78,8 +78,8 @@ def require_weights(registry: FolderRegistry, version: PolicyVersion) -> None:
 def promote(run_dir: Path, number: int) -> Promotion:
     """Promotes a version, and exports it to `model/` if no driver is running. Idempotent.
 
-    Raises `UserError` if the version is unknown, was rolled back, has no weights, or cannot be promoted during the run; `StoreError` if its
-    weights are damaged.
+    Raises `UserError` if the version is unknown, was rolled back, has no weights, or cannot be promoted during the run, and `StoreError` if
+    its weights are damaged.
     """
     registry = open_registry(run_dir)
     version = known_version(registry, number)
@@ -111,10 +111,10 @@ def promote(run_dir: Path, number: int) -> Promotion:
 
 
 def request_rollback(run_dir: Path, number: int) -> RequestedRollback:
-    """Requests that server and learner return to a version: weights, optimizer, random state and schedule.
+    """Requests that the server and the learner return to a version, with its weights, optimizer, random state and schedule.
 
     The learner performs the rollback instead of its next update: at once in a live run, otherwise after `--resume`. The request replaces a
-    pending request. Raises `UserError` if the version is unknown, was rolled back, has the newest weights already, or has no intact
+    pending request. Raises `UserError` if the version is unknown, was rolled back, already has the newest weights, or has no intact
     checkpoint.
     """
     registry = open_registry(run_dir)
@@ -150,7 +150,7 @@ def request_rollback(run_dir: Path, number: int) -> RequestedRollback:
 
 
 def cancel_rollback(run_dir: Path) -> int:
-    """Withdraws the pending rollback request and returns its target. Raises `UserError` if there is none."""
+    """Withdraws the user's pending rollback request and returns its target. Raises `UserError` if there is none."""
     registry = open_registry(run_dir)
     pending = rollback.pending_request(run_dir / "versions", registry)
     if pending is None:
@@ -176,7 +176,7 @@ def has_checkpoint(run_dir: Path, number: int) -> bool:
 
 
 def _with_checkpoints(run_dir: Path) -> str:
-    """Returns the fix of an error about a missing checkpoint."""
+    """Returns the suggested fix for an error about a missing checkpoint."""
     folder = run_dir / "checkpoints"
     numbers = sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal()) if folder.is_dir() else []
     intact = [str(number) for number in numbers if has_checkpoint(run_dir, number)]
@@ -185,7 +185,7 @@ def _with_checkpoints(run_dir: Path) -> str:
 
 
 def run_recipe(run_dir: Path) -> Recipe:
-    """Returns the recipe of a run. Raises `UserError` if the folder contains none."""
+    """Returns the recipe of a run. Raises `UserError` if the folder contains no recipe."""
     if not (run_dir / "recipe.json").is_file():
         raise UserError(f"{run_dir} contains no run", fix="give the folder of a run, such as runs/quickstart")
     return load(run_dir / "recipe.json")
@@ -199,7 +199,7 @@ def _stopped(run_dir: Path, verb: str) -> Iterator[None]:
 
 
 def is_driven(run_dir: Path) -> bool:
-    """Whether a driver is running."""
+    """Whether a driver of the run is running."""
     try:
         with _stopped(run_dir, "rollback"):
             return False

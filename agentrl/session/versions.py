@@ -1,5 +1,4 @@
-"""Reads the records of a run folder about its policy versions: evaluations, staleness and size, and the differences between two
-versions."""
+"""Reads the records in a run folder about its policy versions (evaluations, staleness and size) and compares two versions."""
 
 from __future__ import annotations
 
@@ -25,14 +24,14 @@ _TRANSCRIPT: Mapping[str, type] = {"task_id": str, "split": str}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionRecord:
-    """A policy version with all records of the run folder about it."""
+    """A policy version with all records about it in the run folder."""
 
     version: PolicyVersion
     pinned: bool
-    weights_bytes: int  # size of the version's folder without its record; 0 if the weights were deleted
+    weights_bytes: int  # size of the version's folder, excluding its record; 0 if the weights were deleted
     checkpoint_bytes: int | None  # size of the learner's checkpoint, to which the run can return; None if it was deleted
     verdict: GateVerdict | None  # verdict of the gate on exactly these weights
-    held_out: Mapping[str, Rate] = field(default_factory=dict)  # split -> rate of the newest evaluation of these weights
+    held_out: Mapping[str, Rate] = field(default_factory=dict)  # split -> rate from the newest evaluation of these weights
     phase: str = ""  # phase of that evaluation: before, step12 or after
     metrics: Mapping[str, float] = field(default_factory=dict)  # metrics of the learner step that produced the version
 
@@ -44,7 +43,7 @@ class VersionRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationDifference:
-    """Two versions on the same cases. `comparison` names the cases whose mean score fell (`lost`) or rose (`gained`)."""
+    """A comparison of two versions on the same cases. `comparison` lists the cases whose mean score fell (`lost`) or rose (`gained`)."""
 
     what: str  # the suite, or the held-out tasks
     comparison: Comparison
@@ -59,10 +58,10 @@ def open_registry(run_dir: Path) -> FolderRegistry:
 
 
 def read_versions(run_dir: Path) -> tuple[VersionRecord, ...]:
-    """Returns all registered versions of a run, oldest first. Can be called during the run.
+    """Returns all registered versions of a run, the oldest first. It can be called during the run.
 
-    Raises `UserError` if the folder has no versions, and `StoreError` if the record of a version or verdict is damaged. Other records that
-    cannot be read count as missing.
+    Raises `UserError` if the folder has no versions, and `StoreError` if the record of a version or a verdict is damaged. Any other record
+    that cannot be read counts as missing.
     """
     registry = open_registry(run_dir)
     versions, pinned = registry.versions(), registry.pinned()
@@ -90,12 +89,12 @@ def read_versions(run_dir: Path) -> tuple[VersionRecord, ...]:
 
 
 def checkpoint_folder(run_dir: Path, number: int) -> Path:
-    """Returns the folder of the learner's checkpoint with the weights of a version."""
+    """Returns the folder of the learner's checkpoint that contains the weights of a version."""
     return run_dir / "checkpoints" / f"{number:06d}"
 
 
 def folder_bytes(folder: Path, *, without: str = "") -> int:
-    """Returns the total size of all files in a folder. Links, and files that are deleted in the meantime, count as 0."""
+    """Returns the total size of all files in a folder. Links count as 0, and so do files that are deleted in the meantime."""
     total = 0
     for directory, _, names in os.walk(folder):
         for name in names:
@@ -106,7 +105,8 @@ def folder_bytes(folder: Path, *, without: str = "") -> int:
 
 
 def _held_out_evaluations(run_dir: Path, hashes: Iterable[str]) -> dict[str, tuple[str, dict[str, Rate]]]:
-    """Returns hash of weights -> phase and rates of their newest held-out evaluation. Versions with equal weights share an evaluation."""
+    """Returns a mapping hash of weights -> (phase, rates) of their newest held-out evaluation. Versions with equal weights share an
+    evaluation."""
     config = _evaluation_config(run_dir)
     if config is None:
         return {}
@@ -138,7 +138,7 @@ def _rate(result: Mapping[str, object]) -> Rate | None:
 def lineage(versions: Sequence[PolicyVersion], before: int, after: int) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
     """Returns the newest common ancestor of two versions, the versions from it to `before`, and the versions from it to `after`.
 
-    Both sequences of versions exclude the ancestor and start with the oldest version.
+    Both tuples of versions exclude the ancestor and start with the oldest version.
     """
     parents = {version.number: version.parent for version in versions}
     ways = [_ancestors(parents, number) for number in (before, after)]
@@ -148,7 +148,8 @@ def lineage(versions: Sequence[PolicyVersion], before: int, after: int) -> tuple
 
 
 def _ancestors(parents: Mapping[int, int | None], number: int) -> list[int]:
-    """Returns the version and its ancestors, newest first. A parent is always older, so the walk ends even if a record is damaged."""
+    """Returns a version and its ancestors, the newest first. Stops at a parent that is not older, so that it returns even if a record is
+    damaged."""
     way = [number]
     while (parent := parents.get(way[-1])) is not None and parent < way[-1]:
         way.append(parent)
@@ -174,7 +175,7 @@ def evaluation_differences(run_dir: Path, before: VersionRecord, after: VersionR
 
 
 def held_out_scores(run_dir: Path, phase: str) -> Scores:
-    """Returns the scores of a held-out evaluation by task, from its transcripts; None for an excluded attempt."""
+    """Returns the scores in a held-out evaluation by task, from its transcripts. An excluded attempt has the score None."""
     scores: dict[str, list[float | None]] = {}
     for line in read_lines(run_dir / "episodes" / f"{phase}.jsonl", _TRANSCRIPT, []):
         value = None if line.get("left_out") else line.get("score")

@@ -1,4 +1,4 @@
-"""Supervised training on a run's episodes: imitation, preferences and reward models, through TRL."""
+"""Supervised training on a run's episodes: imitation, preferences and reward models, with TRL."""
 
 from agentrl.supervised.select import select_demonstrations, select_preferences
 

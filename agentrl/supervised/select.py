@@ -24,15 +24,16 @@ class Preference:
     task_key: str
     prompt_ids: tuple[int, ...]  # the shared prompt
     chosen_ids: tuple[int, ...]  # the tokens after the prompt, including tool output
-    chosen_mask: tuple[bool, ...]  # True where the policy wrote it
+    chosen_mask: tuple[bool, ...]  # True for tokens that the policy wrote
     rejected_ids: tuple[int, ...]
     rejected_mask: tuple[bool, ...]
-    margin: float  # difference of the scores, above 0
+    margin: float  # difference between the scores, above 0
 
 
 def select_demonstrations(groups: Iterable[Group], *, min_score: float | None = None, per_task: int = 1) -> list[dict[str, list[int]]]:
-    """Returns rows `input_ids`, `labels` of the best episodes with a score of at least `min_score`, at most `per_task` per task.
-    None means the threshold of the task, or 1 if the task has none.
+    """Returns rows of `input_ids` and `labels` from the best episodes that score at least `min_score`, at most `per_task` per task.
+
+    If `min_score` is None, the task's threshold is used, or 1 if the task has none.
 
     Among episodes with equal scores, the shortest come first. Duplicate attempts count once. Each trajectory of an episode is a separate
     row.
@@ -52,7 +53,7 @@ def select_demonstrations(groups: Iterable[Group], *, min_score: float | None = 
 
 
 def select_preferences(groups: Iterable[Group], *, margin: float = 0.5, per_task: int = 4) -> list[Preference]:
-    """Returns pairs of attempts at one task whose scores differ by at least `margin`; at most `per_task` per task.
+    """Returns pairs of attempts at one task whose scores differ by at least `margin`, at most `per_task` pairs per task.
 
     The best attempt is paired with the worst, the second best with the second worst, and so on. Only attempts with the same prompt tokens
     are paired, and only episodes with one trajectory, because it is unknown which part of a tree earned a score.
@@ -74,7 +75,7 @@ def select_preferences(groups: Iterable[Group], *, margin: float = 0.5, per_task
 
 
 def _episodes(group: Group) -> list[tuple[float, list[Sample]]]:
-    """Returns the score and samples of the counted episodes."""
+    """Returns a (score, samples) pair for each counted episode."""
     samples: dict[str, list[Sample]] = defaultdict(list)
     for sample in counted_samples([group]):
         samples[sample.episode_id].append(sample)

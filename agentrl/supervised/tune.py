@@ -84,7 +84,7 @@ def train_reward_model(
     seed: int,
     shows: tuple[PromptField, ...] = (),
 ) -> float:
-    """Trains a model that scores an episode, higher for the better of a pair (Bradley-Terry), from `model`'s trunk.
+    """Trains a model from `model`'s trunk to score the better episode of a pair higher (Bradley-Terry).
 
     Writes a folder for `AutoModelForSequenceClassification` with a record of the model's input and scale, and returns the last loss. Raises
     `UserError` if the trained model does not separate the pairs. `shows`: the prompt fields that the text of each `TextPreference`
@@ -117,7 +117,7 @@ def _require(rows: Sequence[Any], what: str, fix: str) -> None:
 
 
 def _start(kind: Any, model: Path, **options: Any) -> Any:
-    """Loads the model with float32 weights, because rounding would lose most updates of bfloat16 weights at these learning rates."""
+    """Loads the model with float32 weights, because rounding would lose most updates to bfloat16 weights at these learning rates."""
     import torch
 
     return kind.from_pretrained(model, dtype=torch.float32, use_safetensors=True, trust_remote_code=False, **options)
@@ -139,7 +139,7 @@ def _common(work: str, model: Path, epochs: float, lr: float, batch: int, seed: 
         "per_device_train_batch_size": batch,
         "learning_rate": lr,
         "lr_scheduler_type": "cosine",
-        "warmup_steps": 0.05,  # below 1, so a share of the steps
+        "warmup_steps": 0.05,  # a value below 1 means a share of the steps
         "max_grad_norm": 1.0,
         "logging_steps": 1,
         "save_strategy": "no",
@@ -161,7 +161,8 @@ def _tokenizer(model: Path) -> Any:
 
 
 def _train(trainer: Any, model: Path, out: Path, *, finish: Callable[[Any, Path], None] = lambda trained, folder: None) -> float:
-    """Trains and writes the folder; returns the last loss. Calls `finish` with the trained model and the unfinished folder."""
+    """Trains, writes the folder, and returns the last loss, averaged over the last tenth of the steps. Calls `finish` with the trained
+    model and the unfinished folder."""
     trainer.train()
     if not all(parameter.isfinite().all() for parameter in trainer.model.parameters()):  # TRL logs a NaN loss as 0
         raise UserError("the training diverged: weights are not finite, so no model is saved", fix="lower --lr")
@@ -177,7 +178,8 @@ def _train(trainer: Any, model: Path, out: Path, *, finish: Callable[[Any, Path]
 
 
 def _reward_row(pair: Preference | TextPreference, tokenizer: Any, longest: int) -> dict[str, list[int]]:
-    """Returns the token ids of both sides, truncated to their last `longest` tokens. Text is tokenized as a server does."""
+    """Returns the token ids of both sides, truncated to their last `longest` tokens. Text is tokenized as on a
+    server."""
     if isinstance(pair, Preference):
         sides = [[*pair.prompt_ids, *pair.chosen_ids], [*pair.prompt_ids, *pair.rejected_ids]]
     else:
@@ -188,7 +190,7 @@ def _reward_row(pair: Preference | TextPreference, tokenizer: Any, longest: int)
 def _record_reward_model(
     trained: Any, folder: Path, *, rows: Sequence[dict[str, list[int]]], shows: tuple[PromptField, ...], longest: int
 ) -> None:
-    """Records the model's input and scale: the mean score of better sides becomes 0.88, of worse sides 0.12 (logistic(+-2))."""
+    """Records the model's input and scale: the mean score of better sides becomes 0.88, and that of worse sides 0.12 (logistic(+-2))."""
     import torch
 
     trained.eval()

@@ -3,8 +3,8 @@
     task_changes.jsonl   a `TaskChange` per line, appended by `agentrl tasks`
     task_starts.jsonl    a `ChangeStart` for each change, appended by the driver before the first group with the change starts
 
-So the task of a group is a pure function of the seed, the group's index and the recorded changes, and a resumed run assigns the same task
-to each group. A change that cannot be applied is recorded as rejected.
+The task of a group is therefore a pure function of the seed, the group's index and the recorded changes, and a resumed run assigns the same
+task to each group. A change that cannot be applied is recorded as rejected.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from agentrl.records.fields import JsonObject, Record, Text
 
 CHANGES_FILE, STARTS_FILE = "task_changes.jsonl", "task_starts.jsonl"
 MAX_WEIGHT, MIN_WEIGHT = 1000.0, 0.001
-_DENOMINATOR = 1_000_000  # largest denominator of a weight as a fraction
+_DENOMINATOR = 1_000_000  # maximum denominator of a weight that is stored as a fraction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class TaskChange(Record):
     weight: float = 1.0  # relative to other families, or to other tasks of its family; ignored for remove
     family: str = ""  # added family: folder of task folders, or plug-in reference
     options: JsonObject = field(default_factory=dict)  # options of an added family
-    seed: int | None = None  # seed of an added family; None means that of the recipe
+    seed: int | None = None  # seed of an added family; None means the recipe's seed
 
     def __post_init__(self) -> None:
         if not MIN_WEIGHT <= self.weight <= MAX_WEIGHT:  # also rejects NaN
@@ -64,7 +64,7 @@ class TaskChange(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangeStart(Record):
-    """The first group to which a change applies. Groups are counted in the order in which they start, without extra groups."""
+    """The first group to which a change applies. Groups are counted in the order in which they start, excluding extra groups."""
 
     sha256: str  # hash of the previous record, the change's line and the other fields
     first: int
@@ -90,7 +90,7 @@ class TaskMix:
 
     @classmethod
     def of_family(cls, name: str) -> TaskMix:
-        """Returns the tasks in use by a run that has no changes."""
+        """Returns the tasks in use in a run that has no changes."""
         return cls(families={name: Fraction(1)})
 
     def weight_of(self, task: Task) -> float:
@@ -98,7 +98,7 @@ class TaskMix:
         return self.kinds.get(task.kind, 1.0) * self.tasks.get(task.id, 1.0)
 
     def accepts(self, task: Task, *, seed: int, group: int, turn: int) -> bool:
-        """Whether the group uses this task after it skipped `turn` tasks; deterministic."""
+        """Whether the group uses this task after the group has skipped `turn` tasks; deterministic."""
         if not self.kinds and not self.tasks:
             return True
         heaviest = max([1.0, *self.kinds.values()]) * max([1.0, *self.tasks.values()])
@@ -124,7 +124,7 @@ class TaskMix:
         return replace(self, families=families)
 
     def split(self, groups: int) -> Iterator[tuple[str, int, bool]]:
-        """Yields for each family how many of the first `groups` groups use it, and whether the next group uses it."""
+        """Yields, for each family, its name, how many of the first `groups` groups use it, and whether the next group uses it."""
         rest, claimed = sum(self.families.values()), False
         for number, (name, weight) in enumerate(self.families.items(), 1):
             share = weight / rest if number < len(self.families) else Fraction(1)
@@ -151,7 +151,7 @@ class TaskChanges:
         open_added: opens the family of a change. Raises `UserError`.
         position: maps the number of a group to its position in the families' schedule. The schedule skips groups reserved for practice.
 
-    Raises `StoreError` if the two files do not belong together.
+    Raises `StoreError` if the two files do not match.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class TaskChanges:
         return self._families[name]
 
     def draw(self, position: int, group: int) -> tuple[TaskFamily, int, TaskMix]:
-        """Returns the family of a group, the position in its schedule, and the weights of its tasks.
+        """Returns the family of a group, the group's position in the family's schedule, and the weights of the family's tasks.
 
         Args:
             position: position of the group in the schedule of the families.
@@ -286,7 +286,7 @@ def changing(folder: Path) -> Iterator[Callable[[TaskChange], None]]:
 
 
 def _chain(before: str, line: str, start: ChangeStart) -> str:
-    """Returns the hash of a start. It detects a damaged start, which would assign different tasks to groups."""
+    """Returns the hash of a start. It makes damage detectable, because a damaged start would assign different tasks to groups."""
     return _hash(codec.to_json(replace(start, sha256=f"{before} {line}")))
 
 

@@ -1,4 +1,4 @@
-"""The contents of a `task.toml`: Harbor's keys (see `agentrl.task.harbor`) and agentrl's. Any other key is an error.
+"""The contents of a `task.toml`: Harbor's keys (see `agentrl.task.harbor`) and agentrl's keys. Any other key is an error.
 
 version = "1.0"
 outputs = ["report.json"]         # agentrl's key: the files to grade, as patterns of agentrl.task.outputs
@@ -51,7 +51,7 @@ class AgentSection(_Table):
     all_tokens: int | None = Field(None, ge=1)
     """Tokens of all contexts of the episode together, if it has several."""
     thinking_tokens: int | None = Field(None, ge=1)
-    """Thinking tokens of one turn, after which thinking is ended. Less than turn_tokens."""
+    """Thinking tokens of one turn, after which thinking is stopped. Must be less than turn_tokens."""
 
     @model_validator(mode="after")
     def _answers_fit(self) -> AgentSection:
@@ -98,7 +98,7 @@ class VerifierSection(_Table):
     """How the outputs are graded."""
 
     timeout_sec: float = Field(60.0, gt=0, le=MAX_TEST_SECONDS)
-    """Time limit of the tests."""
+    """Time limit for the tests."""
     mode: Mode | None = None
     """judge, pytest, shell or harbor. Default: judge without tests/test.sh; harbor if the tests mention /logs/verifier; else shell."""
 
@@ -187,7 +187,7 @@ class RunsFile(BaseModel):
 
 
 def parse_toml(kind: type[M], text: str) -> M:
-    """Parses a model from TOML. Raises `ValueError` with one line for each wrong key: the key's name, the problem, the allowed values."""
+    """Parses a model from TOML. Raises `ValueError` with one line for each invalid key: the key's name, the problem, the allowed values."""
     try:
         return kind.model_validate(untrusted_files.loads(text))
     except ValidationError as error:

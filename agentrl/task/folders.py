@@ -1,15 +1,16 @@
 """A task family that consists of folders in the format of Harbor and terminal-bench.
 
     FAMILY/
-        image.toml              the image of tasks that have none
+        image.toml              the image for tasks that have none
         TASK/
             task.toml           limits, outputs, mode of grading (agentrl.task.description)
-            instruction.md      the prompt of the agent
+            instruction.md      the agent's prompt
             environment/        image.toml or Dockerfile; files/ is copied to the working directory
             tests/              hidden: test_*.py with runs.toml, or test.sh, which may write a reward as in Harbor
             solution/           hidden: solve.sh or solve.py, the gold solution
 
-All folders are read and checked when the family is opened. The error lists all mistakes, with task, file, field and fix.
+All folders are read and checked when the family is opened. If any contain mistakes, the error lists all of them, with task, file, field and
+fix.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class _Checks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderTask:
-    """One task from its folder. If the folder does not set a split, it is drawn later."""
+    """One task, read from its folder. If the folder does not set a split, the split is drawn later."""
 
     name: str
     description: TaskDescription
@@ -100,10 +101,11 @@ class FolderTask:
 
 
 class TaskFolders:
-    """The task family in a folder (`agentrl.protocols.TaskFamily`). Training and held-out tasks are different folders.
+    """The task family in a folder (`agentrl.protocols.TaskFamily`). Training and held-out tasks come from different folders.
 
-    Image paths are relative to `root`. `heldout` is the fraction of the tasks without a `split` that are held out, chosen with the seed. If
-    it is not 0 and there are two or more such tasks, at least one is held out, and never all. Raises `TaskError` with all mistakes.
+    Image paths are relative to `root`. Of the tasks without a `split`, the fraction `heldout` is held out, chosen with the seed. If
+    `heldout` is not 0 and there are two or more such tasks, at least one of them is held out, but never all. Raises `TaskError` with all
+    mistakes if a folder is invalid.
     """
 
     def __init__(self, folder: Path, *, root: Path, seed: int = 0, heldout: float = 0.25) -> None:
@@ -146,7 +148,7 @@ class TaskFolders:
         )
 
     def gold(self, task: Task) -> str:
-        """Returns Python source that runs solution/, which writes the correct outputs to the working directory."""
+        """Returns Python source that runs the program in solution/, which writes the correct outputs to the working directory."""
         return str(task.data[GRADING_KEY]["gold"])
 
     def _image(self, folder: Path) -> str:
@@ -188,7 +190,7 @@ def _load_all(folder: Path) -> list[FolderTask]:
 
 
 def _load(folder: Path) -> FolderTask | list[_Mistake]:
-    """Returns the task of a folder, or all mistakes in the folder."""
+    """Returns the task in a folder, or all mistakes in the folder."""
     check = _Checks()
     check(_check_names, folder)
     description = check(_parsed, TaskDescription, folder, "task.toml", 'write it, with a line such as outputs = ["answer.txt"]')
@@ -274,7 +276,7 @@ def _fits_harbor(folder: Path, description: TaskDescription, grading: Grading, f
 
 
 def _image(folder: Path, description: TaskDescription) -> Path:
-    """Returns the folder with the image's recipe: that of the task, else that of the family."""
+    """Returns the folder with the image's recipe: the task's folder `environment`, or else the family's folder."""
     environment = folder / "environment"
     own = [name for name in _IMAGES if (environment / name).is_file()]
     if len(own) == 2:
@@ -363,8 +365,8 @@ def _text(folder: Path, path: str, fix: str) -> str:
 
 
 def _tree(folder: Path, name: str) -> dict[str, bytes]:
-    """Returns the content of every file in a folder of the task by relative path. Raises `_Mistake` if the folder is missing, is too large,
-    or contains links or devices."""
+    """Returns relative path -> content for every file in a folder of the task. Raises `_Mistake` if the folder is missing, is too large, or
+    contains links or devices."""
     top = folder / name
     if not top.is_dir():
         raise _Mistake(name, "is missing", f"create the folder {name}/")

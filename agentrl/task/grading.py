@@ -24,7 +24,7 @@ from agentrl.records.paths import is_plain_path
 
 MAX_RUNS = 64
 MAX_RUN_SECONDS = 300.0  # limit for all runs of a task together, which limits how long a program under test can delay the grading
-MAX_TEST_SECONDS = 3600.0  # largest deadline that a task can set for its tests
+MAX_TEST_SECONDS = 3600.0  # maximum deadline that a task can set for its tests
 GRADING_KEY = "grading"
 JUDGE_ARGUMENTS = ("outputs", "runs")
 
@@ -43,7 +43,7 @@ class GradingRun(BaseModel):
     argv: tuple[str, ...] = ()
     """Program and arguments, such as ["python3", "count.py", "--top", "3"]."""
     call: str = ""
-    """A function of a Python file instead of a program: `count.py:top`; its result is returned as JSON."""
+    """A function in a Python file instead of a program, such as `count.py:top`. Its result is returned as JSON."""
     args: tuple[Any, ...] = ()
     """Arguments of the call."""
     kwargs: dict[str, Any] = {}
@@ -51,7 +51,7 @@ class GradingRun(BaseModel):
     stdin: str = ""
     """Standard input."""
     stdin_file: str = ""
-    """Standard input from a file in tests/."""
+    """File in tests/ that is passed as standard input."""
     files: dict[str, str] = {}
     """Hidden inputs: path in the working directory -> file in tests/."""
     reads: tuple[str, ...] = ()
@@ -100,9 +100,9 @@ class Grading(BaseModel):
     """Path in tests/ -> base64 of the file."""
     runs: tuple[GradingRun, ...] = Field((), max_length=MAX_RUNS)
     timeout_s: float = Field(60.0, gt=0, le=MAX_TEST_SECONDS)
-    """Deadline of the tests."""
+    """Deadline for the tests."""
     gold: str = ""
-    """Python source of the gold solution. If tests break, it shows whether the task or the outputs are to blame."""
+    """Python source of the gold solution. If tests break, it is used to determine whether the task or the outputs are to blame."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Grading:

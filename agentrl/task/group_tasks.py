@@ -1,9 +1,10 @@
 """The tasks of a run's groups, the outcome of each group (a line in `tasks.jsonl`), and the resulting task weights.
 
-The weights of a block are a pure function of the groups that the steps before its version consumed (`agentrl.experience.BlockStarts`).
-These groups are known when the block starts, so a resumed run assigns the same task to each group. The file makes it unnecessary to reread
-the groups, and the report uses it. After a crash, the file may lack a group; the group is then read from the store, and its task is created
-again. A group with late scores is recorded twice: before it is stored, without these scores, and again when it has them.
+The weights for a block are a pure function of the groups that were consumed by the steps before the block's version
+(`agentrl.experience.BlockStarts`). These groups are known when the block starts, so a resumed run assigns the same task to each group.
+Because of the file, the groups need not be read again. The report also uses the file. After a crash, the file may lack a group. The group
+is then read from the store, and its task is created again. A group with late scores is recorded twice: without these scores before the
+group is stored, and again when the scores have arrived.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ class GroupTasks:
             self._record = TaskHistory(min_group_size=order.min_group_size, by_task=by_task)
         self._lines: dict[int, GroupOutcome] | None = None  # outcomes from the file that are not yet in the history
         self._reached = 0  # number of steps that are in the history
-        self._open_block = 0  # first block with groups, except late ones, that these steps did not consume
+        self._open_block = 0  # first block with groups that these steps did not consume, apart from late groups
         self._weights = {0: self._record.weights()} if self._record is not None else {}  # by version
         self._reaching = asyncio.Lock()
 
     async def prepare_block(self, block: int) -> None:
-        """Computes the weights of a block. Call it when the block may start, because then the groups that determine the weights are
-        known."""
+        """Computes the weights of a block. Call it when the block may start, because the groups that determine the weights are known only
+        then."""
         if self._record is None:
             return
         async with self._reaching:
@@ -58,7 +59,7 @@ class GroupTasks:
                 self._reached += 1
                 self._weights[self._reached] = self._record.weights()
                 await self._drop_weights()
-                await asyncio.sleep(0)  # a resumed run may have many steps, and other asyncio tasks wait
+                await asyncio.sleep(0)  # a resumed run may have many steps, and other asyncio tasks are waiting
 
     def task(self, index: int) -> Task:
         """Returns the task of group `index`. Raises the errors of `GroupSchedule.task`."""
@@ -75,13 +76,15 @@ class GroupTasks:
             self._lines[group.index] = taught
 
     def record_scores(self, scored: Iterable[tuple[Task, Group]], *, again: bool) -> None:
-        """Records the outcomes of groups whose late scores have arrived or expired. `again`: skips outcomes that are already recorded."""
+        """Records the outcomes of groups whose late scores have arrived or expired. `again`: whether to skip outcomes that are already
+        recorded."""
         recorded = self._read() if again else {}
         taught = [GroupOutcome.from_group(*pair) for pair in scored if not self._schedule.is_practice(self._order.position(pair[1].index))]
         append_lines(self._path, [codec.to_json(line) + b"\n" for line in taught if line != recorded.get(line.group)])
 
     async def _needed_groups(self, entries: Sequence[LedgerEntry]) -> dict[int, Group]:
-        """Returns the groups of a step whose outcome is not recorded, or was recorded before their late scores arrived."""
+        """Returns index -> group for the groups of a step that have no recorded outcome, or whose outcome was recorded before their late
+        scores."""
         assert self._lines is not None, "the file is read first"
         indices = [entry.index for entry in entries if entry.late_parts or entry.index not in self._lines]
         return {group.index: group for group in await self._store.groups(indices)} if indices else {}
@@ -100,8 +103,8 @@ class GroupTasks:
                     yield GroupOutcome.from_group(task, group)
 
     async def _drop_weights(self) -> None:
-        """Deletes the weights of consumed blocks. A block whose only missing groups have late scores counts as consumed, because their
-        tasks are recorded."""
+        """Deletes the weights of consumed blocks. A block counts as consumed if all its missing groups have late scores, because the tasks
+        of these groups are recorded."""
         stored = await self._store.entries(first=self._order.block(self._open_block).start)
         self._open_block = self._order.first_open_block(stored, before=self._reached, start=self._open_block)
         oldest = self._starts.oldest_version(self._open_block)

@@ -1,6 +1,6 @@
-"""Harbor's task folders: translates Harbor's keys to agentrl's, and rejects keys that need something unavailable.
+"""Translates the keys in Harbor's task folders to agentrl's keys, and rejects keys that require something unavailable.
 
-Harmless keys are accepted. A key that changes what a sandbox provides (a network, a GPU, root, a second container) is an error with the
+Harmless keys are accepted. A key that changes what a sandbox provides (a network, a GPU, root, a second container) causes an error with the
 reason and the fix, because ignoring it would change the task.
 """
 
@@ -72,7 +72,7 @@ _ASKS_FOR_NETWORK = ("allow_internet", "network_mode")
 
 
 def translate_keys(description: dict[str, Any]) -> dict[str, Any]:
-    """Returns a `task.toml` with Harbor's keys removed or replaced by agentrl's.
+    """Returns a `task.toml` with Harbor's keys removed or replaced by agentrl's keys.
 
     Raises `PydanticCustomError` with one line for each rejected key.
     """

@@ -3,9 +3,9 @@
 The truth of a task consists of the values in `Task.data` under keys such as `answer`, the output of the gold solution, and the tests and
 solution of a task folder. A leak is
 
-    a failure  if a file contains only the truth, and the truth has LONG characters or the file is named like an answer; if the truth is
-               next to a key or in a column such as `answer`; or if the file contains a test or the gold solution
-    a note     if a truth of LONG characters or more appears verbatim, which is correct if the task is to look it up
+    a failure  if a file contains only the truth, and the truth has at least LONG characters or the file is named like an answer; if the
+               truth is next to a key or in a column such as `answer`; or if the file contains a test or the gold solution
+    a note     if a truth of at least LONG characters appears verbatim, which is intended if the agent's task is to look it up
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _compared(source: str) -> Iterator[str]:
 
 
 def find_leaks(files: Mapping[str, bytes], wanted: Iterable[Truth]) -> list[Leak]:
-    """Returns the leaks in these files: for each file and truth, the most obvious one."""
+    """Returns the leaks in these files: at most one for each file and truth, the most obvious one."""
     readable: list[Leak] = []
     known = list(wanted)
     for path, data in files.items():
@@ -170,7 +170,8 @@ def _begins(rest: str, wanted: str) -> bool:
 
 
 def without_truth(value: Any) -> Any:
-    """Returns the readable part of a task's JSON data. Excludes values under keys that are named like an answer, and tests and solution."""
+    """Returns the readable part of a task's JSON data. Excludes values under keys that are named like an answer, and the tests and the
+    solution."""
     if isinstance(value, Mapping):
         readable = (
             (str(key), entry) for key, entry in value.items() if key != GRADING_KEY and not _DATA_KEY.fullmatch(str(key).rpartition(".")[2])

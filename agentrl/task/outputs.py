@@ -1,9 +1,9 @@
-"""Declared outputs, which are the files that are graded. Collects them from the agent's sandbox.
+"""Collects a task's declared outputs, which are the files to grade, from the agent's sandbox.
 
 A task declares patterns of paths relative to the working directory: `report.json`, `src/*.py`, `site/**`. In a pattern, `*` and `?` match
-characters of one name, and a name `**` matches any number of folders. `WHOLE_DIRECTORY`, which Harbor's tasks use, matches every file that
-differs from the image's. Only regular files are collected, never the target of a link, and only within limits. The agent is responsible for
-the state of its files, so this state is never an infrastructure fault.
+characters within one name, and a name `**` matches any number of folders. `WHOLE_DIRECTORY`, which Harbor's tasks use, matches every file
+that differs from the file in the image. Only regular files are collected, never the target of a link, and only within limits. The agent is
+responsible for the state of its files, so a problem with them is never an infrastructure fault.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from agentrl.records.paths import MAX_DEPTH, MAX_PATH, is_plain_path
 
 WHOLE_DIRECTORY = "."
 INITIAL_FILES = "/opt/agentrl/start"
-"""In a sandbox from a Dockerfile: the image's original working directory (see `agentrl.sandbox.layout`)."""
+"""In a sandbox whose image was built from a Dockerfile: the image's original working directory (see `agentrl.sandbox.layout`)."""
 COLLECT_S = 90.0
-"""Deadline for collecting outputs. A sandbox that takes longer has failed, because its server answers regardless of the agent's
-programs."""
+"""Deadline for collecting outputs, in seconds. A sandbox that takes longer has failed, because its server responds regardless of what the
+agent's programs do."""
 LISTING_S = 20.0
 LISTING_BYTES = 1 << 20
 
@@ -37,7 +37,7 @@ try: os.kill(-1, 9)
 except OSError: pass
 """
 
-# Prints the files under the working directory as JSON. The agent can change the output, so it only proposes names.
+# Prints the files under the working directory as JSON. The agent can change the output, so its names are only candidates.
 _LISTING = (
     _ALONE
     + """
@@ -54,7 +54,7 @@ print(json.dumps(names))
 """
 )
 
-# Prints the files that differ from the image's working directory, and the removed files, in the same way.
+# Prints the files that differ from those in the image's working directory, and the removed files, in the same way.
 _CHANGES = (
     _ALONE
     + """
@@ -82,7 +82,7 @@ print(json.dumps([names, gone]))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectedOutputs:
-    """The collected files, and the rejected files: path or pattern -> reason. Missing files are in neither."""
+    """The collected files (path -> content) and the rejected files (path or pattern -> reason). Missing files are in neither mapping."""
 
     files: Mapping[str, bytes]
     refused: Mapping[str, str] = field(default_factory=dict)
@@ -95,7 +95,7 @@ def is_exact(pattern: str) -> bool:
 
 
 def matches_pattern(pattern: str, path: str) -> bool:
-    """Whether a pattern matches a path. The time is at most proportional to the product of their lengths."""
+    """Whether a pattern matches a path. The running time is at most proportional to the product of their lengths."""
     if pattern == WHOLE_DIRECTORY:
         return True
     steps, reached = pattern.split("/"), {0}
@@ -130,7 +130,7 @@ def select_files(files: Mapping[str, bytes], patterns: Sequence[str]) -> dict[st
 
 
 def overlay(below: Mapping[str, bytes], above: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Merges two sets of files. A file of `above` replaces a file or folder of `below` at the same path.
+    """Merges two sets of files. A file in `above` replaces a file or folder in `below` at the same path.
 
     If `above` can be written to one folder, so can the result: no path is both a file and a folder.
     """
@@ -152,9 +152,9 @@ async def collect_outputs(sandbox: Sandbox, patterns: Sequence[str], *, timeout_
     """Collects the files that match `patterns` from an agent's sandbox, at most `OUTPUT_FILES` files and `OUTPUT_BYTES` bytes.
 
     If a pattern has wildcards, all processes in the sandbox are killed first. The agent is responsible for links, devices, files that are
-    too large and folders that cannot be listed. They are reported as rejected.
+    too large and folders that cannot be listed. These are reported as rejected.
 
-    Raises `SandboxError` if the sandbox fails, and `SandboxTimeout` after `timeout_s`.
+    Raises `SandboxError` if the sandbox fails, and `SandboxTimeout` if this takes longer than `timeout_s` seconds.
     """
     try:
         async with asyncio.timeout(timeout_s):
@@ -213,7 +213,8 @@ def _root(pattern: str) -> str:
 
 
 async def _listing(sandbox: Sandbox, roots: Sequence[str]) -> tuple[list[str], str]:
-    """Returns the names of files below `roots` as the sandbox reports them, and the problem with its answer; empty if there is none."""
+    """Returns the names of the files below `roots` as the sandbox reports them, and the problem with the report, which is empty if there is
+    none."""
     answer, problem = await _answer(sandbox, _LISTING % (list(roots), MAX_DEPTH, MAX_PATH))
     names = _names(answer)
     if not problem and names is None:
@@ -222,7 +223,8 @@ async def _listing(sandbox: Sandbox, roots: Sequence[str]) -> tuple[list[str], s
 
 
 async def _changes(sandbox: Sandbox) -> tuple[list[str], list[str], str]:
-    """Returns the names of new or changed files, and of removed files, as the sandbox reports them, and the problem with its answer."""
+    """Returns the names of new or changed files and of removed files, as the sandbox reports them, and the problem with the report, which
+    is empty if there is none."""
     answer, problem = await _answer(sandbox, _CHANGES % (MAX_DEPTH, INITIAL_FILES))
     if problem:
         return [], [], problem
@@ -234,7 +236,7 @@ async def _changes(sandbox: Sandbox) -> tuple[list[str], list[str], str]:
 
 
 async def _answer(sandbox: Sandbox, program: str) -> tuple[object, str]:
-    """Returns the parsed output of a listing program, and the problem with it; empty if there is none."""
+    """Returns the parsed output of a listing program, and the problem with the output, which is empty if there is none."""
     result = await sandbox.python(program, timeout_s=LISTING_S, output_bytes=LISTING_BYTES)
     if not result.ok or result.truncated:
         return None, f"the working directory cannot be listed: {(result.reason or result.stderr or 'too many names')[-200:]}"
@@ -257,7 +259,7 @@ def sandbox_of(task: Task) -> SandboxSpec:
 
 
 async def run_and_collect(task: Task, program: str, sandboxes: SandboxBackend, *, timeout_s: float) -> tuple[ExecResult, CollectedOutputs]:
-    """Runs a Python program instead of an agent. Returns its result and the outputs. Raises the errors of `collect_outputs`."""
+    """Runs a Python program instead of an agent. Returns its result and the outputs. Raises the same errors as `collect_outputs`."""
     sandbox = await sandboxes.open(sandbox_of(task), files=task.contents())
     try:
         result = await sandbox.python(program, timeout_s=timeout_s, output_bytes=4 * task.limits.tool_output_chars)

@@ -1,6 +1,6 @@
-"""The tools of an imported trace: their schemas, and the result of each call.
+"""The tools in an imported trace: their schemas, and the result of each call.
 
-A task with the tool `recorded` contains the recording in its data. Its tools answer only recorded calls.
+A task with the tool `recorded` contains the recording in its data. Its tools return results only for recorded calls.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class RecordedCall(Record):
 
 
 def arguments_key(arguments: Mapping[str, Any]) -> str:
-    """Returns a string that is equal for equal arguments."""
+    """Returns a string that represents arguments. Equal arguments have equal strings."""
     return json.dumps(arguments, sort_keys=True)
 
 
@@ -46,7 +46,7 @@ class Recording(Record):
 
     @classmethod
     def of(cls, task: Task) -> Recording:
-        """Returns the recording of a task. Raises `TaskError` if its data has none."""
+        """Returns the recording of a task. Raises `TaskError` if its data contains no valid recording."""
         try:
             return codec.from_json(cls, codec.to_json(task.data[RECORDED_TOOLS]))
         except (KeyError, ValueError) as error:

@@ -1,6 +1,6 @@
 """The schedule of tasks: a pure function of the seed and the group's index.
 
-There is no random state to advance. So a resumed run can compute which groups are missing, and neither skips nor repeats a task.
+There is no random state to advance, so a resumed run can compute which groups are missing, and it neither skips nor repeats a task.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from agentrl.task.weighting import Weights
 
 
 def open_family(config: TasksConfig, *, seed: int, root: Path | None = None) -> TaskFamily:
-    """Opens the recipe's task family: a plug-in reference, or a folder of task folders relative to `root`.
+    """Opens the recipe's task family, which is given as a plug-in reference, or as the path, relative to `root`, of a folder of task
+    folders.
 
-    If the recipe lists verifiers, they replace those of every task.
+    If the recipe lists verifiers, they replace the verifiers of every task.
 
     Raises `PluginError` if the reference does not resolve or rejects its options, and `TaskError` if task folders contain mistakes.
     """
@@ -67,7 +68,7 @@ def _open(config: TasksConfig, *, seed: int, root: Path) -> TaskFamily:
 
 
 class _WithVerifiers:
-    """A family whose tasks have the recipe's verifiers."""
+    """A family whose tasks use the recipe's verifiers."""
 
     def __init__(self, family: TaskFamily, verifiers: tuple[str, ...]) -> None:
         self.name = _family_name(family)
@@ -84,7 +85,7 @@ class _WithVerifiers:
 
 
 class _VariedWithVerifiers(_WithVerifiers):
-    """A family with variants, whose tasks have the recipe's verifiers."""
+    """A family with variants, whose tasks use the recipe's verifiers."""
 
     def variants(self, task: Task, *, seed: int) -> Iterator[tuple[str, Task]]:
         for kind, variant in cast(VariedFamily, self._family).variants(task, seed=seed):
@@ -98,8 +99,8 @@ def _share(value: object) -> float:
 
 
 def sandbox_specs(family: TaskFamily) -> list[SandboxSpec]:
-    """Returns the specs to prepare before a run: one for each image of the family's tasks. For an endless family, returns only that of the
-    first task."""
+    """Returns the specs to prepare before a run: one for each image that the family's tasks use. For an endless family, returns only the
+    spec of the first task."""
     if family.size(Split.TRAIN) is None:
         tasks = iter([family.task(Split.TRAIN, 0)])
     else:
@@ -112,7 +113,7 @@ def make_task(family: TaskFamily, split: Split, index: int) -> Task:
     """Creates one task of a family.
 
     Raises:
-        TaskError: the family returned something other than a valid task, or tried to end the run.
+        TaskError: the family returned something other than a valid task, or tried to terminate the run.
         Exception: the family raised any other exception.
     """
     fix = "repair the family's task()"
@@ -141,13 +142,13 @@ def _family_name(family: TaskFamily) -> str:
     return str(getattr(family, "name", type(family).__name__))
 
 
-_STRIDE = 1_000_003  # distance between substitutes in an endless split; large, to be far from the tasks of neighbouring groups
+_STRIDE = 1_000_003  # distance between substitutes in an endless split; large, so that it leads far from the tasks of neighbouring groups
 _SUBSTITUTES = 256
-_ORDERS = 16  # number of shuffled epochs in memory
+_ORDERS = 16  # maximum number of shuffled epochs in memory
 
 
 class ReservedGroups(Protocol):
-    """Reserves groups for practice tasks; a pure function of the group's index."""
+    """Reserves groups for practice tasks. Whether a group is reserved depends only on the group's index."""
 
     def task_of_group(self, group_index: int) -> Task | None:
         """Returns the practice task of a group; None if the group is not reserved."""
@@ -166,7 +167,7 @@ class WeightedTasks(Protocol):
         ...
 
     def accepts(self, task: Task, *, seed: int, group: int, turn: int) -> bool:
-        """Whether the group uses this task after it skipped `turn` tasks; deterministic."""
+        """Whether the group uses this task after the group has skipped `turn` tasks; deterministic."""
         ...
 
 
@@ -174,7 +175,7 @@ class ChangingFamilies(Protocol):
     """Chooses the family of each group; `agentrl.task.changes.TaskChanges`."""
 
     def draw(self, position: int, group: int) -> tuple[TaskFamily, int, WeightedTasks]:
-        """Returns the family of a group, the position in its schedule, and the weights of its tasks."""
+        """Returns the family of a group, the group's position in the family's schedule, and the weights of the family's tasks."""
         ...
 
 
@@ -182,10 +183,10 @@ class ChangingFamilies(Protocol):
 class GroupSchedule:
     """Maps each group index to a training task. A finite split is shuffled in each epoch; an endless split is used in order.
 
-    A task in `withheld` is replaced by a distant task. In a finite split the distance differs between groups, because neighbouring groups
-    would have the same task if all used the next task of the epoch. Groups that `practice` reserves get its tasks. The other groups use the
-    family's tasks as if the reserved groups did not exist. `changes` may add families, remove tasks or weight them, each from some group
-    on.
+    A task in `withheld` is replaced by a distant task. In a finite split, the distance differs between groups, because neighbouring groups
+    would have the same task if all groups used the next task in the epoch. Groups that `practice` reserves use its tasks. The other groups
+    use the family's tasks as if the reserved groups did not exist. `changes` may add families, and may remove or reweight tasks. Each
+    change applies from a certain group on.
 
     `task` raises `TaskError` if the family cannot create the task, and `RecipeError` if no task may be trained on.
     """
@@ -198,12 +199,12 @@ class GroupSchedule:
     _orders: dict[tuple[int, int], list[int]] = field(default_factory=dict, repr=False)
 
     def task(self, group_index: int, weights: Weights | None = None, *, slot: int | None = None) -> Task:
-        """Returns the task of a group. A task that `weights` skip is replaced by a distant task. If they skip all tasks, the first one is
-        used.
+        """Returns the task of a group. A task that `weights` rejects is replaced by a distant task. If all tasks are rejected, the first
+        task is used.
 
         Args:
             group_index: position of the group in the schedule.
-            slot: number of the group for `changes`; None means `group_index`.
+            slot: number of the group that is passed to `changes`; None means `group_index`.
         """
         slot = group_index if slot is None else slot
         if self.practice is not None:
@@ -239,7 +240,7 @@ class GroupSchedule:
         return self.practice is not None and self.practice.task_of_group(group_index) is not None
 
     def _index(self, group_index: int, turn: int, size: int | None) -> int:
-        """Returns the index of a group's task, or of its substitute number `turn`."""
+        """Returns the index of a group's task if `turn` is 0; otherwise the index of its substitute number `turn`."""
         if size is None:
             return group_index + turn * _STRIDE
         epoch, position = divmod(group_index, size)

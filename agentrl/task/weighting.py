@@ -1,8 +1,8 @@
-"""Task weighting: tasks with different scores among their recent attempts are used more often.
+"""Task weighting: tasks whose recent attempts have different scores are used more often.
 
-A group with equal scores trains nothing, and a task that is nearly always solved has little left to learn. Both properties are estimated
-from the task's recent groups, with the rates of its kind as prior. So a few groups of a kind that is never solved are evidence about all
-its tasks.
+A group with equal scores provides no training signal, and a task that is nearly always solved leaves little to learn. Both properties are
+estimated from the task's recent groups, with the rates of its kind as the prior. A few groups of a kind that is never solved are therefore
+evidence about all tasks of that kind.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from agentrl.records import Group, Task, codec
 
 MOST_KIND = 200  # maximum length of a kind's name, in characters
 TASK_WINDOW, KIND_WINDOW = 8, 64
-"""Numbers of newest groups, per task and per kind, that determine a weight. They are small, because the policy changes with every step."""
+"""Numbers of newest groups, per task and per kind, that determine a weight. These numbers are small, because the policy changes with every
+step."""
 PRIOR = 4.0
 """Number of groups of a task that have as much influence on its weight as the rates of its kind."""
 MIN_WEIGHT = 0.1
@@ -70,12 +71,12 @@ class GroupOutcome:
 
     @property
     def headroom(self) -> float:
-        """The difference between 1 and the mean score, from 0 to 1; 0 for a broken task."""
+        """The difference between 1 and the mean score, limited to the range from 0 to 1; 0 for a broken task."""
         return 0.0 if self.broken else min(max(1.0 - self.mean, 0.0), 1.0)
 
     @classmethod
     def from_line(cls, line: bytes) -> GroupOutcome | None:
-        """Parses a line that `agentrl.records.codec` wrote; None if it is invalid or has scores that are not finite."""
+        """Parses a line that `agentrl.records.codec` wrote. Returns None if it is invalid or has scores that are not finite."""
         try:
             return codec.from_json(cls, line)
         except ValueError:
@@ -90,7 +91,7 @@ class Tally(NamedTuple):
     headroom: float  # sum over the groups
 
     def rates(self, prior: tuple[float, float], strength: float) -> tuple[float, float]:
-        """Returns the estimated share of groups with different scores, and the estimated headroom. `strength`: number of groups to which
+        """Returns the estimated fraction of groups with different scores, and the estimated headroom. `strength`: number of groups to which
         the prior is equivalent."""
         total = strength + self.groups
         return (strength * prior[0] + self.differed) / total, (strength * prior[1] + self.headroom) / total
@@ -103,8 +104,9 @@ NO_GROUPS = Tally(0, 0, 0.0)
 class Weights:
     """Weights of tasks, between `MIN_WEIGHT` and 1. They are relative to the kind with the largest weight, which has weight 1.
 
-    The weight is the probability that the next group has different scores, times the headroom. Both are estimated from the n newest groups,
-    with their sum s: (PRIOR * r + s) / (PRIOR + n) for a task, where r is the rate of its kind, and (1 + s) / (1 + n) for a kind.
+    A weight is the probability that the next group has different scores, times the headroom. Both factors are estimated from the n newest
+    groups. If s is the sum over these groups, the estimate is (PRIOR * r + s) / (PRIOR + n) for a task, where r is the rate of its kind,
+    and (1 + s) / (1 + n) for a kind.
     """
 
     tasks: Mapping[str, Tally]  # by `Task.key`, for the tasks that were used
@@ -122,12 +124,12 @@ class Weights:
         return max((differed * headroom for differed, headroom in map(_kind_rates, self.kinds.values())), default=1.0)
 
     def accepts(self, task: Task, *, seed: int, group: int, turn: int) -> bool:
-        """Whether the group uses this task after it skipped `turn` tasks; deterministic."""
+        """Whether the group uses this task after the group has skipped `turn` tasks; deterministic."""
         return random.Random(f"{seed}/{group}/{turn}/weight").random() < self.weight_of(task)
 
 
 def _kind_rates(tally: Tally) -> tuple[float, float]:
-    """Returns the rates of a kind. They are 1 if the kind has no groups, so that it is tried, and never 0."""
+    """Returns the rates of a kind. They are never 0. They are 1 if the kind has no groups, so that the kind is tried."""
     return tally.rates((1.0, 1.0), 1.0)
 
 
@@ -154,7 +156,7 @@ class TaskHistory:
 
 
 class _RecentGroups:
-    """The newest groups by name, as (different scores, headroom), and their tallies."""
+    """The newest groups by name, as pairs (whether the scores differ, headroom), and their tallies."""
 
     def __init__(self, window: int) -> None:
         self._window = window

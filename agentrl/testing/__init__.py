@@ -1,4 +1,4 @@
-"""Scripted replacements of a policy, a sandbox, a chat endpoint and a clock, for tests of the code around them."""
+"""Scripted replacements for a policy, a sandbox, a chat endpoint and a clock, for tests of code that uses these."""
 
 from agentrl.testing.chat_server import ChatServer, ScriptedAnswer
 from agentrl.testing.clock import JumpingClock

@@ -1,9 +1,9 @@
-"""A chat endpoint with scripted answers, over HTTP on loopback, for tests of judges.
+"""A chat endpoint with scripted responses, over HTTP on loopback, for tests of judges.
 
 with ChatServer(lambda body, number: ScriptedAnswer('{"reasoning": "", "scores": {"correct": 1}, "abstain": false}')) as server:
     endpoint = Endpoint(url=server.url, model="scripted")
 
-It also serves the route of a reward model: `ScriptedAnswer(number=1.5)` is an answer of `/classify`.
+It also serves the route of a reward model, `/classify`: `ScriptedAnswer(number=1.5)` is a response from it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ROUTES = ("/v1/chat/completions", "/classify")
 
 @dataclass(frozen=True, slots=True)
 class ScriptedAnswer:
-    """One answer. `text` is the model's text; `raw` replaces the body of the response."""
+    """One response. `text` is the model's text, and `raw` replaces the body of the response."""
 
     text: str = ""
     status: int = 200
@@ -51,11 +51,12 @@ class ScriptedAnswer:
 
 
 Script = Callable[[Body, int], ScriptedAnswer]
-"""Takes the JSON of a request and its number, counted from 0. It may be called from several threads concurrently."""
+"""Returns the response to a request, given its JSON and its number, counted from 0. It may be called from several threads concurrently."""
 
 
 class ChatServer:
-    """Serves `POST /v1/chat/completions` and `/classify`, from a script or from a list of answers. The last answer is repeated."""
+    """Serves `POST /v1/chat/completions` and `/classify`, with responses from a script or a list. The last response in a list is
+    repeated."""
 
     def __init__(self, script: Script | Iterable[ScriptedAnswer]) -> None:
         self._script: Script = script if callable(script) else _in_turn(list(script))

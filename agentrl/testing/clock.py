@@ -1,4 +1,4 @@
-"""Clocks for tests without waiting: sleeping advances them."""
+"""Clocks for tests that need not wait: sleeping advances the clock."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class JumpingClock:
-    """A clock that advances only while code sleeps; `slept` contains the duration of each sleep."""
+    """A clock that advances only when code sleeps. `slept` contains the duration of each sleep."""
 
     def __init__(self, now: float = 1_000_000.0) -> None:
         self.now = now
@@ -33,7 +33,8 @@ class JumpingClock:
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop whose time advances only while nothing can run, so that waits take no time. Use it only for code without threads."""
+    """An event loop whose time advances only while nothing can run, so that waits take no real time. Use it only for code without
+    threads."""
 
     def __init__(self) -> None:
         self._selected = _Skipping()
@@ -44,12 +45,12 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._selected.now
 
     def hold(self, seconds: float) -> None:
-        """Advances the time at once, like code that computes without awaiting."""
+        """Advances the time at once, as if code computed for that long without awaiting."""
         self._selected.now += seconds
 
 
 class _Skipping(selectors.DefaultSelector):
-    """Returns at once from every wait with a deadline, and advances the time to it."""
+    """Returns at once from every wait with a deadline, and advances the time to the deadline."""
 
     now = 0.0
 

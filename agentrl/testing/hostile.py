@@ -1,7 +1,8 @@
-"""Scripts of strings that a policy may sample at temperature 1, by accident or because of a reward. Each script once broke a component.
+"""Scripts of strings that a policy may sample at temperature 1, by accident or because of a reward. Each script has broken a component at
+some time.
 
-A script is the turns of one episode. Its tools are `python`, `shell` and `submit`; any other name is a tool that the task does not have,
-or that raises on its arguments.
+A script contains the turns of one episode. The task's tools are `python`, `shell` and `submit`. A call to any other tool names a tool that
+the task does not have, or that raises on its arguments.
 """
 
 from __future__ import annotations
@@ -111,4 +112,4 @@ _DEEDS: Mapping[str, Sequence[str]] = {
 }
 
 SCRIPTS: Mapping[str, Sequence[str]] = {**_WORDS, **_DEEDS}
-"""Name -> turns. After the last turn, continue with a message without a tool call, which ends the episode."""
+"""Name -> turns. After the last turn, sample a message without a tool call, which ends the episode."""

@@ -1,4 +1,4 @@
-"""Policies with scripted answers or a scripted speed, and their tokenizer."""
+"""Policies with scripted turns or a scripted speed, and a tokenizer for them."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</too
 
 
 def byte_tokenizer(*more: str) -> Any:
-    """Returns a Hugging Face tokenizer of 256 bytes, the chat's control tokens and the control tokens `more`, built in memory."""
+    """Returns a Hugging Face tokenizer, built in memory, with the 256 bytes, the chat's control tokens and the control tokens `more`."""
     return byte_level_tokenizer(_TEMPLATE, pad="<|endoftext|>", more=[*_SPECIAL, *more])
 
 
 def byte_level_tokenizer(template: str, *, pad: str, more: Sequence[str]) -> Any:
-    """Returns a Hugging Face tokenizer of 256 bytes and special tokens: `<|im_end|>`, `pad`, and `more`."""
+    """Returns a Hugging Face tokenizer with the 256 bytes and the special tokens `<|im_end|>`, `pad` and `more`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -46,12 +46,12 @@ def byte_level_tokenizer(template: str, *, pad: str, more: Sequence[str]) -> Any
 
 
 class ScriptedPolicy:
-    """Answers each request with the next text of a script, tokenized, with logprob -0.5 per token.
+    """Responds to each request with the next text in a script, tokenized, with logprob -0.5 per token.
 
     If supports are requested, token t of a completion was drawn from 1 + t % top_k tokens: itself and the ids that follow.
 
-    `script` gets the number of the turn in this episode (0, 1, ...) and the episode id. If an answer is sampled after a limit on thinking,
-    the id ends in ".answer". The script returns the text, or raises like a failing server.
+    `script` receives the number of the turn in this episode (0, 1, ...) and the episode id. If an answer is sampled after thinking has
+    reached its limit, the id ends in ".answer". The script returns the text, or raises like a failing server.
     """
 
     def __init__(self, tokenizer: Any, script: Callable[[int, str], str], *, version: int = 0) -> None:
@@ -62,11 +62,11 @@ class ScriptedPolicy:
 
     @classmethod
     def saying(cls, tokenizer: Any, *texts: str) -> ScriptedPolicy:
-        """Returns a policy that answers turn n of every episode with `texts[n]`."""
+        """Returns a policy whose turn n in every episode is `texts[n]`."""
         return cls(tokenizer, lambda turn, _: texts[turn])
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
-        """Returns the next text of the script."""
+        """Returns the next text in the script."""
         self.prompts.append(tuple(prompt_ids))
         episode, _, turn = request_id.rpartition("-")
         number, part, name = turn.partition(".")
@@ -86,9 +86,9 @@ class ScriptedPolicy:
 
 
 class ReadingPolicy(ScriptedPolicy):
-    """A scripted policy whose answers depend on the context, so several agents of one episode may use it in any order.
+    """A scripted policy whose turns depend on the context, so several agents in one episode may use it in any order.
 
-    `reads` gets the text of the context, including control tokens, and returns the text of the turn; it may be async.
+    `reads` receives the text of the context, including control tokens, and returns the text of the turn. It may be async.
     """
 
     def __init__(self, tokenizer: Any, reads: Callable[[str], str | Awaitable[str]]) -> None:
@@ -101,7 +101,7 @@ class ReadingPolicy(ScriptedPolicy):
 
 
 class ReplayPolicy:
-    """Answers each prompt with a token sequence, with logprob -0.5 per token. Stores nothing, so it is suitable for long sessions.
+    """Responds to each prompt with a token sequence, with logprob -0.5 per token. Stores nothing, so it is suitable for long sessions.
 
     `script` returns the token ids for a prompt. The last id ends the turn.
     """
@@ -110,12 +110,12 @@ class ReplayPolicy:
         self.script = script
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
-        """Returns the recorded completion of a prompt."""
+        """Returns the scripted completion of a prompt."""
         return _completion(self.script(prompt_ids), params, 0)
 
 
 def _completion(ids: Sequence[int], params: SamplingParams, version: int) -> Completion:
-    """Returns the completion of a turn of `ids`, of which the request allows the first `max_tokens`."""
+    """Returns the completion for a turn with the tokens `ids`, cut to the request's `max_tokens`."""
     taken = tuple(ids[: params.max_tokens])
     spans = (VersionSpan(version=version, start=0, end=len(taken)),)
     finish = "stop" if len(taken) == len(ids) else "length"
@@ -126,12 +126,13 @@ class PacedPolicy:
     """Samples the letter `x` until a turn has its planned number of tokens, then ends the turn. Use it with `run_virtually`.
 
     Args:
-        tokenizer: tokenizer of the sampled ids.
-        wants: returns the number of tokens of a turn, including its end, by episode id and turn number.
-        speed: tokens per second of one request, by the time of the event loop and the requests in flight; 0 means a stalled server.
-        cuts: whether it returns the tokens so far at a deadline, as the policy's servers do, or ignores deadlines.
-        dies: whether a request fails, by the time of the event loop.
-        reading: prompt tokens per second; tokens that were computed earlier for the episode take no time.
+        tokenizer: tokenizer for the sampled ids.
+        wants: returns the number of tokens in a turn, including the end token, given the episode id and the turn number.
+        speed: returns the tokens per second of one request, given the time of the event loop and the number of requests in flight; 0 means
+            a stalled server.
+        cuts: whether the policy returns the tokens so far at a deadline, as the policy's servers do, instead of ignoring deadlines.
+        dies: returns whether a request fails, given the time of the event loop.
+        reading: prompt tokens per second. Tokens that were computed earlier for the episode take no time.
     """
 
     def __init__(

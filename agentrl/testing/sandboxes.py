@@ -1,4 +1,4 @@
-"""Sandboxes that run no programs: a function returns the result of each program. `sample_task` returns a task for tests that need any
+"""Sandboxes that run no programs; a function returns the result of each program. `sample_task` returns a task for tests that need some
 task."""
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ Answer = Callable[[str], ExecResult]
 
 
 def sample_task(**changes: Any) -> Task:
-    """Returns a training task with the answer "4" and these changed fields."""
+    """Returns a training task with the answer "4", except for these changed fields."""
     return replace(_TASK, **changes)
 
 
 def printing(text: str) -> Answer:
-    """Returns a function that lets every program print `text` and succeed."""
+    """Returns a function whose result for every program is the output `text` and success."""
     return lambda code: ExecResult(exit_code=0, stdout=text, stderr="", wall_s=0.0)
 
 
 class ScriptedSandbox:
-    """A sandbox in which `answer(code)` returns the output of each program; files are in memory."""
+    """A sandbox in which `answer(code)` returns the result of each program. Its files are in memory."""
 
     def __init__(self, name: str, answer: Answer, files: Mapping[str, bytes]) -> None:
         self.id = name
@@ -59,7 +59,7 @@ class ScriptedSandbox:
         return self._answer(code)
 
     async def read(self, path: str, *, max_bytes: int) -> bytes:
-        """Reads a file of the sandbox."""
+        """Reads a file in the sandbox."""
         data = self.files.get(path)
         if data is None:
             raise FileNotFoundError(path)
@@ -68,7 +68,7 @@ class ScriptedSandbox:
         return data
 
     async def write(self, path: str, data: bytes) -> None:
-        """Writes a file of the sandbox."""
+        """Writes a file in the sandbox."""
         self.files[path] = data
 
     async def snapshot(self) -> bytes:

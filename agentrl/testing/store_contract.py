@@ -1,11 +1,11 @@
-"""The behaviour of every experience store, as tests that a test module inherits.
+"""The behaviour that every experience store must have, as tests that a test module inherits.
 
     from agentrl.testing.store_contract import StoreContract
 
     class TestMyStore(StoreContract):
         store = "mypackage.store:MyStore"
 
-Some tests run this file as a program, in a process that they kill.
+Some tests run this file as a program in a process that they kill.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _TIMEOUT_S = 120.0
 
 
 class StoreContract:
-    """Tests of an experience store, by its name or plug-in reference. All tests use the store as driver and learner do."""
+    """Tests of the experience store with the name or plug-in reference `store`. All tests use the store as the driver and the learner
+    do."""
 
     store: ClassVar[str]
     options: ClassVar[Mapping[str, Any]] = {}
@@ -54,7 +55,7 @@ class StoreContract:
             store.close()
 
     def test_groups_are_returned_equal_and_in_the_requested_order(self, tmp_path: Path) -> None:
-        """The groups are also equal after the store was closed and opened again."""
+        """The groups are also equal after the store has been closed and reopened."""
         with self.opened(tmp_path) as store:
             assert [store.put(make_group(index)) for index in (2, 0, 1)] == [True] * 3
         with self.opened(tmp_path) as store:
@@ -112,7 +113,7 @@ class StoreContract:
             assert store.entries() == before
 
     def test_reconcile_sets_the_ledger_to_a_checkpoint(self, tmp_path: Path) -> None:
-        """Steps after the checkpoint keep their groups, so that they are repeated with the same groups."""
+        """Steps after the checkpoint keep their groups, so that each step is repeated with the same groups."""
         with self.opened(tmp_path, 6) as store:
             for step in range(3):
                 store.commit(step, _used(2 * step, 2 * step + 1), f"checkpoints/{step + 1:06d}")
@@ -132,8 +133,8 @@ class StoreContract:
             assert _consumed(store) == dict.fromkeys(range(3), 5 if won[0] == ["won"] else 6)
 
     def test_kill_9_loses_nothing_that_was_acknowledged(self, tmp_path: Path) -> None:
-        """The process is killed while it stores, assigns and commits. An interrupted call has taken effect completely, or has had no
-        effect."""
+        """The process is killed while it stores, assigns and commits. An interrupted call has taken effect either completely or not at
+        all."""
         for acknowledged in (5, 30):
             folder = tmp_path / str(acknowledged)
             writer = self._process(folder, "write")
@@ -153,7 +154,7 @@ class StoreContract:
                 assert store.put(make_group(len(entries))), "the store still works"
 
     def _process(self, folder: Path, *what: str) -> subprocess.Popen[str]:
-        """Returns a process that has opened the store of a run folder and uses it."""
+        """Returns a process that has opened the store of a run folder and is using it."""
         command = [sys.executable, "-m", __name__, type(self).__module__, type(self).__qualname__, str(folder), *what]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
@@ -162,7 +163,7 @@ class StoreContract:
 
 
 def make_group(index: int, text: str = "") -> Group:
-    """Returns a group with one scored attempt, of which the policy sampled two tokens."""
+    """Returns a group with one scored attempt, in which the policy sampled two tokens."""
     turn = Turn(
         prompt_ids=(1, 2, 3),
         completion_ids=(4, 5),
@@ -194,7 +195,7 @@ def _rejects(call: Callable[[], object], text: str) -> None:
 
 
 def _write(store: ExperienceStore) -> None:
-    """Stores groups, and assigns and commits them in pairs, until the process is killed. Prints each call that has returned."""
+    """Stores groups, and assigns and commits them in pairs, until the process is killed. Prints each call after it has returned."""
     for index in range(100_000):
         store.put(make_group(index))
         print("put", index, flush=True)

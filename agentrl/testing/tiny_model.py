@@ -1,6 +1,6 @@
 """Creates a tiny Qwen3 model with random weights and a byte-level tokenizer, for tests with a vLLM server.
 
-Its functions import torch and transformers, so that collecting tests stays fast.
+torch and transformers are imported inside the functions, so that collecting tests stays fast.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(seed: int, *, hidden: int = 128, layers: int = 4, vocabulary: int = VOCABULARY) -> Qwen3ForCausalLM:
-    """Returns a model with tied embeddings and weights so large that two seeds disagree by whole nats. `hidden`: a multiple of 64."""
+    """Returns a model with tied embeddings and weights so large that models with different seeds disagree by whole nats. `hidden`: a
+    multiple of 64."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -53,7 +54,7 @@ def make_model(seed: int, *, hidden: int = 128, layers: int = 4, vocabulary: int
 
 
 def write_version(run_dir: Path, number: int, model: Qwen3ForCausalLM) -> PolicyVersion:
-    """Writes `model` as versions/<number>, the way the learner publishes a version."""
+    """Writes `model` as versions/<number>, as the learner publishes a version."""
     folder = run_dir / "versions" / str(number)
     model.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
@@ -62,7 +63,7 @@ def write_version(run_dir: Path, number: int, model: Qwen3ForCausalLM) -> Policy
 
 
 def token_logprobs(model: Qwen3ForCausalLM, ids: tuple[int, ...], *, temperature: float = 1.0) -> list[float]:
-    """Returns the logprobs [T-1] of every token after the first, from transformers' own forward pass, as a numerical reference."""
+    """Returns the logprobs [T-1] of all tokens after the first, from transformers' own forward pass, as a numerical reference."""
     import torch
 
     with torch.no_grad():
@@ -72,7 +73,7 @@ def token_logprobs(model: Qwen3ForCausalLM, ids: tuple[int, ...], *, temperature
 
 
 def make_probe(model: Qwen3ForCausalLM) -> Probe:
-    """Returns a probe with a model's logprobs of 4 rows of 150 tokens."""
+    """Returns a probe with a model's logprobs for 4 rows of 150 tokens."""
     generator = random.Random(7)
     token_ids = tuple(tuple(generator.randrange(256) for _ in range(150)) for _ in range(4))
     return Probe(token_ids=token_ids, logprobs=tuple(tuple(token_logprobs(model, ids)) for ids in token_ids))

@@ -1,6 +1,6 @@
-"""Creates a tiny vision-language model of SmolVLM's architecture (Idefics3) with random weights, for tests with a vLLM server.
+"""Creates a tiny vision-language model with SmolVLM's architecture (Idefics3) and random weights, for tests with a vLLM server.
 
-Its functions import torch and transformers, so that collecting tests stays fast.
+torch and transformers are imported inside the functions, so that collecting tests stays fast.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from transformers import Idefics3ForConditionalGeneration
 
 SIDE = 56
-"""Pixels of a side of an image; a larger image is shown in up to four parts of this size, and as a complete image."""
+"""Side length of an image in pixels. A larger image is shown in up to four parts of this size, and also as a complete image."""
 _TOKENS = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
 _PARTS = [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)]
 
 
 def write_vision_model(folder: Path, seed: int = 0) -> Idefics3ForConditionalGeneration:
-    """Writes model, tokenizer and processor to a folder, and returns the model."""
+    """Writes a model, its tokenizer and its processor to a folder, and returns the model."""
     import torch
     from transformers import Idefics3Config, Idefics3ForConditionalGeneration, Idefics3Processor, LlamaConfig
     from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil

@@ -1,4 +1,5 @@
-"""The registry of policy versions in the run folder (`versions/000012/version.json`), through which processes share their states."""
+"""The registry of policy versions in the run folder (`versions/000012/version.json`), through which processes share the versions'
+states."""
 
 from agentrl.version.registry import FolderRegistry
 

@@ -1,6 +1,6 @@
 """Merges low-rank adapters into their base weights: W + scaling * B A, one tensor at a time.
 
-An adapter's file has peft's format (https://huggingface.co/docs/peft/developer_guides/checkpoint), with the scaling in its metadata, so
+An adapter's file is in peft's format (https://huggingface.co/docs/peft/developer_guides/checkpoint), with the scaling in its metadata, so
 one hash covers everything that determines the result.
 """
 
@@ -25,14 +25,15 @@ _A, _B = ".lora_A.weight", ".lora_B.weight"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
-    """An adapter's file, checked to fit a model."""
+    """An adapter's file that has been checked to fit a model."""
 
     path: Path
     scaling: float
     layers: frozenset[str]  # names in the model, without ".weight"
 
     def merge(self, tensors: Iterable[tuple[str, Tensor]], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """Yields the model's tensors with the adapter merged. Sums are at least float32, and are rounded once, to the weight's dtype."""
+        """Yields the model's tensors with the adapter merged. Sums are computed in at least float32, and are rounded once, to the weight's
+        dtype."""
         with safe_open(self.path, framework="pt", device="cpu") as file:
             for name, weight in tensors:
                 layer = name.removesuffix(".weight")
@@ -45,7 +46,7 @@ class Adapter:
 
 
 def read_adapter(path: Path, model: Mapping[str, Shape]) -> Adapter:
-    """Checks that an adapter fits a model with tensors of these shapes. Raises `ValueError`."""
+    """Returns the adapter in a file. Raises `ValueError` unless it fits a model with tensors of these shapes."""
     shapes = tensor_shapes([path])
     layers = {name.removeprefix(_PREFIX).removesuffix(_A) for name in shapes if name.startswith(_PREFIX) and name.endswith(_A)}
     if not layers or len(shapes) != 2 * len(layers):
@@ -58,7 +59,8 @@ def read_adapter(path: Path, model: Mapping[str, Shape]) -> Adapter:
 
 
 def merge_folder(base: Path, version: Path, target: Path) -> None:
-    """Writes the weights of `base`, merged with the adapter of `version`, to the file `target`. Raises `ValueError` if they do not fit."""
+    """Writes the weights of `base`, merged with the adapter of `version`, to the file `target`. Raises `ValueError` if the adapter does not
+    fit."""
     from safetensors.torch import save_file
 
     files = sorted(base.glob("*.safetensors"))
@@ -67,14 +69,14 @@ def merge_folder(base: Path, version: Path, target: Path) -> None:
 
 
 def is_zero_adapter(path: Path) -> bool:
-    """Whether an adapter does not change its base: in each layer A or B is zero, as before the first update."""
+    """Whether an adapter does not change its base, that is, in each layer A or B is zero, as before the first update."""
     with safe_open(path, framework="pt", device="cpu") as file:
         layers = [name.removesuffix(_B) for name in file.keys() if name.endswith(_B)]  # noqa: SIM118 - a handle is not a mapping
         return all(not file.get_tensor(layer + _B).any() or not file.get_tensor(layer + _A).any() for layer in layers)
 
 
 def read_tensors(paths: Iterable[Path]) -> Iterator[tuple[str, Tensor]]:
-    """Yields every tensor of the safetensors files, mapped into memory one at a time."""
+    """Yields the name and the tensor of every entry in the safetensors files, mapped into memory one at a time."""
     for path in paths:
         with safe_open(path, framework="pt", device="cpu") as file:
             for name in file.keys():  # noqa: SIM118 - a safetensors handle is not a mapping

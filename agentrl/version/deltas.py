@@ -1,4 +1,4 @@
-"""Weights as a difference from the parent's weights. A version folder may contain a delta instead of `model.safetensors`.
+"""Weights stored as a difference from the parent's weights. A version folder may contain a delta instead of `model.safetensors`.
 
     delta.json   `Delta`: the parent, and the checksums of both files and of the delta
     model.delta  for each CHUNK of the file: the length of a zstd frame (uint32, little-endian; 0 if nothing changed), then the frame.
@@ -84,15 +84,15 @@ def write_delta(parent: Path, target: Path, folder: Path, *, number: int) -> Del
 
 
 def read_delta(folder: Path) -> Delta | None:
-    """Returns the delta of a version folder; None if it has none. Raises `ValueError` if it is damaged."""
+    """Returns the delta in a version folder; None if there is none. Raises `ValueError` if it is damaged."""
     path = folder / DELTA_RECORD
     return codec.from_json(Delta, path.read_bytes()) if path.exists() else None
 
 
 def apply_delta(folder: Path, file: Path) -> None:
-    """Turns `file` from the parent's weights into those of the version in `folder`, in place.
+    """Changes `file` in place from the parent's weights to those of the version in `folder`.
 
-    Raises `ValueError` if the delta does not match its record (`file` is unchanged), or the result does not (`file` is unusable).
+    Raises `ValueError` if the delta does not match its record (`file` is unchanged), or if the result does not (`file` is unusable).
     """
     delta = read_delta(folder)
     if delta is None:
@@ -122,7 +122,7 @@ def apply_delta(folder: Path, file: Path) -> None:
 
 
 def delta_chain(folder: Path) -> list[Path]:
-    """Returns the version folders from the nearest complete one to `folder`. Raises `ValueError` if the chain is broken."""
+    """Returns the version folders from the nearest complete version to `folder`. Raises `ValueError` if the chain is broken."""
     links = [folder]
     while not (links[0] / WEIGHTS).exists():
         delta = read_delta(links[0])
@@ -137,7 +137,7 @@ def delta_chain(folder: Path) -> list[Path]:
 def materialize(folder: Path) -> Path:
     """Returns `folder/model.safetensors`. If the file is missing, builds it atomically from the delta.
 
-    Raises `ValueError` if a link of the chain is missing or damaged.
+    Raises `ValueError` if a delta in the chain is missing or damaged.
     """
     whole = folder / WEIGHTS
     delta = None if whole.exists() else read_delta(folder)
@@ -156,7 +156,7 @@ def materialize(folder: Path) -> Path:
 
 
 def verify_weights(folder: Path, sha256: str) -> None:
-    """Raises `ValueError` unless the weights of `folder`, complete or as a chain of deltas, have the checksum. Writes nothing."""
+    """Raises `ValueError` unless the weights in `folder`, complete or as a chain of deltas, have this checksum. Writes nothing."""
     links = delta_chain(folder)
     for link in reversed(links[1:]):
         delta = read_delta(link)
@@ -169,7 +169,7 @@ def verify_weights(folder: Path, sha256: str) -> None:
 
 
 def base_folders(folder: Path) -> list[Path]:
-    """Returns the version folders that `folder` is built from; empty if the chain is broken."""
+    """Returns the version folders from which the weights of `folder` are built; empty if the chain is broken."""
     try:
         return delta_chain(folder)[:-1]
     except (ValueError, OSError):
@@ -177,7 +177,7 @@ def base_folders(folder: Path) -> list[Path]:
 
 
 def write_complete(folder: Path, target: Path) -> None:
-    """Writes the complete weights of the version in `folder` to the file `target`. Raises `ValueError` if a link is missing or damaged."""
+    """Writes the complete weights of the version in `folder` to the file `target`. Raises `ValueError` if a delta is missing or damaged."""
     try:
         _build(delta_chain(folder), target)
     except OSError as error:
@@ -191,7 +191,7 @@ def _build(links: list[Path], target: Path) -> None:
 
 
 def _stride(path: Path) -> int:
-    """Returns the size in bytes of a safetensors file's most common dtype; 1 if it is unknown."""
+    """Returns the size in bytes of a number in the most common dtype of a safetensors file; 1 if that is unknown."""
     sizes: Counter[int] = Counter()
     try:
         for entry in read_safetensors_header(path).values():
@@ -203,9 +203,9 @@ def _stride(path: Path) -> int:
 
 
 def read_safetensors_header(path: Path) -> dict[str, dict[str, Any]]:
-    """Returns dtype, shape and data_offsets of each tensor of a safetensors file by name; entries are not checked.
+    """Returns tensor name -> dtype, shape and data_offsets for each tensor in a safetensors file. The entries are not checked.
 
-    Raises `ValueError` if it is not safetensors (format: https://github.com/huggingface/safetensors#format).
+    Raises `ValueError` if it is not a safetensors file (format: https://github.com/huggingface/safetensors#format).
     """
     with path.open("rb") as file:
         prefix = file.read(8)
@@ -227,7 +227,7 @@ def _array(data: bytes) -> NDArray[np.uint8]:
 
 
 def _split(data: NDArray[np.uint8], stride: int) -> NDArray[np.uint8]:
-    """Returns all first bytes of the numbers, then all second ones, and so on; a remainder stays at the end."""
+    """Returns the first bytes of all numbers, then all second bytes, and so on; a remainder stays at the end."""
     import numpy as np
 
     whole = len(data) - len(data) % stride

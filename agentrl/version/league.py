@@ -1,13 +1,13 @@
 """A league: past versions of the policy as opponents, the results of games against them, and ratings.
 
-Opponents are drawn by prioritized fictitious self-play (Vinyals et al. 2019, doi:10.1038/s41586-019-1724-z). With p_j the estimated
-probability that the policy beats member j, member j is drawn with a probability proportional to (1 - p_j)^2, plus 0.01.
+Opponents are drawn by prioritized fictitious self-play (Vinyals et al. 2019, doi:10.1038/s41586-019-1724-z). Let p_j be the estimated
+probability that the policy beats member j. Then member j is drawn with a probability proportional to (1 - p_j)^2 + 0.01.
 
-    p_j = (wins + draws / 2 + 1) / (games + 2), over the games of the newest `WINDOW` versions
+    p_j = (wins + draws / 2 + 1) / (games + 2), over the games that the newest `WINDOW` versions played
 
-Ratings are maximum a posteriori strengths s of a Bradley-Terry model, P(i beats j) = 1 / (1 + exp(s_j - s_i)); a draw is half a win for
-both. The prior of a strength is a normal distribution with mean 0 and deviation 2. They are printed on the scale of Elo (400 / ln 10),
-relative to version 0. The 95% interval of the difference from version 0 comes from the normal approximation of the posterior.
+Ratings are maximum a posteriori strengths s of a Bradley-Terry model, P(i beats j) = 1 / (1 + exp(s_j - s_i)); a draw counts as half a win
+for both. The prior of a strength is a normal distribution with mean 0 and standard deviation 2. Ratings are printed on the Elo scale (400 /
+ln 10), relative to version 0. The 95% interval of the difference from version 0 comes from the normal approximation of the posterior.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from agentrl.base.untrusted_files import read_bytes
 from agentrl.errors import StoreError
 
 FILE = "league.json"
-"""In the run folder."""
+"""Name of the file in the run folder."""
 WINDOW = 10
 VERSIONS = 200
-"""Newest versions whose results are stored, in addition to those of members."""
+"""Number of newest versions whose results are stored, in addition to the results of members."""
 ELO = 400 / math.log(10)
 _PRIOR_DEVIATION = 2.0
 _SMALLEST_WEIGHT = 0.01
@@ -39,7 +39,7 @@ _NEWTON_STEPS = 50
 
 @dataclass(slots=True)
 class Results:
-    """Games of one version against another."""
+    """Results of the games of one version against another."""
 
     wins: int = 0
     draws: int = 0
@@ -52,7 +52,7 @@ class Results:
 
     @property
     def points(self) -> float:
-        """Wins, and half of the draws."""
+        """The number of wins plus half the number of draws."""
         return self.wins + self.draws / 2
 
 
@@ -67,11 +67,11 @@ class Rating:
 
 
 class LeagueTable:
-    """Members and results, stored in a file. Not safe for concurrent use.
+    """The members and results of a league, stored in a file. Not safe for concurrent use.
 
     Args:
         folder: the run folder.
-        size: largest number of members. Version 0 and the newest member stay. Other members are removed so that the rest is spread evenly.
+        size: maximum number of members. Version 0 and the newest member stay. Other members are removed so that the rest are spread evenly.
 
     Raises `StoreError` for a damaged file.
     """
@@ -102,7 +102,7 @@ class LeagueTable:
         write_atomically(self._path, json.dumps({"members": self.members, "results": rows}).encode())
 
     def add(self, version: int) -> tuple[int, ...]:
-        """Adds a newer version, and returns the members that leave."""
+        """Adds a newer version, and returns the members that are removed for it."""
         if version > self.members[-1]:
             self.members.append(version)
         left = []
@@ -132,28 +132,29 @@ class LeagueTable:
                 del self.results[pair]
 
     def weights(self, version: int) -> dict[int, float]:
-        """Returns the probability with which each member is drawn as an opponent of a version."""
+        """Returns member -> the probability with which it is drawn as an opponent of a version."""
         weights = {member: (1 - self._beats(version, member)) ** 2 + _SMALLEST_WEIGHT for member in self.members}
         total = math.fsum(weights.values())
         return {member: weight / total for member, weight in weights.items()}
 
     def draw(self, version: int, *, seed: int) -> int:
-        """Returns the opponent of a version. The same results and the same seed give the same opponent."""
+        """Returns an opponent for a version. The same results and the same seed lead to the same opponent."""
         weights = self.weights(version)
         return random.Random(f"{seed} {version}").choices(list(weights), list(weights.values()))[0]
 
     def _beats(self, version: int, member: int) -> float:
-        """Returns p_j."""
+        """Returns p_j (see the module docstring)."""
         known = [one for (player, other), one in self.results.items() if other == member and version - WINDOW < player <= version]
         return (sum(record.points for record in known) + 1) / (sum(record.games for record in known) + 2)
 
     def ratings(self) -> list[Rating]:
-        """Returns the rating of version 0 and of each version that has played, in order."""
+        """Returns the ratings of version 0 and of all versions that have played, by ascending version."""
         return ratings({pair: (one.points, one.games) for pair, one in self.results.items() if pair[0] != pair[1]})
 
 
 def ratings(results: Mapping[tuple[int, int], tuple[float, int]]) -> list[Rating]:
-    """Returns the ratings of the versions in `results`: (version, opponent) -> points and games. Needs version 0 as the origin."""
+    """Returns the ratings of the versions in `results`, which maps (version, opponent) to points and games. Needs version 0 as the
+    origin."""
     import numpy as np
 
     versions: Sequence[int] = sorted({0, *(number for pair in results for number in pair)})

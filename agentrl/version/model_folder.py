@@ -1,4 +1,4 @@
-"""Checks that a model folder can be served and trained, from its files only. Imports no heavy library and reads no tensor."""
+"""Checks, from its files only, that a model folder can be served and trained. Imports no heavy library and reads no tensors."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def check_growth(path: Path, tokenizer: dict[str, Any]) -> None:
 
 
 def _growth(rule: Any, depth: int) -> float:
-    """Returns the maximum number of characters that the rule returns for one character; infinite if it may match the empty string."""
+    """Returns the maximum number of characters that the rule outputs for one input character; infinite if it may match the empty string."""
     if not isinstance(rule, dict):
         return 1
     growth = 1.0
@@ -109,7 +109,7 @@ def _matches_nothing(expression: str) -> bool:
 
 
 def check_safetensors(path: Path) -> None:
-    """Raises `UserError` unless the file has the length in its header."""
+    """Raises `UserError` unless the file has the length that its header specifies."""
     again = "download or copy it again, or save the model again with save_pretrained"
     try:
         with untrusted_files.open_file(path) as file:
@@ -230,7 +230,7 @@ def write_chat_template(folder: Path, text: str) -> None:
 
 
 def _stretched(config: dict[str, Any]) -> bool:
-    """Whether positions are scaled, so that the context is longer than the configuration says."""
+    """Whether positions are scaled, so that the context is longer than the configuration states."""
     return "factor" in (_value(config, "rope_scaling", dict) or _value(config, "rope_parameters", dict) or {})
 
 
@@ -248,7 +248,7 @@ def _largest_token(path: Path) -> int | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Returns the JSON object in a file of a model folder. Raises `UserError`."""
+    """Returns the JSON object in a file in a model folder. Raises `UserError` if it is invalid."""
     try:
         content = json.loads(untrusted_files.read_bytes(path, most=_LARGEST_JSON))
     except (ValueError, RecursionError) as error:
@@ -259,7 +259,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _value(config: dict[str, Any], key: str, kind: type[T]) -> T | None:
-    """Returns a value of config.json, or None. Raises `UserError` if it has a different type."""
+    """Returns a value in config.json; None if it is missing. Raises `UserError` if it has the wrong type."""
     value = config.get(key)
     if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
         raise UserError(f"policy.model: config.json: {key} is a {type(value).__name__}, not a {kind.__name__}", fix=_SAVE_AGAIN)

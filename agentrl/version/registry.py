@@ -3,9 +3,9 @@
 States:
 
     candidate    published; it has neither served nor been evaluated
-    serving      the servers answer with it, and the gate has not decided yet; at most one version at a time
+    serving      the servers use it, and the gate has not decided yet; at most one version at a time
     served       another version replaced it before the gate decided
-    promoted     admitted by the gate; it may serve, and the run can fall back to it
+    promoted     accepted by the gate; it may serve, and the run can fall back to it
     rolled_back  rejected; never serves again
 
     candidate -> serving | promoted | rolled_back
@@ -35,11 +35,11 @@ from agentrl.records import ADAPTER, PolicyVersion, VersionState, codec
 from agentrl.version import deltas, rollback
 
 MAX_RECORDS = 10_000
-"""Records that a run keeps in addition to those of versions with weights. A limit is needed because a run may be endless."""
+"""Number of records that a run keeps in addition to those of versions with weights. A limit is needed because a run may be endless."""
 _RECORD = "version.json"
 _HELD, _PINNED = "held", "pinned"
 _LARGEST = 1 << 20  # bytes of a record
-_RECENT = 16  # newest versions that each `prune` reads: those that another process may have published again
+_RECENT = 16  # newest versions, which each `prune` reads because another process may have published them again
 _LEGAL = {
     VersionState.CANDIDATE: {VersionState.SERVING, VersionState.PROMOTED, VersionState.ROLLED_BACK},
     VersionState.SERVING: {VersionState.SERVED, VersionState.PROMOTED, VersionState.ROLLED_BACK},
@@ -50,13 +50,13 @@ _LEGAL = {
 
 
 class FolderRegistry:
-    """A `VersionRegistry` kept as files in `folder` (the `versions/` of a run folder).
+    """A `VersionRegistry` stored as files in `folder` (`versions/` in a run folder).
 
-    Writes hold an exclusive file lock, and reads of several records hold a shared one, so no process sees an incomplete change of SERVING.
-    The kernel releases the lock when a process dies. Each record is replaced atomically, so `get` needs no lock. Methods block: call them
-    in a thread from an event loop.
+    Writes hold an exclusive file lock, and reads of several records hold a shared lock, so no process sees an incomplete change of SERVING.
+    The kernel releases the lock when a process dies. Each record is replaced atomically, so `get` needs no lock. Methods block, so call
+    them in a thread if there is an event loop.
 
-    Raises `StoreError` if a record is damaged, a change is illegal, or the lock is not free within `lock_timeout_s`.
+    Raises `StoreError` if a record is damaged, a change is illegal, or the lock cannot be acquired within `lock_timeout_s`.
     """
 
     def __init__(self, folder: Path, *, lock_timeout_s: float = LOCK_WAIT_S) -> None:
@@ -68,7 +68,7 @@ class FolderRegistry:
             folder.mkdir(parents=True, exist_ok=True)
 
     def add(self, version: PolicyVersion) -> None:
-        """Registers a published version. Adding it again does nothing; with different weights it raises `StoreError`."""
+        """Registers a published version. Adding it again does nothing, but adding it with different weights raises `StoreError`."""
         with self._locked(fcntl.LOCK_EX):
             known = self._read(version.number)
             if known is None:
@@ -82,12 +82,12 @@ class FolderRegistry:
         return self._read(number)
 
     def versions(self) -> tuple[PolicyVersion, ...]:
-        """Returns all registered versions, oldest first."""
+        """Returns all registered versions, the oldest first."""
         with self._locked(fcntl.LOCK_SH):
             return self._scan()
 
     def latest(self, *states: VersionState) -> PolicyVersion | None:
-        """Returns the newest version in one of these states, or in any state; None if there is none."""
+        """Returns the newest version in one of these states, or in any state if no states are given; None if there is none."""
         with self._locked(fcntl.LOCK_SH):
             newest_first = (self._read(number) for number in reversed(self._numbers()))
             return next((version for version in newest_first if version is not None and (not states or version.state in states)), None)
@@ -95,7 +95,7 @@ class FolderRegistry:
     def set_state(self, number: int, state: VersionState, *, sha256: str | None = None) -> None:
         """Changes a version's state as the table above allows. Setting its current state does nothing.
 
-        Raises `StoreError` if the version's weights do not have the hash `sha256`: it was retracted and published again.
+        Raises `StoreError` if the version's weights do not have the hash `sha256`, which means that it was retracted and published again.
         """
         with self._locked(fcntl.LOCK_EX):
             version = self._must_read(number)
@@ -107,7 +107,7 @@ class FolderRegistry:
                 self._move(version, state)
 
     def set_evals(self, number: int, evals: Mapping[str, float]) -> None:
-        """Adds evaluation results to a version; an existing name gets the new value."""
+        """Adds evaluation results to a version. A new value replaces an existing value with the same name."""
         with self._locked(fcntl.LOCK_EX):
             version = self._must_read(number)
             self._write(replace(version, evals={**version.evals, **evals}))
@@ -117,7 +117,7 @@ class FolderRegistry:
         return self.folder.parent / version.folder
 
     def verify(self, version: PolicyVersion) -> None:
-        """Raises `StoreError` unless the weights on disk (complete, delta or adapter) are the registered ones."""
+        """Raises `StoreError` unless the weights on disk (complete, delta or adapter) are the registered weights."""
         home = self.path(version)
         weights = home / version.weights
         with _translated(weights):
@@ -138,12 +138,13 @@ class FolderRegistry:
     def reconcile(self, newest: int) -> tuple[int, ...]:
         """Deletes every version newer than the learner's checkpoint, with its weights, and returns their numbers. Call it after a crash.
 
-        The learner will publish different weights under these numbers. If the serving version is among them, the newest remaining version
-        that was not rolled back becomes the serving one, so `latest(SERVING, PROMOTED)` never names a deleted version.
+        The learner will publish different weights under these numbers. If the serving version is among the deleted versions, the newest
+        remaining version that was not rolled back becomes the serving version, so `latest(SERVING, PROMOTED)` never returns a deleted
+        version.
         """
         with self._locked(fcntl.LOCK_EX):
             lost = [number for number in self._numbers() if number > newest]
-            if (pins := self._read_numbers(_PINNED)) & set(lost):  # different weights get these numbers
+            if (pins := self._read_numbers(_PINNED)) & set(lost):  # different weights will have these numbers
                 self._write_numbers(_PINNED, pins - set(lost))
             for number in lost:
                 self._remove(number)
@@ -175,8 +176,9 @@ class FolderRegistry:
     def prune(self, keep: int) -> tuple[int, ...]:
         """Deletes the weights of old versions and returns their numbers. The newest `MAX_RECORDS` records stay as history.
 
-        It keeps the `keep` newest versions, the `keep` newest promoted ones, version 0, the serving one, the held one, the pinned ones, the
-        target of a rollback request, and the versions from which a kept delta is built. Folders outside `versions/` are never touched.
+        It keeps the `keep` newest versions, the `keep` newest promoted versions, version 0, the serving version, the held version, the
+        pinned versions, the target of a rollback request, and the versions from which a kept delta is built. It never changes folders
+        outside `versions/`.
         """
         with self._locked(fcntl.LOCK_EX):
             numbers = self._numbers()
@@ -198,7 +200,7 @@ class FolderRegistry:
             return dropped
 
     def close(self) -> None:
-        """Prevents later use. No file is open between calls."""
+        """Prevents further use. No file is open between calls."""
         self._closed = True
 
     def _serve(self, version: PolicyVersion) -> None:
@@ -207,7 +209,7 @@ class FolderRegistry:
         serving = False
         for number in reversed(self._numbers()):
             if serving and number < version.number:
-                break  # older ones need not be read: at most one version was serving
+                break  # older versions need not be read, because at most one version was serving
             if (other := self._read(number)) is None:
                 continue
             serving = serving or other.state is VersionState.SERVING
@@ -228,7 +230,7 @@ class FolderRegistry:
         self._write(replace(version, state=state))
 
     def _read_numbers(self, name: str) -> set[int]:
-        """Returns the version numbers in a file of the registry, one per line; empty if there is no file."""
+        """Returns the version numbers in a file in the registry, which has one per line; empty if there is no such file."""
         path = self.folder / name
         try:
             return {int(line) for line in read_bytes(path, most=_LARGEST, inside=self.folder).split()}
@@ -242,7 +244,8 @@ class FolderRegistry:
             write_atomically(self.folder / name, "".join(f"{number}\n" for number in sorted(numbers)), durable=True)
 
     def _rollback_target(self) -> set[int]:
-        """Returns the target of the last rollback request (`agentrl.version.rollback`), answered or not; empty if there is none."""
+        """Returns the target of the last rollback request (`agentrl.version.rollback`), whether it is pending or not; empty if there is
+        none."""
         request = rollback.read_request(self.folder)
         return set() if request is None else {request.to}
 
@@ -258,7 +261,7 @@ class FolderRegistry:
         return tuple(version for version in read if version is not None)
 
     def _read(self, number: int) -> PolicyVersion | None:
-        """Returns the record, or None if the folder is missing or still being written."""
+        """Returns the record of a version; None if the folder is missing or is still being written."""
         path = self._home(number) / _RECORD
         try:
             data = read_bytes(path, most=_LARGEST, inside=self.folder)

@@ -1,10 +1,11 @@
 """The file in the registry's folder with which the gate or a user requests a rollback from the learner.
 
 The learner reads the file before every step, including the first step of a resumed run. The learner owns the weights, and the writer of a
-request does not wait for it. A request contains the rejected version and its target, with the hashes of their weights. It is valid until
-the learner has published a successor and rolled the version back. It becomes void if the version is retracted or gets different weights. A
-request of the gate also becomes void if a later version is promoted. So a request can be written and read any number of times, even after a
-crash. A user's request replaces any other request, and the gate does not replace it while it is pending.
+request does not wait for the learner. A request contains the rejected version and the target of the rollback, with the hashes of their
+weights. It is valid until the learner has published a successor and rolled the version back. It becomes void if the version is retracted or
+replaced by different weights. A request from the gate also becomes void if a later version is promoted. So a request can be written and
+read any number of times, even after a crash. A user's request replaces any other request, and the gate does not replace it while it is
+pending.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from agentrl.records.fields import Record, Text
 _LARGEST = 1 << 20  # bytes
 ROLLBACK_FILE = "rollback.json"
 BUDGET_STEPS = 256
-"""Steps after which a setback no longer counts against a budget, so that rare setbacks do not end an endless run."""
+"""Number of steps after which a setback no longer counts against a budget, so that rare setbacks do not stop an endless run."""
 
 
 def recent_steps(steps: Iterable[int], now: int) -> tuple[int, ...]:
-    """Returns the steps of setbacks that still count in step `now`."""
+    """Returns the steps with setbacks that still count in step `now`."""
     return tuple(step for step in steps if step > now - BUDGET_STEPS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RollbackRequest(Record):
-    """Roll back from `version` to the weights of `to`."""
+    """A request to roll back from `version` to the weights of `to`."""
 
     version: int
     sha256: str
@@ -49,7 +50,7 @@ class RollbackRequest(Record):
 
 
 def request_rollback(versions: Path, request: RollbackRequest) -> None:
-    """Writes the request durably and replaces an earlier one. Raises `StoreError`."""
+    """Writes the request durably and replaces an earlier request. Raises `StoreError`."""
     try:
         write_atomically(versions / ROLLBACK_FILE, codec.to_json(request) + b"\n", durable=True)
     except OSError as error:
@@ -66,7 +67,7 @@ def withdraw_request(versions: Path) -> None:
 
 
 def read_request(versions: Path) -> RollbackRequest | None:
-    """Returns the last request, answered or not; None if there is none. Raises `StoreError` if it cannot be read."""
+    """Returns the last request, whether it is pending or not; None if there is none. Raises `StoreError` if it cannot be read."""
     path = versions / ROLLBACK_FILE
     try:
         return codec.from_json(RollbackRequest, read_bytes(path, most=_LARGEST, inside=versions))

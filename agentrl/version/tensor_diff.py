@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 BLOCK = 1 << 20
-"""Numbers of each tensor that are in memory at once."""
+"""Maximum number of elements of each tensor that are in memory at once."""
 _DTYPES = {
     **{"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"},  # bfloat16 is the upper half of a float32
     **{"I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "<i1", "U8": "<u1", "BOOL": "<u1"},
@@ -27,7 +27,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorChange:
-    """The change of one tensor. Norms are Euclidean, of all numbers of the tensor, in float64."""
+    """The change of one tensor. Norms are Euclidean norms over all elements of the tensor, in float64."""
 
     name: str
     numbers: int
@@ -53,10 +53,10 @@ class _Stored:
 
 
 def compare_weights(before: Path, after: Path) -> Iterator[TensorChange]:
-    """Yields the change of each tensor between two version folders, by name.
+    """Yields the change of each tensor between two version folders, in the order of the tensors' names.
 
-    Versions are complete, deltas, or adapters. If one version is an adapter, the adapters are compared, and a version that has no adapter
-    counts as an adapter of zeros. Raises `ValueError` if weights are missing or damaged, or if the tensors do not match.
+    Versions may be complete, deltas, or adapters. If one version is an adapter, the adapters are compared, and a version that has no
+    adapter counts as an adapter of zeros. Raises `ValueError` if weights are missing or damaged, or if the tensors do not match.
     """
     adapters = [(folder / ADAPTER).is_file() for folder in (before, after)]
     with ExitStack() as stack:
@@ -76,7 +76,7 @@ def compare_weights(before: Path, after: Path) -> Iterator[TensorChange]:
 
 @contextmanager
 def _complete_weights(folder: Path) -> Iterator[Path]:
-    """Yields the complete weight file of a version, which is temporary if the version is a delta."""
+    """Yields the path of a version's complete weight file, which is temporary if the version is a delta."""
     weights = folder / WHOLE_MODEL
     if weights.is_file():
         yield weights
@@ -88,7 +88,7 @@ def _complete_weights(folder: Path) -> Iterator[Path]:
 
 
 def _stored(path: Path | None) -> dict[str, _Stored]:
-    """Returns the tensors of a safetensors file, with offsets checked against its size. Raises `ValueError`."""
+    """Returns the tensors in a safetensors file, by name, with offsets that are checked against its size. Raises `ValueError`."""
     if path is None:
         return {}
     try:
@@ -118,7 +118,7 @@ def _change(name: str, old: Path | None, one: _Stored | None, new: Path | None, 
 
     numbers = max(stored.numbers for stored in (one, other) if stored is not None)
     changed, largest, squares = 0, 0.0, [0.0, 0.0, 0.0]
-    with ExitStack() as stack, np.errstate(all="ignore"):  # weights that are not finite give a norm that is not finite
+    with ExitStack() as stack, np.errstate(all="ignore"):  # weights that are not finite result in a norm that is not finite
         files = [None if path is None else stack.enter_context(path.open("rb")) for path in (old, new)]
         for start in range(0, numbers, BLOCK):
             count = min(BLOCK, numbers - start)
@@ -133,7 +133,7 @@ def _change(name: str, old: Path | None, one: _Stored | None, new: Path | None, 
 
 
 def _block(file: BinaryIO | None, stored: _Stored | None, start: int, count: int) -> NDArray[np.float64]:
-    """Returns the numbers `start` to `start + count` of a tensor; zeros if there is no tensor."""
+    """Returns the elements from `start` to `start + count` of a tensor; zeros if there is no tensor."""
     import numpy as np
 
     if file is None or stored is None:

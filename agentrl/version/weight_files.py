@@ -13,9 +13,9 @@ from agentrl.version import deltas
 
 
 def checked_weight_paths(folder: Path, sizes: Mapping[str, int], *, below: Path, first_folder: Path) -> list[Path]:
-    """Returns the files in `folder` that `sizes` lists, each checked to be complete. Raises `ValueError`.
+    """Returns the paths of the files in `folder` that `sizes` lists. Raises `ValueError` if a file is not complete.
 
-    `folder` must be below `below` (the run's versions folder) or be `first_folder`, with which the server was started.
+    `folder` must be below `below` (the run's versions folder) or be `first_folder`, with which the server started.
     """
     folder = folder.resolve()
     if folder != first_folder and (folder == below or not folder.is_relative_to(below)):
@@ -34,29 +34,29 @@ def checked_weight_paths(folder: Path, sizes: Mapping[str, int], *, below: Path,
 
 
 def tensor_shapes(paths: Iterable[Path]) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of every tensor in the safetensors files, by name. Raises `ValueError` if a file is not safetensors."""
+    """Returns tensor name -> shape for every tensor in the safetensors files. Raises `ValueError` if a file is not safetensors."""
     return {name: _shape(path, entry) for path in paths for name, entry in deltas.read_safetensors_header(path).items()}
 
 
 def check_same_shapes(expected: Mapping[str, tuple[int, ...]], actual: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises `ValueError` for the first tensor that is missing, is unknown or has a different shape."""
+    """Raises `ValueError` for the first tensor that is missing, unknown or of the wrong shape."""
     for name in sorted(expected.keys() | actual.keys()):
         if expected.get(name) != actual.get(name):
             raise ValueError(f"tensor {name}: the served model has shape {expected.get(name)}, the new version {actual.get(name)}")
 
 
 class WeightCopy:
-    """The weights that deltas are applied to: a file in `folder` that the first delta creates and each delta changes in place."""
+    """The weights to which deltas are applied: a file in `folder` that the first delta creates and each delta changes in place."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / f"agentrl-weights-{os.getpid()}.safetensors"
         self._sha256 = ""  # hash of the file; empty if the file is missing or may be incomplete
 
     def apply_delta(self, folder: Path) -> Path:
-        """Returns the complete weights of the delta version in `folder`; the file is valid until the next call.
+        """Returns the path of the complete weights of the delta version in `folder`. The file is valid until the next call.
 
-        Raises `ValueError` if the delta is damaged, if neither these weights nor its parent's file fit it, or if the result has a
-        different checksum.
+        Raises `ValueError` if the delta is damaged, if neither these weights nor its parent's file fits it, or if the result has the wrong
+        checksum.
         """
         delta = deltas.read_delta(folder)
         if delta is None:

@@ -1,4 +1,4 @@
-"""The JSON of one episode: the tree of its trajectories with turns, tool calls, files and evidence; and the tokens of a turn."""
+"""The JSON for one episode (the tree of its trajectories, with turns, tool calls, files and evidence) and for the tokens of a turn."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from agentrl.view.training import GroupTraining, explain, recorded_tokens, sampl
 from agentrl.view.vocabulary import Vocabulary
 
 MAX_TURNS = 200
-"""Maximum turns of one answer, over all trajectories."""
+"""Maximum number of turns in one response, over all trajectories."""
 MAX_TOKENS = 2000
-"""Maximum tokens of one answer."""
-_TEXT = 40_000  # characters of one string
-_ALL_TEXT = 2_000_000  # characters of one answer
+"""Maximum number of tokens in one response."""
+_TEXT = 40_000  # maximum number of characters in one string
+_ALL_TEXT = 2_000_000  # maximum number of characters in one response
 _FILES = 64
 _FILE_CHARS = 8000
-_PROMPT_TOKENS = 4000  # maximum tokens of a prompt that are decoded
+_PROMPT_TOKENS = 4000  # maximum number of tokens of a prompt that are decoded
 
 
 def episode_data(source: RunSource, index: int, attempt: int, *, offset: int = 0) -> Data:
-    """Returns an episode with `MAX_TURNS` turns from number `offset` on. Raises `Missing` and `StoreError`."""
+    """Returns an episode with at most `MAX_TURNS` turns, starting at number `offset`. Raises `Missing` and `StoreError`."""
     notes = source.refresh()
     group, scored = _scored(source, index, attempt)
     entry = source.store().entry(index)
@@ -58,7 +58,7 @@ def episode_data(source: RunSource, index: int, attempt: int, *, offset: int = 0
 
 
 def evaluated_data(source: RunSource, episode_id: str) -> Data:
-    """Returns an episode of an evaluation, none of which was trained. Raises `Missing`, `UserError` and `StoreError`."""
+    """Returns an episode from an evaluation. Such episodes are never used for training. Raises `Missing`, `UserError` and `StoreError`."""
     notes = source.refresh()
     record = source.index().episode(episode_id)
     if record is None:
@@ -85,10 +85,10 @@ def evaluated_data(source: RunSource, episode_id: str) -> Data:
 def episode_tree(
     episode: Episode, budget: Budget, vocabulary: Vocabulary | None, *, samples: Sequence[Sample | None] = (), offset: int = 0
 ) -> list[Data]:
-    """Returns the trajectories of an episode, with the `MAX_TURNS` turns from number `offset` on.
+    """Returns the trajectories of an episode, with at most `MAX_TURNS` turns in total, starting at number `offset`.
 
     Args:
-        samples: the sample of each trajectory, or none if the episode is not from training.
+        samples: the sample of each trajectory; empty if the episode is not from training.
     """
     first, trajectories = 0, []
     for number, trajectory in enumerate(episode.trajectories):
@@ -104,7 +104,7 @@ def episode_tree(
 
 
 def tokens_data(source: RunSource, index: int, attempt: int, trajectory: int, turn: int, *, offset: int = 0) -> Data:
-    """Returns the sampled and trained values of a turn: `MAX_TOKENS` tokens from number `offset` on, as columns.
+    """Returns the sampled and trained values of the tokens in a turn as columns: at most `MAX_TOKENS` tokens, starting at number `offset`.
 
     Raises `Missing` and `StoreError`.
     """
@@ -154,13 +154,13 @@ def tokens_data(source: RunSource, index: int, attempt: int, trajectory: int, tu
 
 
 class Budget:
-    """The number of characters that one answer may still contain."""
+    """The number of characters that may still be added to one response."""
 
     def __init__(self, left: int) -> None:
         self.left = left
 
     def cut(self, text: str) -> Data:
-        """Returns the start of a string, and how many characters were cut off."""
+        """Returns the start of a string and the number of characters that were cut off."""
         shown = text[: max(0, min(_TEXT, self.left))]
         self.left -= len(shown)
         return {"text": shown, "cut": len(text) - len(shown)}
@@ -243,7 +243,7 @@ def _turn(number: int, turn: Turn, trained: Data, budget: Budget, vocabulary: Vo
 
 
 def _arguments(arguments: Any, budget: Budget) -> list[Data]:
-    """Returns the arguments of a call, in order: strings unchanged, other values as JSON."""
+    """Returns the arguments of a call in order. Strings are unchanged, and other values are formatted as JSON."""
     rows = []
     for name, value in list(arguments.items())[:64]:
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -252,7 +252,7 @@ def _arguments(arguments: Any, budget: Budget) -> list[Data]:
 
 
 def _trained(sample: Sample | None, trajectory: Trajectory, turn: int) -> Data:
-    """Returns the number of trained tokens of a turn, and its advantage, or reward if a critic computed the advantages."""
+    """Returns the number of trained tokens in a turn, and the advantage of the first of them (None if there is none)."""
     if sample is None:
         return {"trained_tokens": None, "advantage": None}
     start, end = _bounds(trajectory, turn)
@@ -262,7 +262,7 @@ def _trained(sample: Sample | None, trajectory: Trajectory, turn: int) -> Data:
 
 
 def _bounds(trajectory: Trajectory, turn: int) -> tuple[int, int]:
-    """Returns the start and end of a turn's completion in the tokens of its trajectory."""
+    """Returns the start and end of a turn's completion as indices into the tokens of its trajectory."""
     start = sum(len(earlier.prompt_ids) + len(earlier.completion_ids) for earlier in trajectory.turns[:turn]) + len(
         trajectory.turns[turn].prompt_ids
     )
@@ -282,7 +282,7 @@ def _columns(sample: Sample | None, trajectory: Trajectory, turn: int, offset: i
 
 
 def _learned(record: TokenRecord | None, sample: Sample | None, trajectory: Trajectory, turn: int, offset: int, end: int) -> Data:
-    """Returns the values that the learner computed for the tokens; None for masked tokens, or for all tokens if nothing is recorded."""
+    """Returns the values that the learner computed for the tokens. A masked token has None. A column is None if nothing is recorded."""
     names = {"new_logprobs": "logprobs", "entropies": "entropies", "weights": "weights", "clipped": "clipped"}
     if record is None or sample is None:
         return dict.fromkeys(names)
@@ -316,7 +316,7 @@ def _versions(turn: Turn, offset: int, end: int) -> list[Data]:
 
 
 def _prompt(turn: Turn, vocabulary: Vocabulary | None) -> Data:
-    """Returns the tokens before the completion, which the policy read but did not write: their number, and the last of them as text."""
+    """Describes the tokens before the completion, which the policy read but did not sample: their number, and the last of them as text."""
     ids: Sequence[int] = turn.prompt_ids[-_PROMPT_TOKENS:]
     return {"tokens": len(turn.prompt_ids), "text": None if vocabulary is None else vocabulary.decode(ids)[-_TEXT:]}
 

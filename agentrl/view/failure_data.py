@@ -1,4 +1,4 @@
-"""The JSON of captured failures: counts by tag, traces, clusters, and the same task before and after training."""
+"""The JSON for captured failures: counts by tag, traces, clusters, and the outcomes of the same task before and after training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from agentrl.view.routes import Query
 
 _PAGE = 100
-_MAX_BODY = 4 << 20  # maximum compressed bytes of a trace that is shown
+_MAX_BODY = 4 << 20  # maximum compressed size in bytes of a trace that is shown
 _MAX_TRANSCRIPTS = 64 << 20
 _CLUSTER_S = 45.0
 _CLUSTERS = 40
@@ -58,9 +58,9 @@ def failures_data(source: RunSource, query: Query) -> dict[str, Any]:
 
 
 def clusters_data(source: RunSource, query: Query) -> dict[str, Any]:
-    """Returns clusters of similar failures. A separate process computes them, so its memory is freed when it ends."""
+    """Returns clusters of similar failures. A separate process computes them, and its memory is freed when it exits."""
     filters = [f"--{name}={value}" for name in ("tag", "kind", "phase") if (value := query.text(name))]
-    # -P: the current folder may come from a third party, and must not provide modules
+    # -P: modules must not be imported from the current folder, which may come from a third party
     command = [sys.executable, "-P", "-m", "agentrl", "failures", "cluster", str(source.path), "--json", *filters]
     try:
         done = subprocess.run(command, capture_output=True, timeout=_CLUSTER_S, check=False, stdin=subprocess.DEVNULL)
@@ -123,7 +123,7 @@ def _content(source: RunSource, trace: Trace) -> dict[str, Any]:
 
 
 def _elsewhere(path: Path, task: str) -> list[dict[str, Any]]:
-    """Returns the attempts at a task in the run's transcripts, by phase."""
+    """Returns the attempts at a task from the run's transcripts, ordered by phase."""
     shown: list[dict[str, Any]] = []
     for phase in _PHASES if task else ():
         file = path / "episodes" / f"{phase}.jsonl"
@@ -133,7 +133,7 @@ def _elsewhere(path: Path, task: str) -> list[dict[str, Any]]:
 
 
 def transcript_data(phase: str, line: Line) -> dict[str, Any]:
-    """Returns a transcript of the folder `episodes`, or of an evaluation, with strings of bounded length."""
+    """Returns a transcript from the folder `episodes` or from an evaluation, with its strings clipped."""
     messages = [message for message in line["messages"][:100] if isinstance(message, dict)]
     score = line.get("score")
     return {
@@ -155,7 +155,7 @@ def _calls(message: Line) -> list[dict[str, str]]:
 
 def _row(row: TraceRow) -> dict[str, Any]:
     fields = {name: getattr(row, name) for name in ("id", "phase", "step", "version", "why", "tag", "kind", "question", "bytes")}
-    step = row.step + 1 if row.phase == "train" else row.step  # training counts steps from 0
+    step = row.step + 1 if row.phase == "train" else row.step  # during training, steps are counted from 0
     return {**fields, "step": step, "task": row.task_id, "score": finite(row.score)}
 
 

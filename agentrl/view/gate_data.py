@@ -1,4 +1,4 @@
-"""The JSON of a run's gate: the verdict on each version, and both transcripts of a regressed case."""
+"""The JSON for a run's gate: the verdict on each version, and both transcripts of each regressed case."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from agentrl.view.failure_data import transcript_data
 from agentrl.view.source import Missing, RunSource
 
 _MAX_EPISODES = 64 << 20
-_MAX_VERDICT = 2 << 20  # a small JSON text may need twenty times its size in memory
+_MAX_VERDICT = 2 << 20  # parsed JSON may need twenty times the size of its text in memory
 _GATE_CASES = 20
 
 
 def verdict_rows(source: RunSource, notes: list[str]) -> list[Line]:
-    """Returns the verdicts of the gate, newest first."""
+    """Returns the verdicts of the gate, the newest first."""
     folder = source.path / "gate"
     try:
         numbers = sorted((int(path.name) for path in folder.iterdir() if path.name.isdecimal() and len(path.name) < 12), reverse=True)
@@ -35,7 +35,7 @@ def verdict_rows(source: RunSource, notes: list[str]) -> list[Line]:
 
 
 def gate_data(source: RunSource, version: int) -> dict[str, Any]:
-    """Returns the verdict on a version with both transcripts of each regressed case. Raises `Missing` and `StoreError`."""
+    """Returns the verdict on a version, with both transcripts of the regressed cases. Raises `Missing` and `StoreError`."""
     verdict = read_verdict(source.path, version)
     if verdict is None:
         raise Missing(f"the gate has no verdict on version {version}", fix="choose a version under Gate on the run's page")

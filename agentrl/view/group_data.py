@@ -1,4 +1,4 @@
-"""The JSON of a learner step and of a group: attempts side by side, scores, advantages, and why a group has no signal."""
+"""The JSON for a learner step and for a group: attempts side by side, scores, advantages, and why a group gives no learning signal."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from agentrl.view.source import Missing, RunSource
 from agentrl.view.training import GroupTraining, explain, train_group
 
 MAX_GROUPS = 64
-"""Maximum groups of one answer."""
-_MAX_CHARS = 400  # characters of a string in a table
+"""Maximum number of groups in one response."""
+_MAX_CHARS = 400  # maximum number of characters in a string in a table
 _MAX_FAILURES = 12
 _CACHED = 4096
 
@@ -27,7 +27,8 @@ Data = dict[str, Any]
 
 
 class _Cache:
-    """Cached lines of groups of all runs. A line changes with the group's ledger entry."""
+    """Caches the table rows for the groups of all runs. The key contains the ledger entry, so that a changed entry is not served from the
+    cache."""
 
     def __init__(self) -> None:
         self._lines: OrderedDict[tuple[Path, LedgerEntry], Data] = OrderedDict()
@@ -48,9 +49,10 @@ _cache = _Cache()
 
 
 def step_data(source: RunSource, step: int, *, offset: int = 0) -> Data:
-    """Returns a learner step, counted from 1: its metrics, its groups, and the kinds whose scores changed since the step before.
+    """Returns a learner step (steps are counted from 1): its metrics, its groups, and the mean scores by kind of task compared with the
+    previous step.
 
-    Raises `Missing` if the step has neither a metric nor a group.
+    Raises `Missing` if the step has neither metrics nor groups.
     """
     notes = source.refresh()
     metrics = source.metrics.row(step)
@@ -84,7 +86,7 @@ def step_data(source: RunSource, step: int, *, offset: int = 0) -> Data:
 
 
 def newest_groups(source: RunSource, *, before: int | None) -> Data:
-    """Returns the newest groups, in any state, with an index below `before`."""
+    """Returns the newest groups, in any state, with an index below `before`; None means no bound."""
     notes = source.refresh()
     try:
         entries = source.store().newest_entries(before=before, limit=MAX_GROUPS)
@@ -134,7 +136,7 @@ def group_data(source: RunSource, index: int) -> Data:
 
 
 def question_of(source: RunSource, group: Group) -> str:
-    """Returns the prompt of a group's task, or else the context of its first turn; empty if neither is known."""
+    """Returns the prompt of a group's task or, if it is unknown, the context of the first turn; empty if neither is known."""
     if group.prompt:
         return "\n\n".join(message.content for message in group.prompt)
     vocabulary, _ = source.vocabulary()
@@ -147,7 +149,7 @@ def question_of(source: RunSource, group: Group) -> str:
 
 
 def group_line(source: RunSource, entry: LedgerEntry) -> Data:
-    """Returns a group as a line of a table. A group that cannot be read has a `problem`."""
+    """Returns a group as a row of a table. For a group that cannot be read, the row contains a `problem`."""
     key = (source.path, entry)
     if (known := _cache.get(key)) is not None:
         return known
@@ -232,7 +234,7 @@ def _attempt(number: int, scored: ScoredEpisode, advantage: float | None, *, tra
 
 
 def score_data(scored: ScoredEpisode, *, chars: int = _MAX_CHARS) -> Data:
-    """Returns a score: value, parts, reason and evidence, and the parts that have not arrived."""
+    """Returns a score: value, parts, reason, evidence, and the parts that have not arrived yet."""
     score = scored.score
     return {
         "value": finite(score.value),
@@ -259,7 +261,7 @@ def failures_data(scored: ScoredEpisode, *, chars: int = _MAX_CHARS) -> list[Dat
 
 
 def _neighbours(source: RunSource, entry: LedgerEntry) -> Data:
-    """Returns the groups before and after a group, in its step or by index."""
+    """Returns the indices of the groups before and after a group: in its step, or of all groups if it does not belong to a step yet."""
     if entry.step is None:
         indices = [other.index for other in source.store().newest_entries(before=entry.index + 2, limit=3)][::-1]
     else:
@@ -271,7 +273,7 @@ def _neighbours(source: RunSource, entry: LedgerEntry) -> Data:
 
 
 def _kinds(source: RunSource, entries: Sequence[LedgerEntry], step: int) -> list[Data]:
-    """Returns the mean score by kind of task in a step and in the previous step, the largest fall first."""
+    """Returns the mean score by kind of task in a step and in the previous step. The kind with the largest decrease is first."""
     now = _kind_means(source, [entry.index for entry in entries])
     try:
         earlier = _kind_means(source, [entry.index for entry in source.store().entries(step=step - 2)] if step > 1 else [])

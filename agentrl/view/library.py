@@ -1,4 +1,5 @@
-"""Finds the run folders in a folder, which may come from a third party. The id of a run is the name of its folder. Links are skipped."""
+"""Finds the run folders in a folder, which may come from a third party. The id of a run is derived from the name of its folder. Links that
+lead outside the folder are skipped."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from agentrl.observe.summary import SUMMARY_FILE
 from agentrl.view.source import RunSource
 
 MAX_RUNS = 2000
-"""Maximum number of runs that a folder shows. The newest runs are shown."""
+"""Maximum number of runs that are listed for a folder. The newest runs are listed."""
 MAX_OPEN = 8
 """Maximum number of runs whose metrics stay in memory."""
 _MAX_SUMMARY = 2 << 20
@@ -28,7 +29,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEntry:
-    """A run folder: its id in page addresses, its printable name, and its path."""
+    """A run folder: the id of the run in page addresses, its printable name, and its path."""
 
     id: str
     name: str
@@ -36,7 +37,7 @@ class RunEntry:
 
 
 class RunLibrary:
-    """The runs of a folder, or one run.
+    """The runs in a folder, or a single run.
 
     Raises `UserError` if the folder does not exist.
     """
@@ -52,7 +53,7 @@ class RunLibrary:
         self._lock = Lock()
 
     def entries(self) -> list[RunEntry]:
-        """Returns the runs in order of their names. Links are not followed."""
+        """Returns the runs sorted by name. Links that lead outside the folder are not followed."""
         if self.is_single:
             return [RunEntry(id=_run_id(self.root.name), name=_shown(self.root.name), path=self.root)]
         return sorted(self._children(), key=lambda run: run.name)
@@ -78,7 +79,7 @@ class RunLibrary:
             self._sources.clear()
 
     def _entry(self, run_id: str) -> RunEntry | None:
-        """Returns the run with an id, without reading other runs; None if there is no such run."""
+        """Returns the run with the given id, without reading other runs; None if there is no such run."""
         if self.is_single:
             return next((entry for entry in self.entries() if entry.id == run_id), None)
         try:
@@ -99,7 +100,7 @@ class RunLibrary:
                     path = Path(entry.path)
                     if entry.is_dir() and path.resolve().is_relative_to(self.root) and is_run(path):
                         folders.append((entry.stat().st_mtime, path))
-                except OSError:  # removed in the meantime, or not readable
+                except OSError:  # removed in the meantime, or unreadable
                     continue
         folders.sort(reverse=True)
         for _, path in folders[:MAX_RUNS]:
@@ -107,9 +108,9 @@ class RunLibrary:
 
 
 def _close_unused(source: RunSource) -> None:
-    """Closes the store of a run if no request reads it.
+    """Closes the store of a run if no request is reading it.
 
-    Otherwise the store is closed when the request, which has the last reference, ends.
+    Otherwise the store is closed when the request finishes, because the request holds the last reference.
     """
     if source.lock.acquire(blocking=False):
         try:
@@ -128,13 +129,13 @@ def _shown(name: str) -> str:
 
 
 def list_runs(entries: Sequence[RunEntry]) -> list[dict[str, Any]]:
-    """Returns the entries of the list of runs, as JSON data. A run whose files have not changed is not read again."""
+    """Returns the list of runs as JSON data. A run whose files have not changed is not read again."""
     locks = held_locks()
     return [{**_line(entry, _marks(entry.path)), "state": run_state(entry.path, locks)} for entry in entries]
 
 
 def _marks(path: Path) -> tuple[tuple[int, int], ...]:
-    """Returns the time and size of each file from which a line is read."""
+    """Returns pairs (modification time, size) for the files that `_line` reads."""
     marks = []
     for name in (SUMMARY_FILE, "recipe.json", "metrics.jsonl"):
         try:

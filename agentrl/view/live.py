@@ -30,19 +30,19 @@ if TYPE_CHECKING:
     from agentrl.view.library import RunLibrary
 
 MAX_STREAMS = 32
-"""Maximum number of pages that are updated live at a time."""
+"""Maximum number of pages that are updated live at the same time."""
 MAX_ACTIVITY = 60
-"""Number of newest events that a page gets at a time, in addition to all notable events."""
+"""Number of newest events that are sent to a page at a time. Older events are sent only if they are notable."""
 LOOK_S = 1.0
-"""Seconds between two readings of a run."""
+"""Seconds between two reads of a run."""
 NEWEST_EVENTS = 40
-"""Number of events that a page shows initially."""
+"""Maximum number of events that a page shows initially."""
 NOTABLE = (AlertRaised, PartRestarted, VersionJudged, EvaluationFinished, RunStarted, StageStarted, VersionServed, StepFinished)
-_EVENTS_BACK = 64 << 10  # bytes at the end of the stream from which the newest events are read
+_EVENTS_BACK = 64 << 10  # number of bytes at the end of the stream that are searched for the newest events
 _NOTABLE_BACK = 4 << 20
 _MAX_NOTABLE = 200
 _PAGES = 8
-_SILENCE_S = 15.0  # time without events after which a comment keeps the connection open
+_SILENCE_S = 15.0  # time without events after which a comment is sent to keep the connection open
 GONE = {"gone": True}
 
 
@@ -60,11 +60,12 @@ class Live:
         self._stopped.set()
 
     async def events(self, run: str, *, is_closed: Callable[[], bool] = lambda: False) -> AsyncIterator[bytes]:
-        """Yields an event when the run changed: its newest step, its groups or its state. The last event reports that the run was removed.
+        """Yields server-sent events: the newest events of the run, and an event whenever its newest step, its groups or its state change.
+        If the run is removed, the last event reports it.
 
         Args:
-            is_closed: returns whether the page was closed. A closed connection looks like a connection whose client still waits for the
-                answer.
+            is_closed: returns whether the page was closed. The server cannot distinguish a closed connection from one whose client is
+                waiting for the response.
         """
         self.streams += 1
         loop, last, spoke = asyncio.get_running_loop(), None, 0.0
@@ -93,7 +94,7 @@ class Live:
             self.streams -= 1
 
     async def _look(self, run: str) -> dict[str, Any]:
-        """Returns the newest mark of a run, which is at most `LOOK_S` seconds old."""
+        """Returns a mark that changes with the run. The mark is at most `LOOK_S` seconds old."""
         now = asyncio.get_running_loop().time()
         known = self._looks.get(run)
         if known is None or now - known[0] > 0.9 * LOOK_S:
@@ -102,7 +103,7 @@ class Live:
         return await asyncio.shield(known[1])
 
     def _activity(self, run: str, offset: int | None) -> tuple[list[dict[str, Any]], int | None]:
-        """Returns the newest events since an offset, and the next offset. None starts at the end of the stream."""
+        """Returns the newest events after an offset, and the next offset. The offset None starts at the end of the stream."""
         source = self.library.open(run)
         if source is None:
             return [], offset
@@ -149,7 +150,7 @@ def events_data(source: RunSource) -> dict[str, Any]:
 
 
 def event_line(event: Event) -> dict[str, Any]:
-    """Returns an event with the name of its kind."""
+    """Returns an event as JSON data, with the name of its kind."""
     return {"kind": kind_of(event), **asdict(event)}
 
 

@@ -1,7 +1,8 @@
-"""The operations that change a run: the functions behind `agentrl failures tag`, `failures promote`, `label` and `score`.
+"""The operations that change a run: the functions behind `agentrl failures tag`, `agentrl failures promote`, `agentrl label` and `agentrl
+score`.
 
-A page asks for confirmation before it sends an operation. Each operation is recorded in `operations.jsonl` of the run folder, with its
-sender and result.
+A page asks for confirmation before it sends an operation. Each operation is recorded with its user and result in `operations.jsonl` in the
+run folder.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ Body = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """An operation of a page: the fields of its request, and the function that runs it for a user."""
+    """An operation that a page can request: the fields of the request, and the function that performs the operation for a user."""
 
     name: str
     fields: tuple[str, ...]
     work: Callable[[RunSource, Body, str], dict[str, Any]]
 
     def run(self, source: RunSource, body: Body, user: str) -> dict[str, Any]:
-        """Runs the operation and records it. Raises `UserError` and `StoreError`."""
+        """Performs the operation and records it. Raises `UserError` and `StoreError`."""
         with source.lock:
             _check_output(source, source.path / LOG_FILE)
             _check_text(body)
@@ -121,7 +122,7 @@ OPERATIONS: Mapping[str, Operation] = {
         Operation(name="score", fields=("episode_id", "part", "value"), work=_score),
     )
 }
-"""Name in the address -> operation."""
+"""Name of the operation in the URL -> operation."""
 
 
 def _text(body: Body, name: str, *, optional: bool = False) -> str:
@@ -134,7 +135,7 @@ def _text(body: Body, name: str, *, optional: bool = False) -> str:
 
 
 def _check_text(body: Body) -> None:
-    """Raises `UserError` if a string contains half a surrogate pair, which no file can store."""
+    """Raises `UserError` if a string contains half a surrogate pair, which cannot be written to a file."""
     try:
         json_line(dict(body))
     except UnicodeEncodeError:
@@ -142,7 +143,7 @@ def _check_text(body: Body) -> None:
 
 
 def _check_output(source: RunSource, path: Path) -> None:
-    """Raises `UserError` if a write would leave the run folder, which may come from a third party."""
+    """Raises `UserError` if writing to the path would change a file outside the run folder, which may come from a third party."""
     try:
         check_output(path, inside=source.path)
     except (OSError, ValueError) as error:
@@ -159,7 +160,7 @@ def _trace(collection: Collection, body: Body) -> Trace:
 
 
 def _suite(text: str) -> Path:
-    """Returns the folder of a suite, relative to the folder in which the command was started."""
+    """Returns the folder of a suite, relative to the current folder of the command. Raises `UserError` if it is not inside that folder."""
     path = Path(text)
     if path.is_absolute() or ".." in path.parts or not (Path.cwd() / path).resolve().is_relative_to(Path.cwd()):
         raise UserError(

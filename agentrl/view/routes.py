@@ -1,6 +1,6 @@
-"""The addresses of the JSON, and the function that computes each.
+"""The routes of the JSON API, and the function for each route.
 
-These functions only read. `operations` has the functions that change a run.
+These functions only read. The functions that change a run are in `operations`.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from agentrl.view.source import Missing, RunSource
 
 MAX_COMPARED = 8
 MAX_CURVES = 40
-_PAGE = 200  # maximum runs of one answer
+_PAGE = 200  # maximum number of runs in one response
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """The parameters of a request: those of its path, and those after the question mark."""
+    """The parameters of a request, from its path and from its query string."""
 
     path: Mapping[str, str]
     pairs: Sequence[tuple[str, str]]
 
     def text(self, name: str, *, most: int = 400) -> str:
-        """Returns the first value of a parameter; empty if it is missing. Raises `RequestError` if it is too long."""
+        """Returns the first value of a query parameter; empty if the parameter is missing. Raises `RequestError` if the value is too long
+        or contains a null character."""
         value = next((value for key, value in self.pairs if key == name), "")
         if len(value) > most:
             raise RequestError("invalid", f"{name} has more than {most} characters.")
@@ -36,14 +37,15 @@ class Query:
         return value
 
     def texts(self, name: str, *, most: int) -> list[str]:
-        """Returns all values of a parameter. Raises `RequestError` if there are more than `most`."""
+        """Returns all values of a query parameter. Raises `RequestError` if there are more than `most`."""
         values = [value for key, value in self.pairs if key == name]
         if len(values) > most:
             raise RequestError("invalid", f"{name} has more than {most} values.")
         return values
 
     def number(self, name: str, default: int | None = None) -> int | None:
-        """Returns an integer parameter of the path or the query. Raises `RequestError` if it is not an integer."""
+        """Returns an integer parameter from the path or the query; `default` if it is missing. Raises `RequestError` if it is not an
+        integer."""
         value = self.path.get(name) or self.text(name)
         if not value:
             return default
@@ -52,7 +54,7 @@ class Query:
         return int(value)
 
     def count(self, name: str) -> int:
-        """Returns a parameter that is 0 or larger; 0 if it is missing. Raises `RequestError` if it is not such a number."""
+        """Returns an integer parameter; 0 if it is missing. Raises `RequestError` if it is negative or not an integer."""
         value = self.number(name, 0)
         if value is None or value < 0:
             raise RequestError("invalid", f"{name} must not be negative.")
@@ -63,7 +65,8 @@ Read = Callable[[RunSource, Query], Any]
 
 
 def _runs(library: RunLibrary, query: Query) -> Any:
-    """Returns the runs whose name, recipe or model contains the search text, the newest first."""
+    """Returns a page of the runs whose name, recipe or model contains the search text. Active runs are first, then the most recently
+    changed."""
     search, entries = query.text("search").casefold(), library.entries()
     runs = list_runs(entries)
     matching = [run for run in runs if search in f"{run['name']}\n{run['recipe']}\n{run['model']}".casefold()]
@@ -111,11 +114,11 @@ ROUTES: Mapping[str, Callable[[RunLibrary, Query], Any] | Read] = {
     "runs/{run}/failures/clusters": failure_data.clusters_data,
     "runs/{run}/failures/{trace}": lambda source, query: failure_data.trace_data(source, query.path["trace"]),
 }
-"""Path below `/api/` -> function of the library, or of one run."""
+"""Path below `/api/` -> function that reads the library or one run."""
 
 
 def read_route(library: RunLibrary, read: Any, query: Query) -> Any:
-    """Returns the JSON of a route. Raises `Missing` if the run does not exist, and the errors of its function."""
+    """Returns the JSON data for a route. Raises `Missing` if the run does not exist, and the errors that the route's function raises."""
     if "run" not in query.path:
         return read(library, query)
     source = library.open(query.path["run"])

@@ -1,4 +1,4 @@
-"""The JSON of a run: curves, alerts, parts and ledger, and the comparison of several runs."""
+"""The JSON for a run (curves, alerts, parts and ledger) and for the comparison of several runs."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from agentrl.observe.timeline import PREFIX, time_by_state
 from agentrl.view.gate_data import verdict_rows
 from agentrl.view.source import RunSource
 
-_ALERTED = 400  # newest steps whose alerts are computed
+_ALERTED = 400  # number of newest steps whose alerts are computed
 _DROPS = 8
-_NEWEST = 10  # steps from which the remaining time is estimated
-_MAX_FILE = 2 << 20  # a small JSON text may need twenty times its size in memory
+_NEWEST = 10  # number of newest steps from which the remaining time is estimated
+_MAX_FILE = 2 << 20  # parsed JSON may need twenty times the size of its text in memory
 _MAX_SETBACKS = 64 << 20
 _SETBACKS = 50
-_MAX_ENTRIES = 200  # maximum entries of a table in summary.json
+_MAX_ENTRIES = 200  # maximum number of entries in a table in summary.json
 _SETBACK: Mapping[str, type] = {"step": int, "action": str, "reasons": list, "groups": list, "episodes": list}
 
 
 def run_data(source: RunSource) -> dict[str, Any]:
-    """Returns the data that the page of a run shows first."""
+    """Returns the data that the page of a run shows initially."""
     notes = source.refresh()
     recipe, metrics = source.recipe_data(), source.metrics
     steps = metrics.steps
@@ -71,13 +71,14 @@ def ledger_data(source: RunSource) -> dict[str, Any]:
 
 
 def curves_data(source: RunSource, keys: Sequence[str]) -> dict[str, Any]:
-    """Returns the curves of some metrics, and the names of all metrics."""
+    """Returns the curves of the metrics `keys`, and the names of all metrics."""
     notes = source.refresh()
     return {"notes": notes, "keys": source.metrics.keys, "curves": {key: source.metrics.curve(key, MAX_POINTS) for key in keys}}
 
 
 def reward_drops(points: Sequence[tuple[int, float]]) -> list[dict[str, float]]:
-    """Returns the steps at which the reward fell most: by at least a third of the standard deviation of its changes, the largest first."""
+    """Returns the steps with the largest falls of the reward, the largest first. A fall counts if it is at least a third of the standard
+    deviation of the changes."""
     changes = [(step, value, value - before) for (_, before), (step, value) in pairwise(points)]
     if len(changes) < 2:
         return []
@@ -98,7 +99,7 @@ def _rate(value: Any) -> Rate | None:
 
 
 def _alerts(source: RunSource) -> list[dict[str, Any]]:
-    """Returns the drift and limit alerts of the newest steps, the newest first."""
+    """Returns the drift and limit alerts for the newest steps, the newest first."""
     numbers = source.metrics.steps
     recipe, _ = source.recipe()
     first = max(0, len(numbers) - _ALERTED)
@@ -113,7 +114,8 @@ def _alerts(source: RunSource) -> list[dict[str, Any]]:
 
 
 def _parts(source: RunSource) -> list[dict[str, Any]]:
-    """Returns the seconds of each part by state: in the newest step, and over all steps with a timeline."""
+    """Returns the seconds that each part spent in each state: in the newest step, and over the steps with a timeline (at most the newest
+    2,000)."""
     numbers = [step for step, _ in source.metrics.series(f"{PREFIX}server/busy")] or source.metrics.steps[-1:]
     newest = time_by_state(source.metrics.rows(numbers[-1:]))
     total = time_by_state(source.metrics.rows(numbers[-2000:]))
@@ -164,7 +166,7 @@ def _is_rate(value: Any) -> TypeGuard[Line]:
 
 
 def _setbacks(source: RunSource, notes: list[str]) -> list[Line]:
-    """Returns the newest updates and groups that were not trained, with reasons."""
+    """Returns the newest skipped updates and untrained groups, with the reasons."""
     path = source.path / "failures" / "updates.jsonl"
     lines = deque(iter_lines(path, _SETBACK, notes, most=_MAX_SETBACKS, inside=source.path), maxlen=_SETBACKS)
     names = ("step", "what", "action")

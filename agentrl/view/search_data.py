@@ -1,4 +1,4 @@
-"""The JSON of the list of episodes: filters, full-text search and pages, from the index in the run's store."""
+"""The JSON for the list of episodes, with filters, full-text search and pages, from the index in the run's store."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def search_data(source: RunSource, query: Query) -> dict[str, Any]:
 
 
 def facets_data(source: RunSource) -> dict[str, Any]:
-    """Returns the values of each filter with their numbers of episodes; empty with a note if the run has no index."""
+    """Returns the values of each filter, each with its number of episodes. If the run has no index, they are empty and a note explains
+    it."""
     try:
         index = source.index()
         deleted = "The episodes of older steps were deleted because of store.options.keep_steps. They cannot be listed or searched."
@@ -48,7 +49,7 @@ def facets_data(source: RunSource) -> dict[str, Any]:
 
 
 def row_data(row: EpisodeRow) -> dict[str, Any]:
-    """Returns a row of the list."""
+    """Returns an episode as a row of the list."""
     return {
         **{name: getattr(row, name) for name in ("number", "group", "attempt", "step", "state", "score", "tokens", "turns", "seconds")},
         **{name: getattr(row, name) for name in ("id", "phase", "kind", "split", "outcome", "exclusion", "blame", "unused")},

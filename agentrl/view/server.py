@@ -1,6 +1,6 @@
-"""The HTTP server of `agentrl view`: static pages, JSON, and a stream of changes. By default it listens on the loopback interface.
+"""The HTTP server of `agentrl view` for static pages, JSON and a stream of changes. By default it listens on the loopback interface.
 
-The address that the command prints contains a random token. The page stores it for its origin, and sends it with every request as
+The address that the command prints contains a random token. The page stores the token for its origin and sends it with every request as
 `Authorization: Bearer TOKEN`. No cookie is used, because browsers send cookies to all ports of a host, including servers of other users.
 The content security policy forbids scripts and requests from any other origin.
 """
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from agentrl.view.library import RunLibrary
 
 AT_ONCE, WAITING = 2, 64
-"""Maximum number of requests that read runs at a time, and of requests in progress."""
+"""Maximum number of requests that read runs at the same time, and maximum number of requests in progress."""
 ANSWER_S = 60.0
 BODY_S = 10.0
 _TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
@@ -44,7 +44,7 @@ _FOLDERS = (files("agentrl.view") / "static", COMPONENTS)
 STATIC_FILES = {
     entry.name: entry.read_bytes() for folder in _FOLDERS for entry in folder.iterdir() if entry.name.rpartition(".")[2] in _TYPES
 }
-"""The files of the pages, which are part of the wheel: plain JavaScript modules and CSS. They load nothing from other servers."""
+"""The files of the pages, which are included in the wheel: plain JavaScript modules and CSS. They load nothing from other servers."""
 _STATUS = {"wrong_key": 401, "wrong_host": 403, "not_found": 404, "too_large": 413, "encoding": 415, "too_many": 429}
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self';"
@@ -60,12 +60,12 @@ HEADERS = {
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ViewServer:
-    """Serves the pages of a library of runs, from `start` to `stop`.
+    """Serves pages that show the runs of a library, from `start` to `stop`.
 
     Args:
         port: 0 means any free port.
         user: the name under which operations are recorded.
-        read_only: reject the operations that change a run.
+        read_only: rejects the operations that change a run.
     """
 
     library: RunLibrary
@@ -94,7 +94,7 @@ class ViewServer:
         self._server, self.port = server, server.port
 
     async def wait(self) -> None:
-        """Waits until the server ends without `stop`, and raises its error."""
+        """Waits until the server exits without a call of `stop`, and raises its error."""
         if self._server is not None:
             await self._server.wait()
 
@@ -124,7 +124,7 @@ class ViewServer:
         return Identified(app)
 
     def _guarded(self, answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Any]:
-        """Returns a route that requires the token, and describes errors as JSON."""
+        """Returns a handler that requires the token and reports errors as JSON."""
 
         async def guarded(request: Request) -> Response:
             try:
@@ -189,7 +189,7 @@ class ViewServer:
 
 
 def json_response(body: Any) -> Response:
-    """Returns a response with JSON. NaN and infinities, which browsers cannot read, become null."""
+    """Returns a JSON response. NaN and infinities, which browsers cannot read, become null."""
     from starlette.responses import Response
 
     try:

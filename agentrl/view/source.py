@@ -1,7 +1,8 @@
-"""Reads one run for the pages: metrics, ledger, groups and vocabulary. All files are read again after they changed, also during the run.
+"""Reads one run for the pages: metrics, ledger, groups and vocabulary. A file that has changed is read again, even while the run is in
+progress.
 
-A note describes each missing, damaged or older part, and all other parts are shown. Memory is bounded: one decoded group, one vocabulary
-and the newest columns of metrics stay in memory.
+A note describes each part that is missing, damaged or from an older version. All other parts are shown. Memory is bounded: one decoded
+group, one vocabulary and the newest columns of metrics stay in memory.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from agentrl.view.vocabulary import Vocabulary, read_vocabulary
 
 MAX_RECIPE = 1 << 20
 _GROUPS_KEPT = 2
-_KEPT_TOKENS = 200_000  # maximum tokens of a group that stays in memory
+_KEPT_TOKENS = 200_000  # maximum number of tokens in a group that stays in memory
 
 
 class Missing(UserError):
@@ -40,7 +41,7 @@ class _OpenStore:
 class RunSource:
     """The content of one run folder. Hold `lock` while you use it, because several threads read it."""
 
-    _groups: ClassVar[OrderedDict[tuple[Path, int, tuple[int, ...]], Group]] = OrderedDict()  # groups of all runs
+    _groups: ClassVar[OrderedDict[tuple[Path, int, tuple[int, ...]], Group]] = OrderedDict()  # cached groups of all runs
     _vocabularies: ClassVar[OrderedDict[tuple[Path, int, int], Vocabulary]] = OrderedDict()
     _shared = RLock()
 
@@ -56,7 +57,7 @@ class RunSource:
     def refresh(self) -> list[str]:
         """Reads the lines that were added to the files.
 
-        Returns notes on files that cannot be read. Raises `Missing` if the folder was removed.
+        Returns notes about files that cannot be read. Raises `Missing` if the folder was removed.
         """
         if not self.path.is_dir():
             raise Missing(f"the run {self.name} was removed or renamed", fix="return to the list of runs")
@@ -75,7 +76,7 @@ class RunSource:
         return recipe, why
 
     def store(self) -> StoreReader:
-        """Returns the open store. Raises `StoreError`."""
+        """Returns the reader of the store, which is opened on first use. Raises `StoreError`."""
         path = self.path / "experience.sqlite"
         try:
             status = os.stat(path)
@@ -90,14 +91,14 @@ class RunSource:
         return self._store.reader
 
     def index(self) -> EpisodeIndex:
-        """Returns the open index of episodes. Raises `StoreError`, and `UserError` if the run has none."""
+        """Returns the index of episodes, which is opened on first use. Raises `StoreError`, and `UserError` if the run has no index."""
         self.store()  # closes the index if the file was replaced
         if self._index is None:
             self._index = EpisodeIndex(self.path)
         return self._index
 
     def group(self, index: int) -> Group:
-        """Returns a group. Raises `Missing` if it is not stored, and `StoreError`."""
+        """Returns a group. Raises `Missing` if the group is not stored, and `StoreError` if it cannot be read."""
         store = self.store()
         entry = store.entry(index)
         if entry is None:
@@ -117,7 +118,7 @@ class RunSource:
     def vocabulary(self) -> tuple[Vocabulary | None, str]:
         """Returns the vocabulary of the run's model, or None and the reason why there is none.
 
-        Files outside of the run folder are not read.
+        Files outside the run folder are not read.
         """
         why = "the run folder has no tokenizer.json, so tokens are shown as numbers"
         for path in (self.path / "versions" / "000000" / "tokenizer.json", self.path / "model" / "tokenizer.json"):

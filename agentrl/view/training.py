@@ -1,4 +1,4 @@
-"""How the learner used a group's tokens: mask, advantage and drop reason, recomputed by the objective's pure functions.
+"""How the learner used a group's tokens: mask, advantage and the reason for dropping a group, recomputed by the objective's pure functions.
 
 These functions need only the stored group and the recipe, so the numbers equal those of the step. Values that depend on the weights (new
 logprobs, ratios, entropies) cannot be computed without the model.
@@ -18,8 +18,8 @@ from agentrl.records import Group, LedgerEntry, Message, Sample, Trajectory, Tur
 from agentrl.view.source import RunSource
 
 OF_THE_BATCH = ("reinforce++", "reinforce++-baseline")
-"""Estimators that compare a score with those of the other groups of its step."""
-_MAX_GROUPS = 512  # maximum groups of a step that are read for an estimator of the batch
+"""Estimators that compare a score with the scores of the other groups in the same step."""
+_MAX_GROUPS = 512  # maximum number of groups of a step that are read for such an estimator
 
 REASONS = {
     "all_equal": "All counted attempts have the same score, so no attempt is better than its group: every advantage is 0.",
@@ -35,26 +35,27 @@ REASONS = {
     "critic_warmup": "The step trained only the critic.",
     "rolled_back": "The weights were reset to an earlier version, so the step's update does not count.",
 }
-"""Start of a ledger's or an objective's reason -> one sentence."""
+"""Prefix of a reason from the ledger or the objective -> one sentence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupTraining:
-    """How a step trained a group. `samples` are keyed by episode id, one per trained trajectory, in order."""
+    """How a step trained a group. `samples` maps an episode id to one sample per trained trajectory, in order."""
 
     advantages: tuple[float | None, ...]  # [E] advantage of each attempt; None if the attempt does not count or the advantage is unknown
     samples: dict[str, tuple[Sample, ...]]
     reason: str  # why the objective drops the group; empty if it does not drop it
-    notes: tuple[str, ...]  # values that could not be computed, and why
+    notes: tuple[str, ...]  # which values could not be computed, and why
 
 
 def explain(reason: str) -> str:
-    """Returns a sentence for a reason, or the reason unchanged if it is unknown."""
+    """Returns a sentence that explains a reason. An unknown reason is returned unchanged."""
     return next((text for name, text in REASONS.items() if reason == name or reason.startswith((f"{name}:", f"{name} "))), reason)
 
 
 def train_group(source: RunSource, entry: LedgerEntry, group: Group) -> GroupTraining:
-    """Returns the samples that the objective creates from a group. Never raises. If something is unknown, a note describes it."""
+    """Returns how a step trained a group, with the samples that the objective creates from it. Never raises. A note describes each unknown
+    value."""
     recipe, why = source.recipe()
     if recipe is None:
         return _unknown(group, f"Advantages and masks cannot be computed: {why}.")
@@ -92,7 +93,8 @@ def _unknown(group: Group, note: str) -> GroupTraining:
 
 
 def _others(source: RunSource, entry: LedgerEntry, recipe: Recipe) -> tuple[list[Group], list[str]]:
-    """Returns the other groups of the step, with their scores, if the estimator compares with them."""
+    """Returns the other groups of the step with their scores, and notes. The groups are empty if the estimator does not compare with
+    them."""
     if recipe.objective.advantage.ref not in OF_THE_BATCH:
         return [], []
     if entry.step is None:
@@ -116,7 +118,7 @@ _SHORT = (Trajectory(agent="main", turns=(_TURN,)),)
 
 
 def _scores_alone(group: Group) -> Group:
-    """Returns a group with the same scores and exclusions, and one token per attempt."""
+    """Returns a copy of a group with the same scores and exclusions but one token per attempt."""
     episodes = []
     for scored in group.episodes:
         score = replace(scored.score, turn_rewards=((0.0,),) if scored.score.turn_rewards else (), branches=(), without=())
@@ -125,7 +127,7 @@ def _scores_alone(group: Group) -> Group:
 
 
 def sample_of(training: GroupTraining, episode_id: str, trajectory: Trajectory, trajectories: Sequence[Trajectory]) -> Sample | None:
-    """Returns the sample of a trajectory; None if the trajectory is not trained.
+    """Returns the sample of a trajectory; None if the trajectory was not trained.
 
     The samples of an episode are in the order of its trajectories with sampled tokens, so a trajectory's tokens identify its sample.
     """
@@ -143,7 +145,8 @@ def sample_of(training: GroupTraining, episode_id: str, trajectory: Trajectory, 
 
 
 def recorded_tokens(source: RunSource, step: int | None, training: GroupTraining, sample: Sample | None) -> tuple[TokenRecord | None, str]:
-    """Returns the values that the learner computed for the trained tokens of a sample, or None and the reason why they are unknown."""
+    """Returns the values that the learner computed for the trained tokens of a sample, with an empty reason, or None and the reason why the
+    values are unknown."""
     if step is None or sample is None:
         return None, ""
     part = next(number for number, one in enumerate(training.samples[sample.episode_id]) if one is sample)

@@ -1,6 +1,6 @@
-"""The text of token ids, from the `tokenizer.json` of a run's model.
+"""Converts token ids to text with the `tokenizer.json` of a run's model.
 
-The file is read as data. No tokenizer is loaded, and no code of the model runs.
+The file is read as data. No tokenizer is loaded, and no code from the model is run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from agentrl.base.untrusted_files import read_bytes
 from agentrl.records.images import FIRST
 
 MAX_BYTES = 48 << 20
-"""Maximum bytes of a `tokenizer.json`."""
+"""Maximum size of a `tokenizer.json` in bytes."""
 _MAX_TOKENS = 1 << 20
 _MAX_TOKEN_CHARS = 1024
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -47,14 +47,15 @@ class Vocabulary:
         return len(self._ends)
 
     def token(self, number: int) -> bytes:
-        """Returns the bytes of a token; empty for an unknown id. `number` may belong to an image (`agentrl.records.images`)."""
+        """Returns the bytes of a token; empty for an unknown id. `number` may be the id of an image token (`agentrl.records.images`)."""
         number &= FIRST - 1
         if not 0 <= number < len(self._ends):
             return b""
         return self._data[self._ends[number - 1] if number else 0 : self._ends[number]]
 
     def texts(self, ids: Sequence[int]) -> list[str]:
-        """Returns one text per token. A character that several tokens spell appears at the last of these tokens; the others are empty."""
+        """Returns one text per token. If several tokens encode one character, the last of them has the character as its text, and the text
+        of the others is empty."""
         texts, rest = [], b""
         for position, number in enumerate(ids):
             data = rest + self.token(number)
@@ -68,7 +69,7 @@ class Vocabulary:
 
 
 def _decoded(data: bytes, *, last: bool) -> tuple[str, bytes]:
-    """Splits bytes into complete text and the start of a character that the next token continues."""
+    """Splits bytes into the complete text and the bytes of an incomplete last character, which the next token continues."""
     if not last:
         for length in (1, 2, 3):
             tail = data[-length:]
@@ -82,7 +83,8 @@ def _character_size(first: int) -> int:
 
 
 def read_vocabulary(path: Path, *, inside: Path) -> Vocabulary:
-    """Reads a `tokenizer.json`. Raises `FileNotFoundError`, and `ValueError` if it is too large or has no vocabulary."""
+    """Reads a `tokenizer.json`. Raises `FileNotFoundError` if it does not exist, and `ValueError` if it is too large or has no
+    vocabulary."""
     try:
         data = json.loads(read_bytes(path, most=MAX_BYTES, inside=inside))
         special, tokens = {}, {}
@@ -99,7 +101,7 @@ def read_vocabulary(path: Path, *, inside: Path) -> Vocabulary:
     if not tokens:
         raise ValueError("has no vocabulary")
     del data
-    gc.collect()  # frees hundreds of thousands of merges
+    gc.collect()  # frees the merges, which may number hundreds of thousands
     return Vocabulary(tokens, frozenset(number for number, marked in special.items() if marked))
 
 
@@ -114,7 +116,7 @@ def _fits(token: Any, number: Any) -> bool:
 
 
 def _has_type(data: Any, kind: str) -> bool:
-    """Whether the decoder or pre-tokenizer, or a part of them, has a type."""
+    """Whether the decoder or the pre-tokenizer, or a part of either, has the type `kind`."""
     parts = [data.get("decoder"), data.get("pre_tokenizer")]
     for part in parts[:2]:
         if isinstance(part, dict):
@@ -133,7 +135,8 @@ def _token_bytes(token: str, *, byte_level: bool) -> bytes:
 
 @cache
 def _byte_of_character() -> dict[str, int]:
-    """Returns the alphabet of byte-level BPE: printable bytes map to themselves, the others to the characters from U+0100 on."""
+    """Returns a mapping character -> byte, the alphabet of byte-level BPE. Printable characters map to themselves, and characters from
+    U+0100 on map to the other bytes."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {chr(0x100 + number): byte for number, byte in enumerate(hidden)}

@@ -1,7 +1,7 @@
 """Lays out the frames of `agentrl watch`: lines of text that fit the size of the terminal.
 
-Output of agents and tools, and file names, are untrusted. `shown` replaces every control character, so none reaches the terminal. Every
-line is cropped to the width.
+The output of agents and tools, and file names, are untrusted. `shown` replaces all control characters, so that none reach the terminal.
+Every line is cropped to the width of the terminal.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from agentrl.observe.terminal import level, sparkline
 
 Format = Callable[[float], str]
 MAX_LINES = 20_000
-"""Maximum number of lines of a transcript. A note replaces the remaining lines."""
+"""Maximum number of lines in a transcript. A note replaces the remaining lines."""
 MAX_CHARS = 100_000
-"""Maximum number of characters of one message of a transcript."""
+"""Maximum number of characters in one message of a transcript."""
 _LEAST_WIDTH = 20
 _PLOT_HEIGHT = 4
-_LABEL = 10  # characters of a row's label
-_DOTS = (0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80)  # bits of a braille character: left and right column, from the top
+_LABEL = 10  # number of characters in a row's label
+_DOTS = (0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80)  # bits of a braille character: left column and right column, each from the top
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Columns and rows of a terminal."""
+    """The number of columns and rows of a terminal."""
 
     width: int
     height: int
@@ -48,7 +48,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeLine:
-    """An episode in the list of the newest ones."""
+    """An episode in the list of the newest episodes."""
 
     id: str
     kind: str
@@ -61,7 +61,7 @@ class EpisodeLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFrame:
-    """The content of a run's frame."""
+    """The content of the frame for one run."""
 
     name: str
     state: str  # running, finished, interrupted, failed or killed
@@ -72,7 +72,7 @@ class RunFrame:
     success: tuple[tuple[str, float], ...] = ()  # split -> newest success
     reward: Curve | None = None
     curves: tuple[Curve, ...] = ()
-    parts: tuple[tuple[str, float], ...] = ()  # part -> busy share of the newest step
+    parts: tuple[tuple[str, float], ...] = ()  # part -> share of the newest step during which it was busy
     restarts: tuple[tuple[str, int], ...] = ()
     ledger: str = ""
     alerts: tuple[str, ...] = ()  # the newest first
@@ -92,7 +92,7 @@ class RunLine:
     step: int
     steps: int | None
     reward: float | None
-    changed_s: float  # seconds since it last changed
+    changed_s: float  # seconds since the run last changed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,11 +137,11 @@ def crop(lines: Sequence[Text], size: Size) -> list[Text]:
 
 
 def run_frame(run: RunFrame, size: Size) -> list[Text]:
-    """Returns the lines of a run's frame. A small terminal shows fewer sections, but always the title, the list and the keys."""
+    """Returns the lines of the frame for one run. A small terminal shows fewer sections, but always the title, the list and the keys."""
     width = max(size.width, _LEAST_WIDTH)
     top = [_title(run), *([_progress(run, width)] if run.step or run.steps else [])]
     sections = [section for section in _sections(run, width, tall=size.height >= 22) if section]
-    room = size.height - len(top) - 1 - min(4, 1 + len(run.episodes))  # keys, and a list of three episodes
+    room = size.height - len(top) - 1 - min(4, 1 + len(run.episodes))  # line of keys, and a list with a header and three episodes
     for section in sections:
         visible = section[: max(0, room)]
         top += visible
@@ -154,7 +154,7 @@ def run_frame(run: RunFrame, size: Size) -> list[Text]:
 
 
 def runs_frame(runs: Sequence[RunLine], selected: int, size: Size, *, title: str, notes: Sequence[str] = ()) -> list[Text]:
-    """Returns the lines of the list of runs."""
+    """Returns the lines of the frame that lists the runs."""
     head = [Text(shown(title), style="bold"), *(Text(shown(note), style="yellow") for note in notes[:2])]
     wide = min(40, max([len(shown(run.name)) for run in runs] or [4]))
     rows = [f"{'run':{wide}}  {'state':11}  {'step':>9}  {'reward':>7}  changed"]
@@ -182,7 +182,7 @@ def transcript_frame(transcript: Transcript, size: Size) -> list[Text]:
 
 
 def plot(values: Sequence[float], width: int, height: int) -> list[str]:
-    """Returns a curve over the full width as `height` rows of braille characters, two values per character."""
+    """Returns a curve as `height` rows of braille characters over the full width. Each character shows two values."""
     points = _stretched([value for value in values if math.isfinite(value)], 2 * width)
     if not points or width < 1:
         return [" " * max(0, width)] * height
@@ -201,7 +201,7 @@ def plot(values: Sequence[float], width: int, height: int) -> list[str]:
 
 
 def _binned(values: Sequence[float], most: int) -> list[float]:
-    """Returns at most `most` values: means of neighbours."""
+    """Reduces values to at most `most` by averaging neighbours."""
     if len(values) <= most or most < 1:
         return list(values)
     edges = [round(number * len(values) / most) for number in range(most + 1)]
@@ -209,7 +209,8 @@ def _binned(values: Sequence[float], most: int) -> list[float]:
 
 
 def _stretched(values: Sequence[float], count: int) -> list[float]:
-    """Returns exactly `count` values: means of neighbours, or values interpolated between neighbours. Empty if there are no values."""
+    """Resamples values to exactly `count` by averaging neighbours or interpolating between them. Returns an empty list if there are no
+    values."""
     some = _binned(values, count)
     if len(some) in (0, count):
         return some
@@ -274,7 +275,7 @@ def _row(label: str, text: str, *, style: str = "") -> Text:
 
 
 def _curves(curves: Sequence[Curve], width: int) -> list[Text]:
-    """Returns the curves in one or two columns, each with its newest value."""
+    """Returns lines with the curves in one or two columns. Each curve is shown with its newest value."""
     columns = 2 if width >= 72 else 1
     room = width // columns
     cells = []
@@ -306,7 +307,7 @@ def _episode_list(run: RunFrame, width: int, room: int) -> list[Text]:
 
 
 def _selectable(rows: Sequence[str], selected: int, room: int, *, empty: str) -> list[Text]:
-    """Returns a header and the rows around the selected one that fit into `room` lines."""
+    """Returns lines with a header and as many rows around the selected row as fit into `room` lines."""
     head, *items = rows
     if room < 1:
         return []
@@ -322,7 +323,7 @@ def _selectable(rows: Sequence[str], selected: int, room: int, *, empty: str) ->
 
 
 def _padded(text: str, width: int) -> str:
-    """Returns a string of exactly `width` columns, also with wide characters."""
+    """Pads or shortens a string to exactly `width` columns, including if it contains wide characters."""
     short = text
     while cell_len(short) > width:
         short = short[:-1]
@@ -330,7 +331,8 @@ def _padded(text: str, width: int) -> str:
 
 
 def _pieces(line: str, width: int) -> Iterator[str]:
-    """Yields the lines into which a line is wrapped. The number of combining characters, which need no column, is bounded too."""
+    """Yields the pieces into which a line is wrapped. Their length in characters is also bounded, because combining characters need no
+    column."""
     for piece in chop_cells(line, width) or [""]:
         yield from (piece[at : at + 4 * width] for at in range(0, max(1, len(piece)), 4 * width))
 

@@ -1,8 +1,8 @@
-"""The screens of `agentrl watch`: the runs of a folder, one run, and one episode. Each screen reads the changes, and shows everything that
-can be read.
+"""The screens of `agentrl watch`: the runs in a folder, one run, and one episode. Each screen reads what has changed, and shows everything
+that can be read.
 
-A run folder may be half written, damaged, of a different version or from a third party, and it may be removed at any time. Each part that
-cannot be read becomes a note in the frame.
+A run folder may be incomplete, damaged, from a different version or from a third party, and it may be removed at any time. A note in the
+frame describes each part that cannot be read.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from agentrl.watch.frames import (
 from agentrl.watch.terminal import Screen
 
 MAX_RUNS = 500
-"""Maximum number of listed runs of a folder. The newest runs are listed."""
+"""Maximum number of runs that are listed for a folder. The newest runs are listed."""
 _LATELY_S = 60.0
 CURVES = {
     "loss": "loss",
@@ -58,13 +58,13 @@ CURVES = {
     "tokens_per_s": "tokens/s",
     "step_s": "step s",
 }
-_MAX_FILE = 256 << 20  # maximum bytes of a file
-_MAX_PAGES = 20  # maximum pages of events that one refresh reads
-_LISTED = 100  # number of newest episodes that are listed
+_MAX_FILE = 256 << 20  # maximum size of a file in bytes
+_MAX_PAGES = 20  # maximum number of pages of events that one refresh reads
+_LISTED = 100  # maximum number of episodes that are listed; the newest are listed
 _ALERTS = 20
 _IN_FLIGHT = 10_000
-_NEWEST = 10  # steps from which the remaining time is estimated
-_LONGEST_S, _LARGEST = 1e9, 1e30  # bounds, because a third party's run may have any numbers
+_NEWEST = 10  # number of newest steps from which the remaining time is estimated
+_LONGEST_S, _LARGEST = 1e9, 1e30  # bounds, because a third party's run may contain any number
 _STYLES = {"assistant": "green", "tool": "yellow"}
 T = TypeVar("T")
 
@@ -81,7 +81,8 @@ def open_screen(path: Path) -> Screen:
 def _state(folder: Path) -> str:
     """Returns the state of a run.
 
-    A run that seems killed but wrote a moment ago counts as running, because its driver may be on a different machine.
+    A run that seems to have been killed but wrote to its folder recently counts as running, because its driver may be on a different
+    machine.
     """
     state = run_state(folder)
     lately = state == "killed" and time.time() - (changed_at(folder) or 0.0) < _LATELY_S
@@ -89,7 +90,7 @@ def _state(folder: Path) -> str:
 
 
 class _Cached:
-    """Caches a file's content, and reads the file again after it changed."""
+    """Caches a value that is read from a file, and reads the file again after it has changed."""
 
     def __init__(self, path: Path, read: Callable[[Path], Any]) -> None:
         self._path, self._read, self._mark, self._value = path, read, (-1, -1), None
@@ -122,11 +123,11 @@ class RunScreen:
         self._restarts, self._in_flight = Counter[str](), dict[str, None]()
         self._seen_events = False
         self._rows: tuple[EpisodeRow, ...] = ()
-        self._selected: str | None = None  # id of an episode; None follows the newest
+        self._selected: str | None = None  # id of the selected episode; None selects the newest
         self.frame = RunFrame(name=folder.name, state="")
 
     def refresh(self) -> None:
-        """Reads the changes."""
+        """Reads what has changed."""
         notes: list[str] = []
         if not self._folder.is_dir():
             self.frame = RunFrame(name=self._folder.name, state="removed", notes=("the run folder was removed or renamed",))
@@ -164,7 +165,7 @@ class RunScreen:
         return run_frame(self.frame, size)
 
     def key(self, name: str) -> Screen | None:
-        """Selects an episode, or opens the selected one."""
+        """Selects an episode, or opens the selected episode."""
         moves = {"up": -1, "down": 1, "page up": -10, "page down": 10, "home": -_LISTED, "end": _LISTED}
         if name in moves and self._rows:
             position = max(0, min(self._position() + moves[name], len(self._rows) - 1))
@@ -193,7 +194,7 @@ class RunScreen:
             raise
 
     def _count(self) -> str:
-        """Returns the balance of the ledger's tokens."""
+        """Returns the token balance of the ledger as text; empty if the run has no store."""
         path = self._folder / "experience.sqlite"
         if not path.is_file():
             return ""
@@ -201,7 +202,8 @@ class RunScreen:
             return token_balance(store.counts().tokens)
 
     def _success(self) -> Iterator[tuple[str, float]]:
-        """Yields the newest success rates on held-out tasks: after training, or else during it, or else before it."""
+        """Yields the label and the newest success rate of each held-out split: from after training if there is one, otherwise from during
+        training, otherwise from before."""
         phases = self._evaluations.get()
         for split, label in (("heldout", "held-out"), ("heldout_real", "held-out, real")):
             during = [value for _, value in self._metrics.series(split)]
@@ -238,7 +240,7 @@ class RunScreen:
 
 
 class RunsScreen:
-    """The runs of a folder, the newest first."""
+    """The runs in a folder, the newest first."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -258,7 +260,7 @@ class RunsScreen:
         return runs_frame([line for _, line in self._runs], self._selected, size, title=title, notes=self._notes)
 
     def key(self, name: str) -> Screen | None:
-        """Selects a run, or opens the selected one."""
+        """Selects a run, or opens the selected run."""
         moves = {"up": -1, "down": 1, "page up": -10, "page down": 10, "home": -MAX_RUNS, "end": MAX_RUNS}
         self._selected = max(0, min(self._selected + moves.get(name, 0), len(self._runs) - 1))
         return RunScreen(self._runs[self._selected][0]) if name in ("enter", "right") and self._runs else None
@@ -268,15 +270,15 @@ class RunsScreen:
 
 
 class EpisodeScreen:
-    """The transcript of an episode; the keys n and p show the next and the previous episode of the list."""
+    """The transcript of an episode. The keys n and p show the next and the previous episode in the list."""
 
     def __init__(self, folder: Path, ids: tuple[str, ...], position: int) -> None:
         self._folder, self._ids, self._position = folder, ids, position
         self._transcript: Transcript | None = None
-        self._page = 10  # lines
+        self._page = 10  # number of lines to scroll for a page
 
     def refresh(self) -> None:
-        """Reads the episode once, because it does not change."""
+        """Reads the episode once. A stored episode does not change."""
         if self._transcript is None:
             notes: list[str] = []
             self._transcript = _tried(self._read, None, notes) or Transcript(
@@ -313,7 +315,7 @@ class EpisodeScreen:
 
 
 def transcript_of(group: Group, scored: ScoredEpisode) -> Transcript:
-    """Returns an episode as messages: for each agent the prompt, the turns with their calls, and the results of tools."""
+    """Returns an episode as messages: for each agent, the prompt, the turns with their tool calls, and the results of the calls."""
     episode, score = scored.episode, scored.score
     parts: list[Part] = []
     for number, line in enumerate(episode.trajectories):
@@ -402,7 +404,7 @@ def _run_line(folder: Path) -> RunLine:
 
 
 def _tried(read: Callable[[], T], otherwise: T, notes: list[str] | None = None) -> T:
-    """Returns what `read` returns. If `read` fails, returns `otherwise` and adds the reason to `notes`."""
+    """Returns the result of `read`. If `read` fails, returns `otherwise` and adds the reason to `notes`."""
     try:
         return read()
     except (OSError, ValueError, StoreError, UserError) as error:

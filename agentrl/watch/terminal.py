@@ -20,11 +20,11 @@ from rich.text import Text
 from agentrl.watch.frames import Size
 
 REFRESH_S = 1.0
-"""Seconds between two reads of the run, if the reads are fast."""
-_SHARE = 20  # minimum ratio of the pause between two reads to the time of a read
+"""Seconds between two reads of the run if the reads are fast."""
+_SHARE = 20  # minimum ratio of the pause between two reads to the duration of a read
 _LOOK_S = 0.25  # interval for checking the size of the terminal
-_ESCAPE_S = 0.05  # time in which the rest of an escape sequence must arrive
-_PRINTED_ROWS = 40  # rows of a printed frame
+_ESCAPE_S = 0.05  # time within which the rest of an escape sequence must arrive
+_PRINTED_ROWS = 40  # number of rows in a printed frame
 _SEQUENCES = {
     **{b"\x1b[A": "up", b"\x1b[B": "down", b"\x1b[C": "right", b"\x1b[D": "left"},
     **{b"\x1bOA": "up", b"\x1bOB": "down", b"\x1bOC": "right", b"\x1bOD": "left"},
@@ -32,18 +32,18 @@ _SEQUENCES = {
     **{b"\r": "enter", b"\n": "enter", b"\x7f": "left", b"\x08": "left", b"\x1b": "left", b" ": "page down", b"\t": "right"},
     **{b"k": "up", b"j": "down", b"l": "right", b"h": "left", b"g": "home", b"G": "end"},
 }
-"""Bytes of a key -> its name. The name of any other key is its character."""
+"""Bytes that a key sends -> name of the key. The name of any other key is its character."""
 
 
 class Screen(Protocol):
     """One screen: a list of runs, a run or an episode."""
 
     def refresh(self) -> None:
-        """Reads the changes. Does not raise errors that a file can cause."""
+        """Reads the changes. Does not raise errors that are caused by files."""
         ...
 
     def lines(self, size: Size) -> list[Text]:
-        """Returns the lines of the frame, at most `size.height`."""
+        """Returns the lines of the frame, at most `size.height` of them."""
         ...
 
     def key(self, name: str) -> Screen | None:
@@ -51,7 +51,7 @@ class Screen(Protocol):
         ...
 
     def close(self) -> None:
-        """Closes files."""
+        """Closes the open files."""
         ...
 
 
@@ -68,10 +68,10 @@ def print_frame(screen: Screen, console: Console) -> None:
 
 
 def show(first: Screen, console: Console, *, keys: int | None = None) -> None:
-    """Shows a screen, and the screens that it opens, until the key q, ctrl-C or the end of the input.
+    """Shows a screen, and the screens that it opens, until q or ctrl-C is pressed or the input ends.
 
     Args:
-        keys: descriptor of the terminal whose keys are read; None reads none.
+        keys: file descriptor of the terminal from which keys are read; None reads no keys.
     """
     stack = [first]
     try:
@@ -104,7 +104,7 @@ def _run(stack: list[Screen], live: Live, console: Console, keys: int | None) ->
 
 
 def _next_keys(keys: int | None) -> Iterator[str]:
-    """Yields the names of the pressed keys after a short wait for the first. Yields an empty name at the end of the input."""
+    """Waits briefly for a key, and yields the names of the pressed keys. Yields an empty name at the end of the input."""
     if keys is None:
         time.sleep(_LOOK_S)
         return
@@ -132,7 +132,7 @@ def _read(keys: int) -> bytes:
 
 @contextmanager
 def _reading_keys(keys: int | None) -> Iterator[None]:
-    """Reads keys without waiting for the end of a line, and restores the terminal afterwards."""
+    """Lets keys be read without waiting for the end of a line during the block, and restores the terminal afterwards."""
     if keys is None:
         yield
         return
@@ -146,7 +146,7 @@ def _reading_keys(keys: int | None) -> Iterator[None]:
 
 
 def keyboard() -> int | None:
-    """Returns the descriptor of standard input if it is a terminal."""
+    """Returns the file descriptor of standard input if it is a terminal, otherwise None."""
     try:
         return sys.stdin.fileno() if sys.stdin.isatty() else None
     except (OSError, ValueError):

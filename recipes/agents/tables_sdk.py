@@ -1,4 +1,4 @@
-"""An agent that answers questions about tables, written with the plain OpenAI SDK. It does not use agentrl.
+"""An agent that answers questions about tables, written with the OpenAI SDK and without agentrl.
 
 Reads the question from standard input, lets the model run code in the current folder, and prints the answer that it submits.
 """

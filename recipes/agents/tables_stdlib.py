@@ -1,4 +1,4 @@
-"""The agent of `tables_sdk.py` with Python's standard library instead of the SDK, for sandboxes that have nothing else.
+"""The agent in `tables_sdk.py`, written with Python's standard library instead of the SDK, for sandboxes that contain nothing else.
 
 Reads the question from standard input, lets the model run code in the current folder, and prints the answer that it submits.
 """

@@ -1,4 +1,4 @@
-"""A task set of inspect_ai: the quickstart's questions about tables, with inspect's own agent, tool and scorer.
+"""A task set for inspect_ai: the quickstart's questions about tables, with inspect's own agent, tools and scorer.
 
 inspect eval recipes/inspect_tasks/tables.py --model ...        # as an evaluation
 agentrl train recipes/inspect_tables.py                         # as training tasks

@@ -1,6 +1,6 @@
-"""The task family `archive`: records in drawers. The kind of record in each drawer depends on the project, which many tasks share.
+"""The task family `archive`: records in drawers. The kind of record in each drawer depends on the project. Many tasks share a project.
 
-`Archive(seed=0)` is the family and `look` its tool. `scripted` has two strategies for scripted policies.
+`Archive(seed=0)` is the family, and `look` is its tool. `scripted` contains two strategies for scripted policies.
 """
 
 from __future__ import annotations

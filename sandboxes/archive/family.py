@@ -18,20 +18,21 @@ class Archive:
     """Questions like "What is the amount of permit 4711 in project kelmor?", for an agent that has time for only a few of the drawers.
 
     Each kind of record is in one drawer. The assignment is the same for all tasks of a project, and an agent can only find it by looking.
-    An agent that looks into `turns - 1` of 8 drawers finds that fraction of the records; an agent with notes about the drawers finds all.
-    Each task asks for a different record, so a note of an answer does not help. `task` is a pure function of (seed, split, index). The
-    splits have projects with different names and drawers.
+    An agent that looks into `turns - 1` of 8 drawers finds that fraction of the records. An agent with notes about the drawers finds all of
+    them. Each task asks for a different record, so a note that contains an answer does not help. `task` is a pure function of (seed, split,
+    index). The projects of different splits have different names and drawers.
     """
 
     name = "archive"
 
     def __init__(self, seed: int = 0, *, projects: int = 4, entries: int = 4, turns: int = 4) -> None:
-        """Arguments are `tasks.family.options` of a recipe.
+        """The arguments come from `tasks.family.options` in the recipe.
 
         Args:
-            projects: projects of one split; task `index` is about project `index % projects`.
-            entries: records in a drawer.
-            turns: turns of an episode, including the turn that submits. There are fewer turns than drawers.
+            projects: number of projects per split; task `index` is about project `index % projects`.
+            entries: number of records in a drawer.
+            turns: number of turns in an episode, including the turn that submits. At most the number of drawers, so that an episode cannot
+                look into all of them.
 
         Raises `UserError` if a number is invalid.
         """
@@ -44,11 +45,11 @@ class Archive:
         self.limits = Limits(turns=turns, turn_tokens=400, episode_tokens=3000, tool_output_chars=64 * (entries + 1))
 
     def size(self, split: Split) -> int | None:
-        """Returns None, or 0 for the split of real data."""
+        """Returns None, which means infinite, or 0 for the split of real data."""
         return 0 if split is Split.HELDOUT_REAL else None
 
     def task(self, split: Split, index: int) -> Task:
-        """Returns the task at an index. Raises `UserError` if the index is below 0, or the split is that of real data, which is empty."""
+        """Returns the task at an index. Raises `UserError` if the index is negative or the split is that of real data, which is empty."""
         if index < 0 or split is Split.HELDOUT_REAL:
             raise UserError(f"archive has no task {index} in split {split}", fix="use train or heldout, and an index from 0")
         project, kinds = self._project(split, index % self.projects)

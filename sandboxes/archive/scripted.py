@@ -1,6 +1,6 @@
-"""Two strategies for `archive`, as functions from a context in the chat format of `agentrl.testing` to the next turn.
+"""Two strategies for `archive`. They map a context, in the chat format of `agentrl.testing`, to the next turn.
 
-`alone` looks into as many drawers as it has turns for. `noting` first recalls notes, opens the drawer that they name, and writes notes of
+`alone` looks into as many drawers as its turns allow. `noting` first recalls notes, opens the drawer that they name, and writes notes about
 what it saw. Both are for `agentrl.testing.ReadingPolicy`.
 """
 
@@ -24,7 +24,7 @@ def alone(context: str, turns: int = 4) -> str:
 
 
 def noting(context: str, turns: int = 4) -> str:
-    """Recalls notes in the first turn, and writes notes in the last."""
+    """Recalls notes in the first turn, and writes notes in the last turn."""
     kind, outputs = _sought(context)[0], _tool_outputs(context)
     if not outputs:
         return _call("recall", query=f"drawer {kind}s")
@@ -39,7 +39,7 @@ def noting(context: str, turns: int = 4) -> str:
 
 
 def _sought(context: str) -> tuple[str, str]:
-    """Returns the kind and number of the record."""
+    """Returns the kind and the number of the record for which the task asks."""
     matches = re.findall(r"amount of (\w+) (\d+) in project", context)
     return matches[0][0], matches[0][1]
 
@@ -55,7 +55,7 @@ def _amount(context: str, outputs: list[str]) -> str:
 
 
 def _drawers(outputs: list[str]) -> dict[int, str]:
-    """Returns drawer -> kind of record for the drawers that were seen or noted."""
+    """Returns a mapping from drawer to kind of record, for the drawers that were seen or noted."""
     return {int(drawer): kind for drawer, kind in re.findall(r"drawer (\d): (\w+)s\b", "\n".join(outputs)) if kind in KINDS}
 
 

@@ -1,4 +1,4 @@
-"""A scripted customer, for tests, baselines and training without a second model, and the buttons of an agent that chooses messages."""
+"""A scripted customer, for tests, baselines and training without a second model, and the buttons for an agent that chooses messages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from agentrl.environment.dialogue import AGENT, END, USER
 from agentrl.records import ToolCall
 
 PATIENCE = 6
-"""Replies after which the customer leaves."""
+"""Number of replies after which the customer leaves."""
 BUTTONS = {
     "v": "Please tell me the e-mail address of the order.",
     "f": "look_up",
@@ -19,7 +19,7 @@ BUTTONS = {
     "C": "I have done what you asked for.",
     "1": "I am sorry, but the rules of the shop do not allow it.",
 }
-"""Letters to which the small policy of `recipes/desk.py` gives similar probabilities before training."""
+"""Letters to which the small policy in `recipes/desk.py` assigns similar probabilities before training."""
 _EMAIL = re.compile(r"[\w.]+@[\w.]*\w")
 _OVER = re.compile(r"\b(done|refunded|cancel+ed|changed|sorry|cannot|can't|not possible|not allow)", re.IGNORECASE)
 
@@ -38,7 +38,7 @@ def customer(brief: str, transcript: Sequence[tuple[str, str]]) -> str:
 
 
 def press(action: str, transcript: Sequence[tuple[str, str]]) -> str | ToolCall:
-    """Returns what a button means: a message, or a call with the order, e-mail address and address that the customer gave."""
+    """Returns the action of a button: a message, or a call with the order, the e-mail address and the new address from the customer."""
     text = BUTTONS[action]
     if " " in text:
         return text

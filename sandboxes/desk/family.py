@@ -14,7 +14,7 @@ from sandboxes.desk.customer import BUTTONS
 from sandboxes.desk.shop import BROKEN_DAYS, DELIVERED, PLACED, REFUND_DAYS, RULES, SHIPPED, forbidden
 
 KINDS = ("refund", "late_refund", "broken", "late_broken", "cancel", "late_cancel", "move", "late_move", "stranger")
-"""The request of each kind. Late requests are forbidden, and a stranger does not know the e-mail address of the order."""
+"""The kinds of requests. Late requests are forbidden, and a stranger does not know the order's e-mail address."""
 _REQUESTS = {"refund": "refund", "broken": "refund", "cancel": "cancel", "move": "change_address", "stranger": "refund"}
 _ITEMS = ("lamp", "kettle", "desk", "radio", "tent", "drill", "clock", "chair", "bicycle pump", "toaster")
 _NAMES = ("ana", "ben", "carla", "dev", "ella", "farid", "gina", "hugo", "ines", "jon", "kira", "leo", "mina", "nils", "olga", "pia")
@@ -25,17 +25,18 @@ class Desk:
     """Conversations with a customer of a shop, who wants a refund, a cancellation or a different address.
 
     The agent calls the functions of `sandboxes.desk.shop:Shop`, or presses the buttons of `sandboxes.desk.customer` (`buttons=True`).
-    `task` is a pure function of (seed, split, index). Each task is one seed of the customer and the orders; splits differ.
+    `task` is a pure function of (seed, split, index). Each task has its own seed for the customer and the orders. The seeds of the splits
+    differ.
 
     Args:
         user: reference of the customer, or `policy`; see `agentrl.environment.dialogue`.
-        train_user: whether a customer that the policy plays is trained. It learns to get what it wants, whether or not the rules allow
-            it. Needs `objective.credit=verifier`.
+        train_user: whether to train a customer that the policy plays. Such a customer learns to have its request fulfilled, whether or not
+            the rules allow it. Requires `objective.credit=verifier`.
         kinds: kinds of requests from `KINDS`.
         buttons: whether the agent chooses from a list of messages and actions, for small policies.
-        turns: largest number of turns.
-        turn_tokens: largest number of tokens of a turn.
-        episode_tokens: largest number of tokens of a conversation.
+        turns: maximum number of turns.
+        turn_tokens: maximum number of tokens in a turn.
+        episode_tokens: maximum number of tokens in a conversation.
 
     Raises `UserError` for invalid options.
     """
@@ -60,18 +61,18 @@ class Desk:
                 fix=f"use kinds from {', '.join(KINDS)}, and at least 1 turn and 1 token",
             )
         if user != POLICY:
-            resolve(user)  # raises if the reference is wrong
+            resolve(user)  # raises an error if the reference is invalid
             if train_user:
                 raise UserError("train_user has no effect on this customer", fix=f"set user={POLICY}")
         self.seed, self.kinds, self._user, self._buttons = seed, tuple(kinds), {"user": user, "train_user": train_user}, buttons
         self._limits = Limits(turns=turns, turn_tokens=turn_tokens, episode_tokens=episode_tokens, all_tokens=4 * episode_tokens)
 
     def size(self, split: Split) -> int | None:
-        """Returns None, or 0 for the split of real data."""
+        """Returns None, which means infinite, or 0 for the split of real data."""
         return 0 if split is Split.HELDOUT_REAL else None
 
     def task(self, split: Split, index: int) -> Task:
-        """Returns the task at an index. Raises `UserError` if the index is below 0, or the split is that of real data, which is empty."""
+        """Returns the task at an index. Raises `UserError` if the index is negative or the split is that of real data, which is empty."""
         if index < 0 or split is Split.HELDOUT_REAL:
             raise UserError(f"desk has no task {index} in split {split}", fix="use train or heldout, and an index from 0")
         rng = Random(f"desk:{self.seed}:{split}:{index}")
@@ -112,7 +113,7 @@ class Desk:
 
 
 def _orders(rng: Random) -> dict[str, dict[str, Any]]:
-    """Returns three orders of different customers."""
+    """Returns three orders from different customers."""
     numbers = rng.sample(range(1000, 10_000), 3)
     return {
         str(number): {
@@ -127,7 +128,7 @@ def _orders(rng: Random) -> dict[str, dict[str, Any]]:
 
 
 def _status(kind: str, rng: Random) -> dict[str, Any]:
-    """Returns the status of the order that a request of this kind is about."""
+    """Returns the status of an order for a request of this kind."""
     if kind in ("cancel", "move"):
         return {"status": PLACED}
     if kind == "late_cancel" or kind == "late_move":

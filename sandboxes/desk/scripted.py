@@ -1,6 +1,6 @@
-"""Strategies for `desk`, as functions from a context in the chat format of `agentrl.testing` to the next turn.
+"""Strategies for `desk`. They map a context, in the chat format of `agentrl.testing`, to the next turn.
 
-`careful` solves every task. The others cheat: they do what the customer wants, decline, or promise, without looking at the order.
+`careful` solves every task, and `buttons` does so with buttons. The others cheat: they grant, decline or promise everything, or beg.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def obedient(context: str) -> str:
 
 
 def refusing(context: str) -> str:
-    """Declines everything."""
+    """Declines every request."""
     return DECLINE
 
 
@@ -64,7 +64,7 @@ def buttons(context: str) -> str:
 
 
 def _wish(context: str) -> tuple[str, str, str]:
-    """Returns request, order and new address from the customer's first message."""
+    """Returns (request, order, new address) from the customer's first message."""
     match = re.search(r"user\nPlease (refund|cancel|send) order (\d+)(?: to ([^.]+))?\.", context)
     assert match is not None, "the customer's first message is a request"
     return {"send": "change_address"}.get(match[1], match[1]), match[2], match[3] or ""

@@ -1,4 +1,4 @@
-"""The shop's orders, the functions that read and change them, and the rules. The functions do not check the rules; the agent must."""
+"""The shop's orders, the functions that read and change them, and the rules. The agent must check the rules: the functions do not."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Shop:
     """The state of the shop in one episode: an `agentrl.environment.dialogue.Backend`.
 
     Args:
-        orders: number of the order -> `item`, `email`, `status`, `days` since its delivery, and `address`.
+        orders: order number -> `item`, `email`, `status`, `days` since the delivery, and `address`.
     """
 
     schemas = (
@@ -39,7 +39,7 @@ class Shop:
         self.identified: set[str] = set()  # orders that were shown to the agent
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Applies a call and returns its result, or an error."""
+        """Applies a call and returns its result or an error message."""
         order = self.orders.get(str(arguments.get("order", "")))
         if order is None:
             return "error: there is no such order"

@@ -12,19 +12,19 @@ from agentrl.environment.family import EnvironmentFamily
 from agentrl.errors import UserError
 from agentrl.records import Split, Task
 
-DOORS = ("l", "n", "o", "d")  # one token each; the untrained policy often repeats the letter that it sees
+DOORS = ("l", "n", "o", "d")  # each is one token; the untrained policy often repeats the letter that it sees
 
 
 class Doors(Environment):
-    """Each day the agent opens a door. It sees where the gold is, and then writes a note: the letter of a door, any of the four.
+    """Each day the agent opens a door, sees where the gold is, and then writes a note: the letter of any of the four doors.
 
-    The reward is the share of the days on which the gold was behind the door that was opened. A morning shows only the newest note, so
-    finding the gold takes a right note or luck.
+    The reward is the share of days on which the gold was behind the opened door. In the morning, the agent sees only the newest note, so it
+    needs a correct note or luck to find the gold.
 
     Args:
         gold: the door with the gold.
-        days: days of an episode.
-        visit: number of the visit, which notes contain so that later ones are newer.
+        days: number of days in an episode.
+        visit: number of the visit. Notes contain it, so that notes from later visits count as newer.
     """
 
     rewards = (0.0, 1.0)
@@ -48,21 +48,21 @@ class Doors(Environment):
 
     @classmethod
     def expert(cls, observation: str) -> str:
-        """Returns the door of the newest note, or the one with the gold."""
+        """Returns the door in the newest note or, if a note must be written, the door with the gold."""
         return observation[0] if observation[0] in DOORS and observation != "no notes" else DOORS[0]
 
 
 class DoorTasks:
-    """Visits to houses. All visits to a house are one project, so with `memory.scope=project` they share notes.
+    """Visits to houses. All visits to a house belong to one project, so they share notes if `memory.scope=project`.
 
-    Task `index` visits house `index % houses`. After `visits` tasks for each house, different houses follow. A held-out episode has one
-    day, so its own notes do not help it.
+    Task `index` visits house `index % houses`. After `visits` tasks per house, new houses follow. A held-out episode has one day, so its
+    own notes do not help it.
 
     Args:
-        houses: houses that are visited in turn.
-        visits: tasks for each house.
-        days: days of a training episode, which reads its own notes on later days, so writing a right note pays.
-        shuffled: whether visits share notes with visits of other houses, as a control.
+        houses: number of houses that are visited in turn.
+        visits: number of tasks per house.
+        days: number of days in a training episode. On later days, the episode reads its own notes, so a correct note pays off.
+        shuffled: whether visits share notes with visits to other houses, as a control.
         options: see `agentrl.environment.family.EnvironmentFamily`.
 
     Raises `UserError` for numbers below 1.
@@ -76,16 +76,16 @@ class DoorTasks:
         self._seed, self._houses, self._visits, self._days, self._shuffled = seed, houses, visits, days, shuffled
 
     def size(self, split: Split) -> int | None:
-        """Returns the number of tasks in the split; None if the split is endless."""
+        """Returns the number of tasks in the split; None if the split is infinite."""
         return self._family.size(split)
 
     def task(self, split: Split, index: int) -> Task:
-        """Returns the task at an index of a split. Tasks with the same number of the visit have one kind."""
+        """Returns the task at an index in a split. Tasks with the same visit number have the same kind."""
         task, house = self._family.task(split, index), index % self._houses
         street, visit = divmod(index // self._houses, self._visits)
-        golds = list(DOORS) * math.ceil(self._houses / len(DOORS))  # every door equally often
+        golds = list(DOORS) * math.ceil(self._houses / len(DOORS))  # each door hides the gold equally often
         Random(f"doors:{self._seed}:{split}:{street}").shuffle(golds)
-        owner = (house + visit) % self._houses if self._shuffled else house  # the house that the notes belong to
+        owner = (house + visit) % self._houses if self._shuffled else house  # the house to which the notes belong
         data = {"kind": f"visit {visit + 1}", "project": f"{split} {street} {owner}"}
         assert task.environment is not None, "tasks of this family have an environment"
         options = {"gold": golds[house], "days": self._days if split is Split.TRAIN else 1, "visit": visit + 1}

@@ -1,4 +1,4 @@
-"""Games for two policies, and the exact exploitability of a policy in them."""
+"""Games for two policies, and the exact exploitability of a policy in these games."""
 
 from sandboxes.games.environments import KuhnPoker, TicTacToeGame
 

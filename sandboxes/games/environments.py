@@ -13,13 +13,13 @@ ROLES = ("first", "second")
 
 
 class BoardGame(Game):
-    """A game with the rules of `sandboxes.games.rules`. One player acts in each turn."""
+    """A game with rules from `sandboxes.games.rules`. One player acts in each turn."""
 
     roles = ROLES
     start: ClassVar[Any]
 
     def reset(self, seed: int) -> Mapping[str, Observation]:
-        """Starts a game. The seed decides its random events."""
+        """Starts a game. The seed determines its random events."""
         draw, self.state = random.Random(seed), self.start
         while self.state.actor == CHANCE:
             chances, children = zip(*self.state.chances(), strict=True)
@@ -27,7 +27,7 @@ class BoardGame(Game):
         return self._shown()
 
     def step(self, actions: dict[str, str]) -> tuple[Mapping[str, Observation], Mapping[str, float], bool]:
-        """Applies the actions. At the end, each role receives what the other pays."""
+        """Applies the actions. At the end, each role receives what the other role pays."""
         state: State = self.state
         self.state = state.after(actions[ROLES[state.actor or 0]])
         if self.state.actor is not None:

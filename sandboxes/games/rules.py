@@ -17,7 +17,7 @@ _LINES = ((0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 
 
 
 class State(Protocol):
-    """A state of a game, hashable. Players are 0 and 1. All states with one view have the same actor, actions and depth."""
+    """A hashable state of a game. The players are 0 and 1. All states with the same view have the same actor, actions and depth."""
 
     @property
     def actor(self) -> int | None:
@@ -25,7 +25,7 @@ class State(Protocol):
 
     @property
     def view(self) -> str:
-        """The information set of the actor, which includes its earlier actions (perfect recall)."""
+        """The actor's information set, which includes the actor's earlier actions (perfect recall)."""
         ...
 
     @property
@@ -39,7 +39,7 @@ class State(Protocol):
         ...
 
     def chances(self) -> Sequence[tuple[float, Self]]:
-        """Returns the probability and the result of each outcome of a random event."""
+        """Returns a (probability, next state) pair for each outcome of a random event."""
         ...
 
     def after(self, action: str) -> Self:
@@ -49,9 +49,9 @@ class State(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Kuhn:
-    """Kuhn poker: both players pay 1 and get one of three cards; a bet is 1. `p` passes or folds, `b` bets or calls."""
+    """Kuhn poker: each player pays 1 and receives one of three cards. A bet is 1. `p` passes or folds, `b` bets or calls."""
 
-    cards: str = ""  # of players 0 and 1; empty before the deal
+    cards: str = ""  # the cards of players 0 and 1; empty before the deal
     moves: str = ""
 
     @property
@@ -80,7 +80,7 @@ class Kuhn:
         return sign * (2.0 if self.moves.endswith("bb") else 1.0)
 
     def chances(self) -> list[tuple[float, Kuhn]]:
-        """Returns the six deals."""
+        """Returns the six deals, each with its probability."""
         deals = ["".join(pair) for pair in permutations(CARDS, 2)]
         return [(1 / len(deals), replace(self, cards=deal)) for deal in deals]
 
@@ -91,7 +91,7 @@ class Kuhn:
 
 @dataclass(frozen=True, slots=True)
 class TicTacToe:
-    """Tic-tac-toe. An action is the number of a free cell, 1 to 9; player 0 has the crosses."""
+    """Tic-tac-toe. An action is the number of a free cell, from 1 to 9. Player 0 plays crosses."""
 
     board: str = "." * 9
 
@@ -121,11 +121,11 @@ class TicTacToe:
 
     @property
     def payoff(self) -> float:
-        """1 if the crosses won, -1 if the noughts did, else 0."""
+        """1 if crosses won, -1 if noughts won, else 0."""
         return {"x": 1.0, "o": -1.0}.get(self._winner, 0.0)
 
     def chances(self) -> list[tuple[float, TicTacToe]]:
-        """Returns nothing: the game has no random event."""
+        """Returns an empty list, because the game has no random events."""
         return []
 
     def after(self, action: str) -> TicTacToe:

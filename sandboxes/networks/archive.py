@@ -1,4 +1,4 @@
-"""The archive of a search: states that networks reached, each with the shortest known network, and how often it was reached."""
+"""The archive of a search: the states that networks reached, each with the shortest known network and a count of episodes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agentrl.base.untrusted_files import read_bytes
 from sandboxes.networks.state import Comparator, Outputs, label, parse
 
 MAX_STATES = 4000
-"""Maximum number of states. The archive keeps the states nearest to a sorting network with few comparators."""
+"""Maximum number of states. The archive keeps the states that are nearest to a sorting network with few comparators."""
 _MAX_BYTES = 16 << 20
 
 
@@ -28,7 +28,7 @@ class Entry:
 
 @dataclass(slots=True)
 class Archive:
-    """States by their key (`Outputs.key`)."""
+    """The states that were reached, indexed by `Outputs.key`."""
 
     channels: int
     states: dict[str, Entry] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class Archive:
         return key in self.states
 
     def add(self, networks: Iterable[Sequence[Comparator]]) -> int:
-        """Adds every state that these networks reach, one network per episode. Returns the number of new states."""
+        """Adds every state that these networks (one per episode) reach. Returns the increase in the number of states."""
         before = len(self.states)
         for network in networks:
             for key, entry in dict(self._reached(network)).items():
@@ -57,18 +57,18 @@ class Archive:
             yield outputs.key, Entry(network=tuple(network[:size]), unsorted=outputs.unsorted)
 
     def draw(self, generator: random.Random) -> Entry:
-        """Returns a state to start from; rarely reached states are more likely. Returns the empty network if all states are sorted."""
+        """Returns a state to start from. Rarely reached states are more likely. If all states are sorted, returns the empty network."""
         open_states = [entry for _, entry in sorted(self.states.items()) if entry.unsorted]
         if not open_states:
             return Entry(network=())
         return generator.choices(open_states, [1 / (1 + entry.visits) for entry in open_states])[0]
 
     def best(self) -> tuple[Comparator, ...] | None:
-        """Returns the smallest network that sorts; None if no network sorts."""
+        """Returns the smallest network that sorts; None if none does."""
         return min((entry.network for entry in self.states.values() if not entry.unsorted), key=len, default=None)
 
     def save(self, path: Path) -> None:
-        """Writes the archive. Replaces the file atomically."""
+        """Writes the archive, and replaces the file atomically."""
         states = {
             key: {"network": [label(pair) for pair in entry.network], "unsorted": entry.unsorted, "visits": entry.visits}
             for key, entry in self.states.items()

@@ -2,7 +2,7 @@
 
     python sandboxes/networks/checker.py "1-2 3-4 1-3 2-4 2-3"
 
-Prints whether the network sorts, and its number of comparators next to the smallest known one; exits with 1 if it does not sort.
+Prints whether the network sorts, its number of comparators, and the smallest known number. Exits with 1 if it does not sort.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import itertools
 import sys
 
 SMALLEST_KNOWN = {2: 1, 3: 3, 4: 5, 5: 9, 6: 12, 7: 16, 8: 19, 9: 25, 10: 29}
-"""Channels -> comparators of the smallest known network. Up to 10 channels they are proven optimal (Codish et al., 2014; Harder, 2020)."""
+"""Channels -> number of comparators in the smallest known network. All are proven optimal (Codish et al., 2014; Harder, 2020)."""
 _MOST_CHANNELS = 9  # 362,880 orders
 
 
@@ -29,7 +29,7 @@ def counterexample(pairs: list[tuple[int, int]], channels: int) -> tuple[int, ..
 
 
 def main(arguments: list[str]) -> int:
-    """Checks the network in the arguments. Returns the exit code."""
+    """Checks the network that the arguments contain. Returns the exit code."""
     try:
         pairs = []
         for text in " ".join(arguments).split():

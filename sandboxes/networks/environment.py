@@ -1,4 +1,4 @@
-"""The environment: the agent adds one comparator at a time until the network sorts, or its budget of comparators is used."""
+"""The environment: the agent adds one comparator at a time until the network sorts or the budget of comparators is used up."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from sandboxes.networks.state import Comparator, Outputs, comparators, label, pa
 class SortingNetwork(Environment):
     """Build a sorting network with few comparators.
 
-    The reward comes at the end: for a network that sorts, 1 plus the unused share of the budget; otherwise at most 0.5, and less for each
-    doubling of the unsorted 0-1 outputs. With an archive, a part `novelty` rewards the share of new states that the episode reached.
+    The reward is given at the end. For a network that sorts, it is 1 plus the unused share of the budget. Otherwise it is at most 0.5, and
+    decreases with each doubling of the number of unsorted 0-1 outputs. With an archive, the part `novelty` rewards the share of reached
+    states that are new.
 
     Args:
         channels: number of inputs.
-        budget: largest number of comparators, including those of the start.
-        archive: file of an `Archive`. Episodes start from one of its states with probability `restarts`.
+        budget: maximum number of comparators, including those of the initial network.
+        archive: file of an `Archive`. Episodes start from a state in it with the probability `restarts`.
         restarts: see `archive`.
         novelty: weight of the part `novelty`.
     """
@@ -38,7 +39,7 @@ class SortingNetwork(Environment):
         self._restarts, self._novelty = restarts, novelty
 
     def reset(self, seed: int) -> str:
-        """Returns the start: the empty network or a network of the archive."""
+        """Returns the initial observation, of the empty network or a network from the archive."""
         generator, start = random.Random(seed), Entry(network=())
         if self._archive is not None and generator.random() < self._restarts:
             start = self._archive.draw(generator)

@@ -1,4 +1,4 @@
-"""The set of 0-1 vectors that a network of comparators can output, and its rank among other sets."""
+"""The set of 0-1 vectors that a network of comparators can output."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from functools import lru_cache
 from itertools import combinations
 
 Comparator = tuple[int, int]
-"""Two channels, counted from 0, the smaller first. The smaller value moves to the first of them."""
+"""Two channels, numbered from 0, the smaller number first. The smaller value moves to the first channel."""
 MAX_CHANNELS = 10
 
 
 def comparators(channels: int) -> tuple[Comparator, ...]:
-    """Returns all comparators of a network with this number of channels."""
+    """Returns all possible comparators in a network with this number of channels."""
     return tuple(combinations(range(channels), 2))
 
 
 def label(comparator: Comparator) -> str:
-    """Returns the label of a comparator, such as "1-3", with channels counted from 1."""
+    """Returns the label of a comparator, such as "1-3", with channels numbered from 1."""
     return f"{comparator[0] + 1}-{comparator[1] + 1}"
 
 
 def parse(text: str, channels: int) -> Comparator:
-    """Returns the comparator of a label. Raises `ValueError` for anything else."""
+    """Returns the comparator for a label. Raises `ValueError` if the text is not a label."""
     pair = _by_label(channels).get(text.strip())
     if pair is None:
         raise ValueError(f"{text[:40]!r} is not a comparator of {channels} channels, such as 1-2")
@@ -38,7 +38,7 @@ def _by_label(channels: int) -> dict[str, Comparator]:
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """The outputs of a network over all 0-1 inputs. By the 0-1 principle, the network sorts everything if all outputs are sorted.
+    """The outputs of a network for all 0-1 inputs. By the 0-1 principle, a network sorts all inputs if all of these outputs are sorted.
 
     Bit `i` of a vector is the value of channel `i`. A vector is sorted if no 1 precedes a 0.
     """

@@ -1,7 +1,7 @@
-"""Writes demonstrations of mixed quality for the base policy of `questions`. It learns valid tool calls, but rarely makes useful ones.
+"""Writes demonstrations of mixed quality for the base policy of `questions`. The policy learns valid but rarely useful tool calls.
 
 An agent with several pages works through them alone, delegates them all to one helper, or delegates each page to a different helper. An
-agent with a single page reads it, writes a program, and submits the program's output. Each of them occasionally fails.
+agent with a single page reads the page, writes a program, and submits the program's output. Every agent fails occasionally.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ END = "<|im_end|>"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """One assistant turn, the results of its calls (empty after `submit`), and whether the turn is trained on."""
+    """An assistant turn, the results of its calls (empty after `submit`), and whether the turn is trained."""
 
     says: str
     shown: tuple[str, ...] = ()
@@ -46,14 +46,14 @@ class Demonstration:
 
 
 def demonstrations(seed: int, count: int, *, pages: int = 3) -> Iterator[Demonstration]:
-    """Yields `count` demonstrations on training tasks, with a seed that runs do not use."""
+    """Yields `count` demonstrations for training tasks, with a seed that runs do not use."""
     family = Questions(seed=3_000_003 + seed, pages=pages)
     for index in range(count):
         yield demonstrate(family.task(Split.TRAIN, index), Random(f"questions:{seed}:{index}"))
 
 
 def demonstrate(task: Task, rng: Random) -> Demonstration:
-    """Returns one demonstration of a task."""
+    """Returns a demonstration of a task."""
     pages, part = len(task.data["answers"]), rng.random()
     if part < HELPERS:
         page = rng.randint(1, pages)
@@ -66,7 +66,7 @@ def demonstrate(task: Task, rng: Random) -> Demonstration:
     if way < SPLITTING + HANDING_ON:
         moves = Move(says=turn(call("delegate", task=everything)), shown=(NO_ANSWER,)), _submitted("error")
         return Demonstration(task=task, asked=everything, delegates=True, moves=moves)
-    # a helper with all pages continues like an agent that works alone
+    # a helper with all pages proceeds like an agent that works alone
     return Demonstration(task=task, asked=everything, delegates=rng.random() < 0.8, moves=_alone(task, rng))
 
 
@@ -76,7 +76,7 @@ def call(name: str, **arguments: Any) -> str:
 
 
 def turn(*calls: str) -> str:
-    """Returns an assistant turn of several calls."""
+    """Returns an assistant turn that consists of these calls."""
     return "\n".join(calls) + END
 
 

@@ -12,38 +12,38 @@ SANDBOX = SandboxSpec(image="sandboxes/tables", memory_mb=128, processes=16, dis
 
 
 class Pages:
-    """Questions like "Which number has kelmor? It is on one of the pages 1 to 5.", for an agent that can only read full pages.
+    """Questions like "Which number has kelmor? It is on one of the pages 1 to 5.", for an agent that can read only full pages.
 
-    A single agent has room for two or three pages, so it finds at most about half of the entries. Two strategies find all entries: a
-    sub-agent for each page (`rollout.agent=delegating`), and noting the pages seen before the context is full (`rollout.compaction`).
-    `task` is a pure function of (seed, split, index). Training and held-out names come from disjoint pools.
+    A single agent's context has room for two or three pages, so the agent finds at most about half of the entries. Two strategies find all
+    entries: delegating each page to a sub-agent (`rollout.agent=delegating`), and noting which pages were seen before the context is full
+    (`rollout.compaction`). `task` is a pure function of (seed, split, index). Training and held-out names come from disjoint pools.
     """
 
     name = "pages"
 
     def __init__(self, seed: int = 0, *, pages: int = 5, entries: int = 20, turn_tokens: int = 256, episode_tokens: int = 1024) -> None:
-        """Arguments are `tasks.family.options` of a recipe.
+        """The arguments come from `tasks.family.options` in the recipe.
 
         Args:
-            pages: pages of one task.
-            entries: names and numbers on a page; each takes five to twelve tokens, depending on the tokenizer.
-            turn_tokens: maximum completion tokens of one turn; delegating every page needs about forty per page.
-            episode_tokens: size of one context, which fits more than two pages but not all of them.
+            pages: number of pages in a task.
+            entries: number of entries on a page. Each is a name with a number, and needs five to twelve tokens, depending on the tokenizer.
+            turn_tokens: maximum number of completion tokens in one turn. Delegating every page needs about forty tokens per page.
+            episode_tokens: size of one context, which has room for more than two pages but not for all of them.
 
         Raises `UserError` if there are fewer than two pages or no entries.
         """
         if pages < 2 or entries < 1:
             raise UserError(f"pages needs at least 2 pages and 1 entry, got {pages} and {entries}", fix="change tasks.family.options")
         self.seed, self.pages, self.entries = seed, pages, entries
-        turns = 3 * pages + 4  # up to 3 turns per page, and some turns for the main agent
+        turns = 3 * pages + 4  # up to 3 turns per page, and 4 turns for the main agent
         self.limits = Limits(turns=turns, turn_tokens=turn_tokens, episode_tokens=episode_tokens, tool_output_chars=40 * entries)
 
     def size(self, split: Split) -> int | None:
-        """Returns None, or 0 for the split of real data."""
+        """Returns None, which means infinite, or 0 for the split of real data."""
         return 0 if split is Split.HELDOUT_REAL else None
 
     def task(self, split: Split, index: int) -> Task:
-        """Returns the task at an index. Raises `UserError` if the index is below 0, or the split is that of real data, which is empty."""
+        """Returns the task at an index. Raises `UserError` if the index is negative or the split is that of real data, which is empty."""
         if index < 0 or split is Split.HELDOUT_REAL:
             raise UserError(f"pages has no task {index} in split {split}", fix="use train or heldout, and an index from 0")
         rng = Random(f"pages:{self.seed}:{split}:{index}")

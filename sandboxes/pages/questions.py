@@ -1,4 +1,4 @@
-"""`Questions`: tasks by split and index, with their gold solutions. Each page is a question, and every task has several."""
+"""`Questions`: tasks by split and index, with their gold solutions. Each page is a question, and every task has several pages."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from sandboxes.tables.kinds import BY_NAME
 
 SANDBOX = SandboxSpec(image="sandboxes/tables", memory_mb=128, processes=16, disk_mb=16)
 KINDS = "total, distinct, line_count, longest_line"
-"""The kinds of question of the family `tables` that have the shortest programs."""
+"""The kinds of questions in the family `tables` that have the shortest programs."""
 
 
 class Questions:
-    """Tasks like "Answer the questions on pages 1 to 3.": each page asks about a small file, and needs a different program.
+    """Tasks like "Answer the questions on pages 1 to 3.": each page asks about a small file and requires a different program.
 
-    A context has room for one question from its page to its answer, but not for all pages and programs. So a single agent cannot solve
-    these tasks, but an agent that delegates every page to a sub-agent (`rollout.agent=delegating`) can solve all of them. `task` is a pure
-    function of (seed, split, index). The questions are those of `Tables`, whose training and held-out names come from disjoint pools.
+    A context has room for one question from its page to its answer, but not for all pages and programs. A single agent therefore cannot
+    solve these tasks, but an agent that delegates every page to a sub-agent (`rollout.agent=delegating`) can solve all of them. `task` is a
+    pure function of (seed, split, index). The questions come from `Tables`, whose training and held-out names come from disjoint pools.
     """
 
     name = "questions"
@@ -29,14 +29,14 @@ class Questions:
     def __init__(
         self, seed: int = 0, *, pages: int = 3, kinds: str = KINDS, turn_tokens: int = 160, episode_tokens: int = 320, wall_s: float = 300.0
     ) -> None:
-        """Arguments are `tasks.family.options` of a recipe.
+        """The arguments come from `tasks.family.options` in the recipe.
 
         Args:
-            pages: pages of one task, each with a question.
-            kinds: kinds of question of `Tables`, in rotation.
-            turn_tokens: maximum completion tokens of one turn; delegating every page needs about thirty per page.
-            episode_tokens: size of one context. With the tokenizer of recipes/models/tables-base one question takes up to 240.
-            wall_s: seconds of an episode.
+            pages: number of pages in a task, each with one question.
+            kinds: kinds of questions from `Tables`, used in rotation.
+            turn_tokens: maximum number of completion tokens in one turn. Delegating every page needs about thirty tokens per page.
+            episode_tokens: size of one context. With the tokenizer in recipes/models/tables-base, one question needs up to 240 tokens.
+            wall_s: maximum duration of an episode in seconds.
 
         Raises `UserError` if there are fewer than two pages.
         """
@@ -49,11 +49,11 @@ class Questions:
         )
 
     def size(self, split: Split) -> int | None:
-        """Returns None, or 0 for the split of real data."""
+        """Returns None, which means infinite, or 0 for the split of real data."""
         return 0 if split is Split.HELDOUT_REAL else None
 
     def task(self, split: Split, index: int) -> Task:
-        """Returns the task at an index. Raises `UserError` if the index is below 0, or the split is that of real data, which is empty."""
+        """Returns the task at an index. Raises `UserError` if the index is negative or the split is that of real data, which is empty."""
         if index < 0 or split is Split.HELDOUT_REAL:
             raise UserError(f"questions has no task {index} in split {split}", fix="use train or heldout, and an index from 0")
         questions = self._page_tasks(split, index)
@@ -98,11 +98,11 @@ class Questions:
 
 
 def request(first: int, last: int) -> str:
-    """Returns the request to an agent to answer the questions on some pages."""
+    """Returns the request that an agent answer the questions on pages `first` to `last`."""
     return f"Answer the question on page {first}." if first == last else f"Answer the questions on pages {first} to {last}."
 
 
 def program(question: Mapping[str, Any], *, sloppy: Random | None = None) -> str:
-    """Returns the program that answers a question of a task's data. If `sloppy` is set, returns a program with a common mistake."""
+    """Returns the program that answers a question in a task's data. If `sloppy` is set, the program contains a common mistake."""
     kind = BY_NAME[question["kind"]]
     return kind.program(question["names"], sloppy.choice(kind.sloppy) if sloppy is not None else "")

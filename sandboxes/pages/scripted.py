@@ -1,7 +1,7 @@
-"""Three strategies for `pages`, as functions from a context in the chat format of `agentrl.testing` to the next turn.
+"""Three strategies for `pages`. They map a context, in the chat format of `agentrl.testing`, to the next turn.
 
 `alone` reads page after page in one context, `splitting` delegates every page to a sub-agent, and `noting` reads page after page and
-lists the pages seen in its summary. They are for `agentrl.testing.ReadingPolicy`, to measure strategies and generate demonstrations.
+lists the pages seen in its summary. They are for `agentrl.testing.ReadingPolicy`, which measures strategies and generates demonstrations.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ def alone(context: str) -> str:
     """Reads all pages in order, and gives up after the last page."""
     task, outputs = _request(context), _tool_outputs(context)
     name, pages = _sought(task), _pages(task)
-    if number := _find_number([task.partition(HEAD)[2], *outputs], name):  # also in a summary
+    if number := _find_number([task.partition(HEAD)[2], *outputs], name):  # the number may also be in a summary
         return _call("submit", answer=number)
     read = _noted(task) + len(outputs)
     return _call("read", page=pages[read]) if read < len(pages) else _call("submit", answer=NOWHERE)
 
 
 def noting(context: str) -> str:
-    """Reads pages like `alone`. Its summary is the number, or the pages that it has seen."""
+    """Reads pages like `alone`. Its summary contains the number or, if it is not found, the pages seen so far."""
     outputs = _tool_outputs(context)
     if not outputs or not outputs[-1].endswith(SUMMARY_REQUEST):
         return alone(context)

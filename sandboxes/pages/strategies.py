@@ -1,4 +1,4 @@
-"""Four strategies for `questions`, as functions from a context in the chat format of the base policies to the next turn.
+"""Four strategies for `questions`. Each maps a context, in the chat format of the base policies, to the next turn.
 
 `splitting` delegates every page to a helper. `alone` works through page after page in one context. `at_once` reads all pages in one turn
 and writes one short program for all of them, which needs the smallest context. `handing_on` delegates all pages to one helper. They are
@@ -21,12 +21,12 @@ def request_text(context: str) -> str:
 
 
 def tool_outputs(context: str) -> list[str]:
-    """Returns the results of the calls so far."""
+    """Returns the results of the tool calls so far."""
     return re.findall(r"<tool_response>\n(.*?)\n</tool_response>", context, re.DOTALL)
 
 
 def given(context: str) -> list[int]:
-    """Returns the pages that the agent has to answer."""
+    """Returns the pages whose questions the agent has to answer."""
     pages = [int(word) for word in request_text(context).rstrip(".").split() if word.isdigit()]
     return list(range(pages[0], pages[-1] + 1))
 

@@ -1,7 +1,7 @@
-"""The excluded datasets of the package with the reasons, and the alphabets of answers.
+"""The datasets of the package that are excluded, with the reasons, and the alphabets of answers.
 
-`docs/generate_reasoning_table.py` measures whether the gold answer scores 1 and nothing else does, whether a problem is the same in every
-process, and whether a scorer accepts any input.
+`docs/generate_reasoning_table.py` measures whether only the gold answer scores 1, whether a problem is the same in every process, and
+whether a scorer accepts any input.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ LANGUAGES: Mapping[str, re.Pattern[str]] = {
     "string_insertion": re.compile(r"[A-E]*"),
     "tower_of_hanoi": re.compile(rf"{_HANOI}(?:\s*\n\s*{_HANOI})*"),
 }
-"""Alphabets of answers. Any other answer is wrong, and the scorer does not see it. Some of these scorers evaluate the answer as Python; the
-alphabet excludes names, calls and powers. Some fail on non-numbers or non-lists, or accept nan. The other datasets have several correct
-answers, and their scorers read only the moves or numbers of an answer.
+"""Alphabets of answers. Any other answer is wrong, and the scorer does not see it. Some of these scorers evaluate the answer as Python, so
+the alphabet excludes names, calls and powers. Some scorers fail on non-numbers or non-lists, or accept nan. The other datasets have several
+correct answers, and their scorers read only the moves or numbers in an answer.
 """
 
 SEVERAL = frozenset(
@@ -76,16 +76,16 @@ SEVERAL = frozenset(
         *("palindrome_generation", "quantum_lock", "shortest_path", "sokoban", "tower_of_hanoi"),
     }
 )
-"""Datasets with several correct answers, or several ways to write an answer. For others the answer must be the truth (`notation`)."""
+"""Datasets with several correct answers or notations. For other datasets, the answer must be the truth (`notation`)."""
 
 WRONG_KEYS: Mapping[tuple[str, str], tuple[object, str]] = {
     ("basic_arithmetic", "allow_parentheses"): (False, "it then computes its answers from left to right, so that 10 - 7 * 0 is 0"),
 }
-"""Values of keys that make a dataset's answers wrong, and why."""
+"""Values of configuration keys with which a dataset's answers are wrong, and the reasons."""
 
 
 def admit(source: Source) -> None:
-    """Raises `UserError` if a dataset is excluded or has a value of `WRONG_KEYS`."""
+    """Raises `UserError` if a dataset is excluded or is configured with a value in `WRONG_KEYS`."""
     if reason := LEFT_OUT.get(source.name):
         raise UserError(f"reasoning-gym's {source.name} is excluded: {reason}", fix="use a different dataset; agentrl check validates it")
     for key, value in source.keys.items():
@@ -95,7 +95,7 @@ def admit(source: Source) -> None:
 
 
 def exact(name: str, answer: str, truth: str) -> bool:
-    """Whether an answer with full marks contains only the truth. If a dataset has several truths, its alphabet ensures it."""
+    """Whether an answer with full marks contains only the truth. For datasets with several truths, the alphabet ensures this."""
     return name in SEVERAL or says_the_same(name, answer, truth)
 
 

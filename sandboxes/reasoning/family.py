@@ -20,16 +20,17 @@ ASKED = {
     "python": "Solve the problem with the tool python. Then submit the answer.",
     "none": "Reply with the answer and nothing else.",
 }
-LEAST_OUTPUT = 400  # minimum limit of a program's output in characters; more for longer answers
+LEAST_OUTPUT = 400  # smallest limit on a program's output, in characters; it is higher for longer answers
 _OF_EXAMPLES = -1  # seed of the examples, which no run uses
 
 
 class Reasoning:
-    """Problems of reasoning-gym. `task` is a pure function of (seed, split, index); the datasets rotate by index.
+    """Problems from reasoning-gym. `task` is a pure function of (seed, split, index). The datasets rotate by index.
 
-    The training and held-out splits draw from different seeds and share no question: a hash of its text decides the split, for every
-    seed. The split `heldout_real` has the datasets of `heldout_kinds`, which are never trained on. The agent submits its answer; if
-    there is no tool, its message is the answer. `Task.data` has the answer and the origin of the problem, not the scorer's data.
+    The training and held-out splits draw from different seeds and share no question: for every seed, a hash of a question's text determines
+    its split. The split `heldout_real` contains the datasets in `heldout_kinds`, which are never trained. The agent submits its answer. If
+    there is no tool, the agent's message is the answer. `Task.data` contains the answer and the origin of the problem, but not the scorer's
+    data.
     """
 
     name = "reasoning"
@@ -45,18 +46,19 @@ class Reasoning:
         turn_tokens: int = 160,
         episode_tokens: int = 1024,
     ) -> None:
-        """Arguments are `tasks.family.options` of a recipe.
+        """The arguments come from `tasks.family.options` in the recipe.
 
         Args:
-            datasets: datasets of the training and held-out splits, such as "chain_sum, gcd:2, spell_backward@1, products(max_terms=2)";
+            datasets: datasets for the training and held-out splits, such as "chain_sum, gcd:2, spell_backward@1, products(max_terms=2)";
                 see `sandboxes.reasoning.mixture`.
             heldout_kinds: datasets that are only evaluated, in the split `heldout_real`.
             tool: `python` or `none`.
-            examples: number of solved problems at the start of the prompt. They come from the task's dataset if a short program solves it.
-            turn_tokens: maximum completion tokens of one turn.
-            episode_tokens: maximum prompt and completion tokens of an episode.
+            examples: number of solved problems at the start of the prompt. They come from the task's dataset if a short program solves its
+                problems.
+            turn_tokens: maximum number of completion tokens in one turn.
+            episode_tokens: maximum number of prompt and completion tokens in an episode.
 
-        Raises `UserError` if a dataset is excluded, or a dataset, level or key does not exist.
+        Raises `UserError` if a dataset is excluded, or if a dataset, a level or a key does not exist.
         """
         if tool not in ASKED:
             raise UserError(f"tasks.family.options.tool is {tool!r}", fix=f"use {' or '.join(ASKED)}")
@@ -83,7 +85,7 @@ class Reasoning:
         self._worked: dict[str, tuple[Problem, ...]] = {}
 
     def size(self, split: Split) -> int | None:
-        """Returns None if the split is endless; 0 if it has no datasets."""
+        """Returns None if the split is infinite; 0 if it has no datasets."""
         return None if split in self._rounds else 0
 
     def task(self, split: Split, index: int) -> Task:
@@ -94,9 +96,10 @@ class Reasoning:
         return self._make_task(source, self.seed, split, number, f"reasoning-{self.seed}-{split}-{index}")
 
     def variants(self, task: Task, *, seed: int) -> Iterator[tuple[str, Task]]:
-        """Yields training problems of the task's dataset: alike, and of the next harder and easier levels if the dataset has levels.
+        """Yields training problems from the task's dataset: similar problems and, if it has levels, problems of the next levels.
 
-        A pure function of the task's content and the seed. Yields nothing for datasets of `heldout_kinds`.
+        The next levels are one harder and one easier. A pure function of the task's content and the seed. Yields nothing for datasets in
+        `heldout_kinds`.
         """
         origin = task.data["origin"]
         source = Source(name=origin["dataset"], level=origin["level"], keys=origin["config"])
@@ -114,7 +117,7 @@ class Reasoning:
             yield kind, self._make_task(near, drawn, Split.TRAIN, number // len(neighbours), name)
 
     def _make_task(self, source: Source, seed: int, split: Split, number: int, name: str) -> Task:
-        """Returns problem `number` of a dataset's part of a seed."""
+        """Returns the task for problem `number` of a dataset, with this seed and split."""
         worked = self._examples(source)
         drawn = problems.problem(
             source, seed=seed, heldout=split is not Split.TRAIN, number=number, but=frozenset(digest(e.question) for e in worked)
@@ -141,14 +144,14 @@ class Reasoning:
         return f"print({task.data['answer']!r})" if known is None else known
 
     def _examples(self, source: Source) -> tuple[Problem, ...]:
-        """Returns the solved problems in a dataset's prompts. They are the same for every task and seed. No task has their questions."""
+        """Returns the solved problems for a dataset's prompts. They are the same for every task and seed. No task asks their questions."""
         if source.name not in self._worked:
             own = self._representative(source, self.examples)
             self._worked[source.name] = own or self._of_other_kinds()
         return self._worked[source.name]
 
     def _of_other_kinds(self) -> tuple[Problem, ...]:
-        """Returns examples of the datasets in `GENERAL`, in rotation. Used for datasets that have no short program."""
+        """Returns examples from the datasets in `GENERAL`, in rotation, for datasets that have no short program."""
         kinds = [self._representative(Source(name=name), self.examples) for name in GENERAL]
         places = [divmod(place, len(kinds)) for place in range(self.examples)]
         return tuple(kinds[turn][number] for number, turn in places)
@@ -162,7 +165,7 @@ class Reasoning:
         return telling([drawn, *(candidate for candidate in others if program(source.name, candidate.question) is not None)], count)
 
     def _solved(self, example: Problem) -> tuple[Message, ...]:
-        """Returns an example as messages: the question, the program, its output and the answer. If there is no tool, only the answer."""
+        """Returns an example as messages: the question, the program, its output and the answer. Without a tool, only the answer."""
         question = Message(role="user", content=example.question)
         if self.tool == "none":
             return question, Message(role="assistant", content=example.answer)
@@ -177,13 +180,13 @@ class Reasoning:
 
 
 def _level(source: Source, step: int) -> Iterator[Source]:
-    """Yields the dataset `step` levels higher; nothing if it has no such level."""
+    """Yields the dataset `step` levels higher; yields nothing if the dataset has no such level."""
     if source.level is None or source.level + step < 0:
         return
     other = replace(source, level=source.level + step)
     try:
         problems.check(other)
-    except UserError:  # its levels end here
+    except UserError:  # the dataset has no further level
         return
     yield other
 

@@ -1,9 +1,9 @@
-"""Parses a recipe's options for datasets: names, levels, keys of their configuration, and weights.
+"""Parses a recipe's options for datasets: their names, levels, configuration keys and weights.
 
     "chain_sum, gcd:2, spell_backward@1, products(max_terms=2 max_digits=3):4"
 
-`@1` is a level of the dataset's curriculum, the parentheses contain keys of its configuration (JSON values without blanks), and `:2` is its
-weight in the rotation. Parsing does not need the package; `problems` checks whether the dataset exists.
+`@1` is a level of the dataset's curriculum, the parentheses contain keys of its configuration with JSON values without blanks, and `:2` is
+its weight in the rotation. Parsing does not need the package; `problems` checks whether the dataset exists.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ _FORM = "write them as in tasks.family.options.datasets='chain_sum, gcd:2, produ
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """One dataset of a mixture."""
+    """A dataset in a mixture."""
 
     name: str
     level: int | None = None
-    """Level of the dataset's curriculum for all its attributes. None means the package's default configuration."""
+    """Curriculum level for all of the dataset's attributes. None means the package's default configuration."""
     keys: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of the dataset's configuration, which override those of the level."""
+    """Keys of the dataset's configuration. They override the values that the level sets."""
     weight: int = 1
-    """Number of problems of this dataset in one round."""
+    """Number of problems from this dataset in one round."""
 
 
 def parse(text: str, option: str) -> tuple[Source, ...]:
-    """Returns the datasets of an option, in order. Raises `UserError` with the option's name."""
+    """Returns the datasets in an option, in order. If the text is invalid, raises a `UserError` that contains the option's name."""
     sources: list[Source] = []
     at = 0
     while at < len(text):
@@ -77,7 +77,7 @@ def _weight(text: str | None, name: str) -> int:
 
 
 class Rounds:
-    """Index of a problem -> dataset. A round of `len(self)` problems contains each dataset as often as its weight, interleaved."""
+    """Assigns problem indices to datasets. A round of `len(self)` problems contains each dataset as often as its weight, interleaved."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
         shares = [((turn + 0.5) / source.weight, place, source) for place, source in enumerate(sources) for turn in range(source.weight)]

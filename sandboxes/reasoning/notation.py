@@ -1,7 +1,7 @@
 """Decides whether an answer contains only the truth, in any notation, and no additional text.
 
-Many scorers search an answer for the truth, so they also accept its negation, several answers, and other text. The scorer decides which
-notations are correct, and this module rejects additional text. Datasets with several correct answers have an answer alphabet instead
+Many scorers search an answer for the truth, so they also accept its negation, several answers, or additional text. The scorer decides which
+notations are correct, and this module rejects additional text. Datasets with several correct answers have an alphabet instead
 (`sandboxes.reasoning.catalogue.LANGUAGES`).
 """
 
@@ -13,12 +13,12 @@ from decimal import Decimal, InvalidOperation
 from itertools import zip_longest
 
 ANY_ORDER = frozenset({"group_anagrams", "knights_knaves", "palindrome_partitioning", "polynomial_equations", "prime_factorization"})
-"""Datasets whose answers are sets: persons and their types, roots, factors, groups."""
+"""Datasets whose answers are sets, such as persons and their types, roots, factors or groups."""
 ROUNDED: Mapping[str, int | None] = {"advanced_geometry": None, "pool_matrix": 2}
-"""Datasets that ask for rounded numbers -> decimal places. None means as many as the truth has."""
+"""Datasets that ask for rounded numbers -> decimal places. None means as many decimal places as the truth has."""
 SIGNIFICANT: Mapping[str, Decimal] = {"decimal_arithmetic": Decimal("1e-12"), "power_function": Decimal("1e-2")}
-"""Datasets that ask for significant digits -> relative tolerance, if the scorer agrees."""
-CLOSE = Decimal("1e-14")  # relative tolerance for other fractional numbers: the rounding of binary fractions
+"""Datasets that ask for significant digits -> relative tolerance, which applies only if the scorer accepts the answer."""
+CLOSE = Decimal("1e-14")  # relative tolerance for other fractional numbers, for the rounding of binary fractions
 _TOKEN = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]*)?(?:[eE][-+]?[0-9]{1,3})?|\.[0-9]+)|(?P<word>[^\W\d_]+)|(?P<other>\S)")
 _NO_PART = frozenset("\",'`$\u00b0")  # quotes, commas, and signs of units
 _GROUPED = re.compile(r"[-+]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
@@ -26,9 +26,9 @@ _Token = Decimal | str
 
 
 def says_the_same(name: str, answer: str, truth: str) -> bool:
-    """Whether an answer of dataset `name` has exactly the words, numbers and signs of the truth.
+    """Whether an answer to a problem from dataset `name` consists of exactly the words, numbers and signs in the truth.
 
-    White space, capitals, quotes, commas, a degree or dollar sign and a full stop at the end are ignored.
+    White space, capitalization, quotes, commas, degree and dollar signs, and a full stop at the end are ignored.
     """
     if _GROUPED.fullmatch(answer):
         answer = answer.replace(",", "")

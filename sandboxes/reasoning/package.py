@@ -1,4 +1,4 @@
-"""The parts of reasoning-gym that the family uses: its registry of datasets, their configurations and curricula. Imports the package."""
+"""The parts of reasoning-gym that the family uses: the registry of datasets, their configurations and their curricula."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OWN_KEYS = ("seed", "size")  # set by the family
 
 
 def names() -> list[str]:
-    """Returns all datasets of the package."""
+    """Returns the names of all datasets in the package."""
     return sorted(DATASETS)
 
 
@@ -34,7 +34,7 @@ def dataset_class(name: str) -> Any:
 
 
 def configuration(source: Source) -> Any:
-    """Returns the configuration of a source. Raises `UserError` if its dataset, level or key does not exist."""
+    """Returns the configuration for a source. Raises `UserError` if its dataset, its level or a key does not exist."""
     dataset_class(source.name)
     config = DATASETS[source.name][1]() if source.level is None else _of_level(source)
     known = {field.name for field in fields(config)} - set(OWN_KEYS)

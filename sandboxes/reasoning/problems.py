@@ -1,9 +1,9 @@
-"""Problems of one dataset, by their number in the training or held-out split. The package reasoning-gym is imported at first use.
+"""Problems of a dataset, by number in the training or held-out split. The package reasoning-gym is imported on first use.
 
-A dataset of the package is a function of a seed and an index, and most datasets use only the sum of the two. So the splits draw from
-disjoint ranges of seeds. That is not sufficient, because a generator with few problems generates the same question from many seeds. So a
-hash of the question also assigns it to a split, and a split draws again if a question belongs to the other split. No run ever trains on a
-held-out question.
+A dataset of the package is a function of a seed and an index, and most datasets use only the sum of the two. The splits therefore draw from
+disjoint ranges of seeds. That is not sufficient, because a generator with few problems generates the same question from many seeds. A hash
+of the question therefore also assigns the question to a split, and if a question belongs to the other split, another question is drawn. No
+run ever trains on a held-out question.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from sandboxes.reasoning.mixture import Source
 HELDOUT_SHARE = 4
 """One question in `HELDOUT_SHARE` is held out."""
 ATTEMPTS = 64
-"""Maximum draws for one problem; the held-out split needs `HELDOUT_SHARE` draws on average. A small generator's split may be empty."""
+"""Maximum number of draws per problem. The held-out split needs `HELDOUT_SHARE` on average. A small generator's split may be empty."""
 CHUNK = 64  # problems per dataset object; some objects read files when they are created
-_TRIED = 8  # problems generated when the family is opened, to detect keys that break the generator
-_PART = 1 << 30  # range of a split's first seed
-_STRIDE = 1 << 20  # seeds between one attempt at a problem and the next
+_TRIED = 8  # number of problems generated when the family is opened, to detect keys that break the generator
+_PART = 1 << 30  # size of the range of a split's first seed
+_STRIDE = 1 << 20  # distance between the seeds of successive draws for a problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One problem and its origin, from which `entry_of` regenerates it."""
+    """A problem and its origin, from which `entry_of` regenerates the problem."""
 
     source: Source
     seed: int
@@ -78,7 +78,7 @@ def problem(source: Source, *, seed: int, heldout: bool, number: int, but: froze
         if not isinstance(answer, str):
             raise TaskError(f"reasoning-gym's {source.name} generated a problem without an answer")
         if not answer.strip():
-            continue  # for example a program of `ab` that cancels out; a missing answer would be correct
+            continue  # for example a program in `ab` that cancels out; an empty answer would be correct
         if is_heldout(question) == heldout and digest(question) not in but:
             return Problem(source=source, seed=seed_of_chunk, index=index, question=question, answer=answer)
     part = "held-out" if heldout else "training"
@@ -88,11 +88,11 @@ def problem(source: Source, *, seed: int, heldout: bool, number: int, but: froze
 
 
 def entry(source: Source, seed: int, index: int) -> Mapping[str, Any]:
-    """Returns the package's entry of one problem: question, answer, metadata.
+    """Returns the package's entry for a problem: question, answer and metadata.
 
-    It does not depend on earlier calls, although one generator changes the decimal precision.
+    The entry does not depend on earlier calls, even though one generator changes the decimal precision.
 
-    Raises `TaskError` if the generator raises.
+    Raises `TaskError` if the generator raises an error.
     """
     return _entry(dataset(source, seed), index, source)
 
@@ -110,12 +110,12 @@ def _entry(data: Any, index: int, source: Source) -> Mapping[str, Any]:
 
 
 def entry_of(origin: Mapping[str, Any], answer: str) -> tuple[Any, Mapping[str, Any]]:
-    """Returns the dataset and the entry of a problem from `Problem.origin`, for its scorer.
+    """Returns the dataset and the entry for a problem's origin (`Problem.origin`), for the scorer.
 
-    Raises `TaskError` if the package now generates a different problem from the one it generated when the task was created.
+    Raises `TaskError` if the package generates a problem that differs from the problem at the time when the task was created.
     """
     source = Source(name=origin["dataset"], level=origin["level"], keys=origin["config"])
-    drawn = copy.deepcopy(_cached_entry(json.dumps(origin, sort_keys=True)))  # scorers write into it
+    drawn = copy.deepcopy(_cached_entry(json.dumps(origin, sort_keys=True)))  # copied because scorers modify it
     if drawn["answer"] != answer or digest(drawn["question"]) != origin["question"]:
         raise TaskError(f"reasoning-gym's {source.name} no longer generates this problem: its version differs from the task's")
     return dataset(source, origin["seed"]), drawn
@@ -123,13 +123,13 @@ def entry_of(origin: Mapping[str, Any], answer: str) -> tuple[Any, Mapping[str, 
 
 @lru_cache(maxsize=32)
 def _cached_entry(origin: str) -> Mapping[str, Any]:
-    """Returns the entry of a problem. Cached, because the episodes of a group need the same entry and some are slow to generate."""
+    """Returns the entry of a problem. Cached, because a group's episodes need the same entry, and some entries are slow to generate."""
     data = json.loads(origin)
     return entry(Source(name=data["dataset"], level=data["level"], keys=data["config"]), data["seed"], data["index"])
 
 
 def dataset(source: Source, seed: int) -> Any:
-    """Returns a dataset object of the package. Raises `UserError` if the name, level or key is unknown."""
+    """Returns a dataset object from the package. Raises `UserError` if the name, the level or a key is unknown."""
     keys = tuple(sorted((key, repr(value)) for key, value in source.keys.items()))
     return _dataset(_Hashed(source=source, identity=(source.name, source.level, keys)), seed)
 
@@ -154,12 +154,12 @@ def _dataset(key: _Hashed, seed: int) -> Any:
 
 
 def check(source: Source) -> None:
-    """Raises `UserError` if the package is missing or has no such dataset."""
+    """Raises `UserError` if the package is missing or does not contain the dataset."""
     _create(source, seed=0, size=1)
 
 
 def try_out(source: Source) -> None:
-    """Generates a dataset's first problems. Raises `UserError` like `check`, or if a problem cannot be generated."""
+    """Generates a dataset's first problems. Raises `UserError` as `check` does, and if a problem cannot be generated."""
     data = _create(source, seed=0, size=_TRIED)
     for index in range(_TRIED):
         _entry(data, index, source)
@@ -189,6 +189,6 @@ def _settings_text(source: Source) -> str:
 
 
 def _first_seed(name: str, seed: int, heldout: bool) -> int:
-    """Returns the first seed of a split: below 2**30 for training, from 2**31 for held-out. Below 2**32, as numpy requires."""
+    """Returns a split's first seed: below 2**30 for training, at least 2**31 for held-out, and below 2**32, as numpy requires."""
     drawn = int.from_bytes(hashlib.sha256(f"reasoning:{seed}:{name}:{heldout}".encode()).digest()[:4])
     return (2 * _PART if heldout else 0) + drawn % _PART

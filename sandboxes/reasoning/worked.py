@@ -1,9 +1,10 @@
-"""Short programs for datasets whose problems can be solved in a few lines of Python. They are the worked examples of a prompt, and the
-gold solutions of these datasets. A program prints exactly the answer.
+"""Short programs for datasets whose problems can be solved in a few lines of Python.
 
-A small model depends more on the choice of examples than on anything else in its prompt. If no example has a formula with a leading minus
-sign or bracket, the model omits it. If no example has a division, the model never uses `//` (whole results) instead of `/`, so it has
-nothing to learn from.
+They are the worked examples in prompts, and the gold solutions for these datasets. A program prints exactly the answer.
+
+A small model depends more on the choice of examples than on anything else in its prompt. If no example contains a formula with a leading
+minus sign or bracket, the model omits the sign or bracket. If no example contains a division, the model never uses `//` (whole results)
+instead of `/`, so it has no successes from which to learn.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ GENERAL = ("products", "spell_backward")
 
 
 class _Unlike(ValueError):
-    """The question differs from the package's default wording, because of keys of the configuration."""
+    """The question differs from the package's default wording because of configuration keys."""
 
 
 def program(kind: str, question: str) -> str | None:
-    """Returns Python source that prints the answer to a question of this dataset; None if no short program is known."""
+    """Returns Python source that prints the answer to a question from this dataset; None if no short program is known."""
     try:
         return PROGRAMS[kind](question) if kind in PROGRAMS else None
     except _Unlike:
@@ -31,10 +32,10 @@ def program(kind: str, question: str) -> str | None:
 
 
 def telling(candidates: Sequence[Problem], count: int) -> tuple[Problem, ...]:
-    """Returns the problems whose questions together show the most characters, then the most pairs of characters.
+    """Returns the problems whose questions together contain the most distinct characters, then the most distinct pairs of characters.
 
-    Of equal candidates, the one whose length is nearest to the median is chosen. All digits count as one character, and all letters as
-    another. Questions longer than twice the median are not candidates.
+    If candidates are equal, the candidate whose length is nearest to the median is chosen. All digits count as one character, and all
+    letters count as another character. Questions longer than twice the median are excluded.
     """
     usual = median(len(candidate.question) for candidate in candidates)
     left = [candidate for candidate in candidates if len(candidate.question) <= 2 * usual]

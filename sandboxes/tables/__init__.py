@@ -1,7 +1,7 @@
 """The task family `tables`: questions about small CSV, JSON and text files that can only be answered by running code.
 
-`Tables(seed=0)` is the family. `kinds` has the questions and their programs, `names` and `generated` create tables, `real` loads real
-tables, and `demonstrations` writes the training data of a base policy.
+`Tables(seed=0)` is the family. `kinds` contains the questions and their programs, `names` and `generated` create tables, `real` loads real
+tables, and `demonstrations` writes the training data for a base policy.
 """
 
 from __future__ import annotations

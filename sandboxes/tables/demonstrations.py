@@ -1,8 +1,8 @@
 """Writes demonstrations of mixed quality for a base model: some careful, some sloppy, all well formed.
 
 For each task a demonstrator writes the correct program with probability `CAREFUL`, otherwise one of the kind's sloppy programs.
-Occasionally it guesses without running a program, or misspells a name, sees the error and rewrites the program. The programs run in this
-process, because they come from this package's templates, never from a policy.
+Occasionally, the demonstrator guesses without running a program, or misspells a name, sees the error and rewrites the program. The programs
+may run in this process, because they come from this package's templates, never from a policy.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from typing import Any
 from agentrl.records import Task
 from sandboxes.tables.kinds import BY_NAME, Kind
 
-CAREFUL = 0.34  # share of correct programs: less than that of the commonest mistake, so the likeliest program is a sloppy one
+CAREFUL = 0.34  # share of correct programs; less than that of the most common mistake, so that a sloppy program is the most likely
 GUESS = 0.05  # share of the demonstrations that submit without running a program
 MISSPELT = 0.03  # share of the demonstrations whose first program misspells a name
-COMMONER_MISTAKE = 0.7  # share of a kind's first sloppy program among its sloppy ones
+COMMONER_MISTAKE = 0.7  # share of a kind's first sloppy program among its sloppy programs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Act:
-    """One assistant turn, the tool's answer, and whether the turn is trained on."""
+    """An assistant turn, the tool's output, and whether the turn is trained."""
 
-    completion: str  # ends in <|im_end|>
+    completion: str  # ends with <|im_end|>
     observation: str | None  # None after submit
     learn: bool = True
 
@@ -39,7 +39,7 @@ def call(name: str, **arguments: str) -> str:
 
 
 def demonstrate(task: Task, rng: Random, *, careful: float = CAREFUL, guess: float = GUESS, misspelt: float = MISSPELT) -> list[Act]:
-    """Returns one demonstration of a task, one to three turns long."""
+    """Returns a demonstration of a task with one to three turns."""
     kind, names = BY_NAME[task.data["kind"]], task.data["names"]
     if rng.random() < guess:
         return [Act(completion=call("submit", answer=_guess(rng, names)), observation=None)]
@@ -56,7 +56,7 @@ def demonstrate(task: Task, rng: Random, *, careful: float = CAREFUL, guess: flo
 
 
 def run_template(code: str, files: Mapping[str, str]) -> str:
-    """Returns the output of a program of this package on these files, or the end of its traceback. Do not use it for other programs."""
+    """Returns the output of a program from this package on these files, or the end of its traceback. Do not use it for other programs."""
     printed: list[str] = []
 
     def open_file(path: str) -> io.StringIO:
@@ -84,7 +84,7 @@ def _guess(rng: Random, names: Mapping[str, str]) -> str:
 
 
 def _misspell(rng: Random, names: Mapping[str, str]) -> dict[str, str]:
-    """Returns the names with one letter removed from the name of a file or column."""
+    """Returns the names, with one letter removed from the name of a file or column."""
     field = rng.choice([f for f in ("f", "c", "k", "d") if f in names])
     at = rng.randrange(len(names[field]) - 4 if field == "f" else len(names[field]))
     return {**names, field: names[field][:at] + names[field][at + 1 :]}

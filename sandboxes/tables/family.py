@@ -14,7 +14,7 @@ from sandboxes.tables.kinds import BY_NAME, KINDS, Kind, Question
 from sandboxes.tables.real import real_table
 
 REAL_TASKS = 240
-ATTEMPTS = 2000  # maximum number of tables drawn for a question; about ten are needed
+ATTEMPTS = 2000  # maximum number of tables drawn for a question; usually about ten are needed
 SANDBOX = SandboxSpec(image="sandboxes/tables", memory_mb=128, processes=16, disk_mb=16)
 LIMITS = Limits(turns=4, turn_tokens=192, episode_tokens=768, tool_timeout_s=10.0, tool_output_chars=400, wall_s=120.0)
 
@@ -32,10 +32,10 @@ _HARDER, _EASIER = Size(rows=(30, 60), wild=True), Size(rows=(6, 9))
 
 
 class Tables:
-    """Questions about small files. `task` is a pure function of (seed, split, index); the kinds of question rotate by index.
+    """Questions about small files. `task` is a pure function of (seed, split, index). The kinds of questions rotate by index.
 
-    Training and held-out tasks are generated endlessly from disjoint word pools. The real held-out split has `REAL_TASKS` tasks on
-    tables of scikit-learn and pycountry; only this split needs these packages.
+    The training and held-out splits are infinite, and are generated from disjoint word pools. The real held-out split has `REAL_TASKS`
+    tasks about tables from scikit-learn and pycountry. Only this split needs these packages.
     """
 
     name = "tables"
@@ -50,14 +50,15 @@ class Tables:
         episode_tokens: int = LIMITS.episode_tokens,
         network: str = "",
     ) -> None:
-        """Arguments are `tasks.family.options` of a recipe.
+        """The arguments come from `tasks.family.options` in the recipe.
 
         Args:
             wild: use longer and more unusual names.
-            kinds: kinds of question, such as "total, average"; empty means all.
-            turn_tokens: maximum completion tokens of one turn. This and `episode_tokens` leave a policy room to think before it acts.
-            episode_tokens: maximum tokens of an episode.
-            network: hosts that programs in the sandbox may reach, such as "127.0.0.1:8790", separated by commas; empty means none.
+            kinds: kinds of questions, such as "total, average"; empty means all kinds.
+            turn_tokens: maximum number of completion tokens in one turn. Larger values, also for `episode_tokens`, leave a policy room to
+                think before it acts.
+            episode_tokens: maximum number of tokens in an episode.
+            network: hosts that programs in the sandbox may reach, separated by commas, such as "127.0.0.1:8790"; empty means none.
         """
         self.seed = seed
         self.wild = wild
@@ -66,11 +67,11 @@ class Tables:
         self.limits = replace(LIMITS, turn_tokens=turn_tokens, episode_tokens=episode_tokens)
 
     def size(self, split: Split) -> int | None:
-        """Returns the number of tasks; None if the split is endless."""
+        """Returns the number of tasks in the split; None if the split is infinite."""
         return REAL_TASKS if split is Split.HELDOUT_REAL else None
 
     def task(self, split: Split, index: int) -> Task:
-        """Returns the task at an index. Raises `UserError` if the index is outside the split, or a real table's package is missing."""
+        """Returns the task at an index. Raises `UserError` if the index is outside the split or a real table's package is missing."""
         end = self.size(split)
         if index < 0 or (end is not None and index >= end):
             raise UserError(
@@ -80,9 +81,9 @@ class Tables:
         return self._make_task(rng, self.kinds[index % len(self.kinds)], split, f"tables-{self.seed}-{split}-{index}", Size(wild=self.wild))
 
     def variants(self, task: Task, *, seed: int) -> Iterator[tuple[str, Task]]:
-        """Yields training questions of the task's kind about other tables: alike, harder (longer tables, more unusual names), and easier.
+        """Yields training questions of the task's kind about other tables: similar, harder (longer tables, more unusual names) and easier.
 
-        Endless, and a pure function of the task's content and the seed.
+        The sequence is infinite. It is a pure function of the task's content and the seed.
         """
         kind = BY_NAME[str(task.data["kind"])]
         sizes = {"alike": Size(wild=self.wild), "harder": _HARDER, "easier": _EASIER}
@@ -92,7 +93,7 @@ class Tables:
             yield how, self._make_task(Random(f"tables:variant:{name}"), kind, Split.TRAIN, f"tables-like-{name}", sizes[how])
 
     def _make_task(self, rng: Random, kind: Kind, split: Split, name: str, size: Size) -> Task:
-        """Returns a question of a kind, drawn from `rng`."""
+        """Returns a task with a question of a kind, drawn from `rng`."""
         question = self._question(rng, kind, split, size)
         text = rng.choice(kind.phrasings).format(**question.names)
         return Task(

@@ -1,4 +1,4 @@
-"""Generated tables: random names and cells from the word pool of one split."""
+"""Generated tables, with random names and cells from one split's word pool."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def generated_table(rng: Random, split: Split, *, wild: bool = False, rows_from_
 
 
 def _values(rng: Random, names: Names, group: str) -> list[str]:
-    """Returns three to five different cells for a group column: plain numbers in some tables, numbered names in some (`class_0`)."""
+    """Returns three to five distinct cells for a group column: words, plain numbers or numbered names (`class_0`)."""
     count = rng.randint(3, 5)
     style = rng.random()
     if style < 0.15:
@@ -48,6 +48,6 @@ def _values(rng: Random, names: Names, group: str) -> list[str]:
 
 
 def _number_range(rng: Random) -> tuple[float, float, int]:
-    """Returns the bounds of the cells and their decimals. Cells differ in length, so text order is not numeric order."""
+    """Returns the bounds and the number of decimals of a column's cells. Cells differ in length, so text order is not numeric order."""
     low = rng.uniform(0, 1.5)
     return low, low + rng.uniform(1.0, 2.0), rng.choice((0, 1, 1, 2))

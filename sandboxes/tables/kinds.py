@@ -1,8 +1,8 @@
-"""The kinds of question: phrasings, the program that answers them correctly, and typical sloppy programs that do not.
+"""The kinds of questions: phrasings, the program that answers them correctly, and typical sloppy programs that do not.
 
-`ask` of a kind draws a question about a table, or returns None if the table yields no good question. In a good question the sloppy programs
-do not print the truth, so that only careful work scores. Programs are templates over the question's names. The truth is computed from the
-rows, never by running a program.
+A kind's `ask` draws a question about a table, or returns None if the table yields no good question. For a good question, the sloppy
+programs do not print the truth, so that only careful work scores. Programs are templates over the question's names. The truth is computed
+from the rows, never by running a program.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from datetime import date
 from random import Random
 
 Row = dict[str, str]
-ROUNDED = 0.0051  # answers to two decimals may differ from the exact value by half a unit, and a little for binary fractions
+ROUNDED = 0.0051  # answers to two decimals may differ by half a unit, and slightly more because of binary fractions
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A table for questions, generated or real: rows of text cells, and the roles of the columns."""
+    """A generated or real table for questions: rows of text cells, and the roles of the columns."""
 
     stem: str
     other: str  # stem of a second file, for questions that need two files
     rows: Sequence[Row]
-    labels: Sequence[str]  # columns whose cells are all different
-    groups: Sequence[str] = ()  # columns with few different cells
+    labels: Sequence[str]  # columns whose cells are all distinct
+    groups: Sequence[str] = ()  # columns with few distinct cells
     numbers: Sequence[str] = ()
     dates: Sequence[str] = ()  # columns of YYYY-MM-DD
 
@@ -40,12 +40,12 @@ class Question:
     names: Mapping[str, str]
     files: Mapping[str, str]
     answer: str
-    tolerance: float = 0.0  # absolute, on top of the verifier's relative one
+    tolerance: float = 0.0  # absolute tolerance, in addition to the verifier's relative tolerance
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """`phrasings`, `right` and `sloppy` are format templates over `Question.names`; `{x!r}` writes a name in quotes."""
+    """A kind of question. `phrasings`, `right` and `sloppy` are format templates over `Question.names`. `{x!r}` writes a name in quotes."""
 
     name: str
     phrasings: tuple[str, ...]
@@ -54,12 +54,12 @@ class Kind:
     ask: Callable[[Random, Table], Question | None] = field(repr=False)
 
     def program(self, names: Mapping[str, str], body: str = "") -> str:
-        """Returns Python source of the correct program, or of a different `body` template of this kind."""
+        """Returns the Python source of the correct program or, if `body` is set, of a different template of this kind."""
         return _opening(names["f"]) + (body or self.right).format(**names)
 
 
 def _opening(path: str) -> str:
-    """Returns the lines of code that read a file into `r`: rows as dictionaries, or lines, depending on its extension."""
+    """Returns the lines of code that read a file into `r`, as dictionaries or as lines, depending on the file's extension."""
     if path.endswith(".json"):
         return f"import json\nr=json.load(open({path!r}))\n"
     if path.endswith(".txt"):
@@ -81,7 +81,7 @@ def _json(rows: Sequence[Row], columns: Sequence[str]) -> str:
 
 
 def _save(rng: Random, table: Table, *needed: str, also: int = 1, json_share: float = 1 / 3) -> tuple[str, dict[str, str]]:
-    """Writes the needed columns and up to `also` other columns, in random order, as CSV or (one time in three) JSON."""
+    """Writes the needed columns and up to `also` other columns, in random order, as CSV or (with probability `json_share`) as JSON."""
     spare = [c for c in (*table.labels, *table.groups, *table.numbers, *table.dates) if c not in needed]
     columns = [*needed, *rng.sample(spare, min(also, len(spare)))]
     rng.shuffle(columns)
@@ -91,7 +91,7 @@ def _save(rng: Random, table: Table, *needed: str, also: int = 1, json_share: fl
 
 
 def _decimal(value: float) -> str:
-    """Returns the shortest decimal text of a value that is a sum of decimal cells."""
+    """Returns the shortest decimal notation of a value that is a sum of decimal cells."""
     return f"{round(value, 9):.9f}".rstrip("0").rstrip(".")
 
 

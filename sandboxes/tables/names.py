@@ -1,9 +1,9 @@
-"""Names for generated tables. Training and held-out tables draw from disjoint word pools; a hash of the word decides its pool.
+"""Names for generated tables. Training and held-out tables draw from disjoint word pools. A hash of each word determines its pool.
 
 A word is an English word from `ENGLISH`, a blend of two English words, or an invented word. `belongs` assigns each word to exactly one of
-the two splits. Every name contains such a word, so no name of a file, column or value appears in both splits. Units, joining words, common
-words (`date`, `name`, ...: never a full name) and bare numbers are shared. Blends matter: a policy that has only seen words that it can
-complete from memory completes them instead of copying them.
+the two splits. Every name contains such a word, so no name of a file, column or value appears in both splits. Both splits use the same
+units, joining words, bare numbers and common words (`date`, `name`, ...), which are never a full name. Blends are necessary because a
+policy that has seen only words that it can complete from memory completes words instead of copying them.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ def belongs(word: str) -> Split:
 
 
 class Names:
-    """Random names for one table, from words that belong to `split`. Never returns the same name twice.
+    """Random names for one table, from words that belong to `split`. The methods never return the same name twice.
 
-    Plain names have one or two words, as in most tables. Wild names are longer, more often invented, and in every style; the base
-    policy's demonstrations use them, so that it learns to copy any text.
+    Plain names have one or two words, as in most tables. Wild names are longer, more often invented, and in every style. The base policy's
+    demonstrations use wild names, so that the policy learns to copy any text.
     """
 
     def __init__(self, rng: Random, split: Split, *, wild: bool) -> None:
@@ -106,7 +106,7 @@ class Names:
         return self._new(self._stem)
 
     def sibling(self, name: str) -> str:
-        """Returns a name with the same start or end as `name`: `mean area` for `mean radius`, `visits_2` for `visits`."""
+        """Returns a name that shares its start or end with `name`: `mean area` for `mean radius`, `visits_2` for `visits`."""
 
         def make() -> str:
             mark = next((m for m in "_ -/." if m in name), "_")
@@ -116,11 +116,11 @@ class Names:
         return self._new(make)
 
     def value(self) -> str:
-        """Returns a cell of a category: `Tulip`, `kelm`, `North Drum`, `QX-17`, `class_3`."""
+        """Returns a cell for a category: `Tulip`, `kelm`, `North Drum`, `QX-17`, `class_3`."""
         return self._new(self._value)
 
     def phrases(self, count: int) -> list[str]:
-        """Returns `count` distinct phrases of one to five words over a small vocabulary, so that words recur."""
+        """Returns `count` distinct phrases of one to five words from a small vocabulary, so that words recur."""
         vocabulary = [self._cased(self.word()) for _ in range(max(4, count // 3))]
         chosen: dict[str, None] = {}
         while len(chosen) < count:
@@ -131,7 +131,7 @@ class Names:
         return list(chosen)
 
     def serials(self, count: int) -> list[str]:
-        """Returns `count` distinct codes that differ in their number, such as `p17`, `p204` or `Kelm-9`."""
+        """Returns `count` distinct codes that differ in their number, such as `p17` and `p204`."""
         head = self.rng.choice((self._code, self.word))().rstrip("0123456789-_")
         head = self.rng.choice((head.lower(), head)) + self.rng.choice(("", "", "-", "_"))
         return [f"{head}{number}" for number in self.rng.sample(range(1, self.rng.choice((100, 1000))), count)]
@@ -225,7 +225,7 @@ class Names:
         return self._code()
 
     def _code(self) -> str:
-        """Returns two to four letters, half of the time with a number. The letters count as a word, so the splits' codes differ too."""
+        """Returns two to four letters, half of the time with a number. The letters count as a word, so the splits' codes also differ."""
         rng = self.rng
         while True:
             letters = "".join(rng.choice("ABCDEFGHIJKLMNOPQRSTUVWXYZ") for _ in range(rng.choice((1, 2, 2, 3, 4))))

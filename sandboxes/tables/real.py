@@ -1,4 +1,4 @@
-"""Real tables for the held-out split, with their original column names and cells: scikit-learn's datasets and pycountry's records.
+"""Real tables for the real held-out split, with their original column names and cells: scikit-learn's datasets and pycountry's records.
 
 Rows and columns are sampled to keep files small. scikit-learn's tables have no column that identifies a row, so this module adds one
 (`sample`, `patient`, ...). Nothing is downloaded.
@@ -27,14 +27,14 @@ class Source(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Science:
-    """A table of scikit-learn: sampled rows, with a column `label` that identifies them."""
+    """A table from scikit-learn: sampled rows, with a column `label` that identifies each row."""
 
     stem: str
     other: str
     dataset: str
     label: str
     numbers: tuple[str, ...]
-    group: str  # a column of the table, or a name for its class
+    group: str  # a column of the table, or a name for the column with the class
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def table(self, rng: Random) -> Table:
@@ -51,7 +51,7 @@ class Science:
 
 @dataclass(frozen=True, kw_only=True)
 class Registry:
-    """Records of pycountry that have all of these columns. If `groups` is set, only records of some of the larger groups."""
+    """Records from pycountry that have all of these columns. If `groups` is set, only records from some of the larger groups."""
 
     stem: str
     dataset: str
@@ -90,7 +90,7 @@ def _frame(name: str, options: tuple[tuple[str, Any], ...]) -> tuple[tuple[Mappi
 
 @cache
 def _records(name: str) -> tuple[Mapping[str, str], ...]:
-    """Returns pycountry's records of one kind as plain text. Excludes records with a quotation mark or backslash in a cell."""
+    """Returns pycountry's records of one kind as plain text. Excludes records that contain a quotation mark or a backslash."""
     try:
         import pycountry
     except ImportError as error:
@@ -100,12 +100,12 @@ def _records(name: str) -> tuple[Mapping[str, str], ...]:
 
 
 def _text(value: float) -> str:
-    """Returns the shortest decimal text of a cell: 5.1, 1050, 0.2776."""
+    """Returns the shortest decimal notation of a cell: 5.1, 1050, 0.2776."""
     return f"{float(value):.6f}".rstrip("0").rstrip(".")
 
 
 def _recurring(rng: Random, records: Iterable[Mapping[str, str]], group: str) -> list[Mapping[str, str]]:
-    """Returns records of three to five of the larger groups, at most a dozen of each."""
+    """Returns records from three to five of the larger groups, at most twelve from each group."""
     by_group: dict[str, list[Mapping[str, str]]] = {}
     for record in records:
         by_group.setdefault(record[group], []).append(record)

@@ -1,4 +1,4 @@
-"""The forms in which models write tool calls, each with a reader from the text of a turn to records or errors.
+"""The forms in which models write tool calls. Each form has a reader that converts the text of a turn to calls or errors.
 
 `FORMS` maps names to forms. The probe of a chat template tries them in this order.
 """

@@ -18,27 +18,27 @@ _PYTHONS: Mapping[str, tuple[str, Any]] = {"True": ("boolean", True), "False": (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """The content of a turn: valid calls, errors of the other calls (worded for the model), and the text outside of calls."""
+    """The content of a turn: valid calls, errors of the other calls (worded for the model), and the text outside the calls."""
 
     calls: tuple[ToolCall, ...] = ()
     errors: tuple[str, ...] = ()
     content: str = ""
-    ids: tuple[str, ...] = ()  # the model's id of each call; empty if the form has no ids
+    ids: tuple[str, ...] = ()  # the id that the model gave each call; empty if the form has no ids
     thinking: str = ""  # reasoning, if the form marks it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """The text around the arguments of a call, which guided decoding enforces. `%` is replaced by the tool's name."""
+    """The text around the arguments of a call, which guided decoding enforces. `%` is replaced with the tool's name."""
 
     begin: str  # before the arguments
     end: str  # after the arguments
     style: str  # xgrammar's `style` of a `json_schema`
     between: str  # between two calls
-    excludes: tuple[str, ...] = ()  # strings that no argument may contain, because the reader would take them for the end
+    excludes: tuple[str, ...] = ()  # strings that no argument may contain, because the reader would end the arguments there
 
     def of(self, tool: str) -> Frame:
-        """Returns the frame of calls of one tool."""
+        """Returns the frame for calls to one tool."""
         return replace(self, begin=self.begin.replace("%", tool))
 
 
@@ -52,17 +52,17 @@ class CallForm:
     name: str
     about: str
     read: Callable[[str, Schemas], Reading]
-    opens: tuple[str, ...]  # openings of a call, which must not occur where a call is not allowed
+    opens: tuple[str, ...]  # strings that open a call, which must not occur where a call is not allowed
     ends: tuple[str, ...] = ()  # tokens that end a turn, in addition to the tokenizer's eos and the token that the template writes
     hands_over: tuple[str, ...] = ()  # tokens that end a turn by starting the next turn
     inner: tuple[str, ...] = ()  # tokens that occur between turns and also within a turn
-    argument: str = ""  # regular expression of the argument names that can be written; empty means any name
+    argument: str = ""  # regular expression for the argument names that can be written; empty means any name
     frame: Frame | None = None  # None means that guided decoding cannot enforce the form
 
 
 @dataclass(slots=True)
 class Collected:
-    """Collects the calls and errors of a turn, at most `MAX_CALLS`."""
+    """Collects a turn's calls and errors from at most `MAX_CALLS` calls."""
 
     calls: list[ToolCall] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
@@ -86,19 +86,19 @@ class Collected:
             self.errors.append(str(call))
 
     def reading(self, content: str = "", *, thinking: str = "") -> Reading:
-        """Returns the reading of the turn, with the text outside of calls."""
+        """Returns the calls and errors, with `content` as the text outside the calls."""
         errors = [*self.errors, *([too_many(self.tried)] if self.tried > MAX_CALLS else [])]
         ids = tuple(self.ids) if any(self.ids) else ()
         return Reading(calls=tuple(self.calls), errors=tuple(errors), content=content.strip(), ids=ids, thinking=thinking.strip())
 
 
 def declared(schemas: Schemas, name: str) -> Parameters:
-    """Returns the parameters of a tool. If the tool has no schema, any value is allowed."""
+    """Returns the parameters of a tool. If no schema describes the tool, any value is allowed."""
     return Parameters(next((schema for schema in schemas if name_of(schema) == name), None))
 
 
 def name_of(schema: Any) -> Any:
-    """Returns the tool's name in a schema, which may be any JSON; None if it has no name."""
+    """Returns the tool's name in a schema, which may be any JSON value; None if it has no name."""
     function = schema.get("function") if isinstance(schema, Mapping) else None
     return function.get("name") if isinstance(function, Mapping) else None
 
@@ -107,12 +107,12 @@ def value_of(text: str, allowed: Allowed) -> Any:
     """Returns the value of an argument that is written without quotes.
 
     The value is a string if the schema accepts a string or the text is not JSON; otherwise it is the JSON value. If there is no schema,
-    JSON is parsed, except for a JSON string, whose quotes are part of the value. Raises `CallError` if JSON is out of bounds.
+    JSON is parsed, except for a JSON string, whose quotes are part of the value. Raises `CallError` if the JSON exceeds the bounds.
     """
     kinds = allowed.kinds
     if kinds == {"string"}:
         return text
-    if text in _PYTHONS and _PYTHONS[text][0] in kinds:  # as Qwen3.5's template writes them
+    if text in _PYTHONS and _PYTHONS[text][0] in kinds:  # Python literals, as Qwen3.5's template writes them
         return _PYTHONS[text][1]
     try:
         value = read_json(text)

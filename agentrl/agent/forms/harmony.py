@@ -1,4 +1,4 @@
-"""Harmony, the form of gpt-oss: a turn is several messages with channels, and a message with a recipient is a call.
+"""Harmony, the form of gpt-oss: a turn consists of messages on channels, and a message with a recipient is a call.
 
 <|channel|>analysis<|message|>...<|end|>
 <|start|>assistant<|channel|>commentary to=functions.python <|constrain|>json<|message|>{...}<|call|>
@@ -59,7 +59,7 @@ def read_harmony(text: str, schemas: Schemas) -> Reading:
 def _parse_header(header: str, *, first: bool) -> tuple[str, str]:
     """Returns the channel and recipient of a message.
 
-    Raises `CallError` if the message is not the assistant's, because the model must not write tool results.
+    Raises `CallError` if the message is not from the assistant, because the model must not write tool results.
     """
     if len(header) > _MOST_HEADER:
         raise CallError(f"the header of a message has {len(header)} characters; it may have {_MOST_HEADER}")

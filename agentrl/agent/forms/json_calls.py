@@ -23,9 +23,9 @@ def read_hermes(text: str, schemas: Schemas) -> Reading:
 
 
 def read_llama3(text: str, schemas: Schemas) -> Reading:
-    """Parses a turn that starts with a JSON object of "name" and "parameters" as calls, separated by semicolons.
+    """Parses a turn as calls separated by semicolons if it starts with a JSON object that has the keys "name" and "parameters".
 
-    Other JSON is an answer, unless it follows `<|python_tag|>`.
+    Any other JSON is an answer, unless it follows `<|python_tag|>`.
     """
     body = text.strip()
     marked = body.startswith(PYTHON_TAG)

@@ -1,4 +1,5 @@
-"""Mistral's calls after the control token `[TOOL_CALLS]`: a JSON list with ids, or since tokenizer v11 a name and arguments each."""
+"""Mistral's calls after the control token `[TOOL_CALLS]`: a JSON list with ids or, since tokenizer v11, a name and arguments after each
+token."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def read_mistral(text: str, schemas: Schemas) -> Reading:
 
 
 def _each_named(text: str, at: int, collected: Collected) -> None:
-    """Reads the calls, starting at the first `[TOOL_CALLS]`. Each call is followed by another call or the end of the text."""
+    """Reads the calls, starting at the first `[TOOL_CALLS]`. Each call must be followed by another call or the end of the text."""
     while at >= 0:
         if collected.tried >= MAX_CALLS:
             collected.add(None)

@@ -53,7 +53,7 @@ def read_pythonic(text: str, schemas: Schemas) -> Reading:
 
 
 class _Reader:
-    """Parses literals of a string, starting at position `at`."""
+    """Parses literals in a string, starting at position `at`."""
 
     def __init__(self, text: str) -> None:
         self.text = text

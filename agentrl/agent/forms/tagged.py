@@ -1,4 +1,4 @@
-"""Calls between tags, with a tag for each argument and values without quotes: GLM 4.5 and Qwen3-Coder (and Qwen3.5, 3.6).
+"""Calls between tags, with a tag for each argument and values without quotes: GLM 4.5, Qwen3-Coder, Qwen3.5 and Qwen3.6.
 
 A value ends at the closing tag that is followed by another argument or the end of the call, so a value may contain any other tag.
 """
@@ -15,7 +15,7 @@ from agentrl.agent.forms.base import CallForm, Frame, Reading, Schemas, declared
 from agentrl.records import ToolCall
 
 _Body = tuple[str, Sequence[tuple[str, str, Allowed]]]
-"""A tool's name and its arguments, each with name, text, and allowed values."""
+"""A tool's name, and the name, text and allowed values of each argument."""
 
 _MOST_TAG = 4 * MAX_NAME  # characters
 _SPACE = re.compile(r"\s*")
@@ -85,7 +85,7 @@ def _value(
     start = at
     if kinds and "string" not in kinds and not text.startswith('"', _space(text, at)):
         try:
-            _, start = scan_json(text, at)  # tags inside the value close nothing, even if the turn ends before the value's own tag
+            _, start = scan_json(text, at)  # tags inside the value close nothing, even if the turn ends before the value's closing tag
             if closed := closing.match(text, _space(text, start)):
                 return text[at : closed.start()], closed.end()
         except CallError as error:

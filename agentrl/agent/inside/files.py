@@ -1,4 +1,4 @@
-"""Views, changes and searches files of the working directory. It prints the text that the agent sees.
+"""Views, changes and searches files in the working directory. Prints the text that the agent sees.
 
 Each part of a path is opened relative to its parent folder, without following links. Files are replaced atomically and keep their mode.
 """
@@ -34,7 +34,7 @@ class OperationError(Exception):
 
 
 class TimeUp(BaseException):
-    """The time limit has passed. This class is not an `Exception`, so that no handler in between catches it."""
+    """The time limit has passed. Derives from `BaseException`, so that no handler in between catches it."""
 
 
 def parts_of(path: str) -> list[str]:
@@ -57,7 +57,7 @@ def printable(name: str) -> str:
 
 
 class OpenPath:
-    """A path whose folder is held open: `name` is its last part, relative to the descriptor `fd`."""
+    """A path whose folder stays open: `name` is its last part, relative to the descriptor `fd`."""
 
     def __init__(self, path: str, create: bool = False) -> None:
         self.path = path
@@ -86,7 +86,7 @@ class OpenPath:
             raise OperationError(f"{printable(name)} in {printable(self.path)} cannot be opened: {reason}") from None
 
     def _contents(self) -> str:
-        """Returns a description of the folder's contents for the end of a message; empty if the folder cannot be read."""
+        """Returns a description of the folder's contents to append to a message; empty if the folder cannot be read."""
         try:
             names = sorted(os.listdir(self.fd))[:20]
         except OSError:
@@ -94,7 +94,7 @@ class OpenPath:
         return "; the folder contains: {}".format(", ".join(map(printable, names))) if names else "; its folder is empty"
 
     def mode(self) -> int:
-        """Returns the mode of the path, without following a link; 0 if the path does not exist."""
+        """Returns the mode of the path, without following links; 0 if the path does not exist."""
         try:
             return os.stat(self.name, dir_fd=self.fd, follow_symlinks=False).st_mode
         except FileNotFoundError:
@@ -139,7 +139,8 @@ def split_lines(text: str) -> list[str]:
 
 
 def numbered(lines: list[str], first: int, last: int, limit: int) -> tuple[str, int]:
-    """Returns lines `first` to `last` with their numbers, as many as fit into `limit` characters, and the number of the last."""
+    """Returns as many of the lines `first` to `last` as fit into `limit` characters, with line numbers, and the number of the last line
+    shown."""
     parts: list[str] = []
     used, at = 0, first - 1
     while at < last:
@@ -172,7 +173,7 @@ def view(path: str, start: int, end: int | None, limit: int) -> str:
 
 
 def listing(target: OpenPath, limit: int) -> str:
-    """Lists a folder: `/` marks folders, `-> link` links."""
+    """Lists a folder: `/` marks folders, and `-> link` marks links."""
     names = []
     with os.scandir(target.open(target.name, FOLDER)) as entries:
         for entry in entries:
@@ -262,7 +263,7 @@ def excerpt(path: str, text: str, first: int, last: int, limit: int) -> str:
 
 
 class Search:
-    """Collects matches within bounds, and records what a bound excluded."""
+    """Collects matches within bounds, and records what the bounds excluded."""
 
     def __init__(self, pattern: str, regex: bool, files: str) -> None:
         try:
@@ -335,7 +336,7 @@ class Search:
         self.matched_files += matched
 
     def report(self, limit: int) -> str:
-        """Returns the matches that fit into `limit` characters, the counts, and what was excluded."""
+        """Returns the matches that fit into `limit` characters, the match and file counts, and what was excluded, as text."""
         parts: list[str] = []
         used = 0
         for line in self.lines:
@@ -368,7 +369,7 @@ OPERATIONS: dict[str, Callable[..., str]] = {"view": view, "create": create, "re
 
 
 def raise_time_up(*_: object) -> NoReturn:
-    """Handles the signal of the timer."""
+    """Handles the signal from the timer."""
     raise TimeUp
 
 

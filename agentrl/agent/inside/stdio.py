@@ -27,7 +27,7 @@ STDERR_BYTES = 2000  # kept from the end of stderr
 
 
 def parse_object(line: bytes) -> dict[str, Any]:
-    """Returns the JSON object of a line; empty if the line is anything else."""
+    """Returns the JSON object in a line; empty if the line is not a JSON object."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
@@ -36,7 +36,8 @@ def parse_object(line: bytes) -> dict[str, Any]:
 
 
 def reply_to(message: bytes) -> bytes | None:
-    """Returns the answer to a request of the program: an empty result for `ping`, an error for others. Returns None for other messages."""
+    """Returns the response to a request from the program: an empty result for `ping`, an error for any other request. Returns None if the
+    message is not a request."""
     value = parse_object(message)
     number = value.get("id") if "method" in value else None
     if not isinstance(number, (int, str)):
@@ -46,7 +47,7 @@ def reply_to(message: bytes) -> bytes | None:
 
 
 def is_answer(line: bytes, number: int | None) -> bool:
-    """Returns whether a line answers request `number`."""
+    """Returns whether a line is the response to request `number`."""
     value = parse_object(line)
     answered = value.get("id")
     return bool(value) and "method" not in value and number is not None and answered == number and not isinstance(answered, bool)
@@ -72,10 +73,11 @@ class StdioProgram:
         self.lock = _thread.allocate_lock()  # held while the descriptors are in use
 
     def request(self, messages: Sequence[str], number: int | None, seconds: float, max_bytes: int) -> tuple[str, bytes]:
-        """Sends lines and waits for the answer to request `number`. If `number` is None, waits only until the lines are sent.
+        """Sends lines and waits for the response to request `number`. If `number` is None, waits only until the lines have been sent.
 
-        Returns `("answer", line)`, or stops the program and returns `ended` (it exited), `late` (no answer within `seconds`) or `flood`
-        (too much output), each with b"". Requests of the program, except `ping`, are answered with an error.
+        Returns `("answer", line)`, with an empty line if `number` is None. On failure, stops the program and returns `ended` (it exited),
+        `late` (no response within `seconds`) or `flood` (too much output), paired with b"". Any request from the program except `ping`
+        receives an error.
         """
         with self.lock:
             deadline, taken, new_line = time.monotonic() + seconds, 0, True
@@ -100,7 +102,8 @@ class StdioProgram:
                 return ending, b""
 
     def next_answer(self, number: int | None) -> bytes | None:
-        """Consumes complete lines up to the answer to request `number`, and answers requests of the program."""
+        """Consumes complete lines up to the response to request `number`, and answers requests from the program. Returns the response, or
+        None if it has not arrived."""
         end = self.received.rfind(b"\n") + 1
         lines, self.received = bytes(self.received[:end]).split(b"\n"), self.received[end:]
         for index, line in enumerate(lines):
@@ -140,7 +143,7 @@ class StdioProgram:
         return output
 
     def close(self) -> None:
-        """Kills the program and its process group, so that a pending request of another thread ends. Idempotent."""
+        """Kills the program and its process group, so that a pending request in another thread returns. Idempotent."""
         self.closing = True
         self.kill()
         with self.lock:
@@ -169,7 +172,8 @@ programs: dict[str, StdioProgram] = {}
 
 
 def request_program(name: str, argv: list[str], start: bool, messages: list[str], number: Any, seconds: float, size: int) -> None:
-    """Sends a request to the program `name` in a sandbox; `start` restarts it first. Prints a JSON header, then the line of the answer."""
+    """Sends a request to the program `name` in a sandbox. If `start` is set, starts or restarts the program first. Prints a JSON header,
+    then the line with the response."""
     outcome, line, exit_code, stderr = "gone", b"", None, b""
     try:
         if start:

@@ -1,4 +1,4 @@
-"""The MCP messages of a client of tools: builds JSON-RPC lines and checks the answers."""
+"""The MCP messages that a client for tools needs: builds JSON-RPC lines and checks the responses."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from agentrl.records.images import MARK, REFERENCE
 
 REVISIONS = ("2025-11-25", "2025-06-18", "2025-03-26", "2024-11-05")
 MAX_ITEMS = 64
-"""Maximum number of content items of one result. Later items are ignored."""
+"""Maximum number of content items in one result. Later items are ignored."""
 _INTERNAL = (-32603, -32000, -32001)  # JSON-RPC's internal error; "connection closed" and "request timeout" of the MCP SDKs
 _CLIENT = {"name": "agentrl", "version": "1"}
 
 
 class ServerError(Exception):
-    """The server answered with an error. `internal`: whether the error code reports a fault of the server."""
+    """The server responded with an error. `internal`: whether the error code indicates a fault of the server."""
 
     def __init__(self, text: str, *, internal: bool = False) -> None:
         super().__init__(text)
@@ -28,22 +28,23 @@ class ServerError(Exception):
 
 
 def request(number: int, method: str, parameters: Mapping[str, Any]) -> str:
-    """Returns the line of a request."""
+    """Returns the line for a request."""
     return json.dumps({"jsonrpc": "2.0", "id": number, "method": method, "params": dict(parameters)})
 
 
 def opening(number: int) -> str:
-    """Returns the line of the `initialize` request."""
+    """Returns the line for the `initialize` request."""
     return request(number, "initialize", {"protocolVersion": REVISIONS[0], "capabilities": {}, "clientInfo": _CLIENT})
 
 
 def opened() -> str:
-    """Returns the line of the `initialized` notification."""
+    """Returns the line for the `initialized` notification."""
     return json.dumps({"jsonrpc": "2.0", "method": "notifications/initialized"})
 
 
 def result(line: bytes) -> dict[str, Any]:
-    """Returns the result of an answer. Raises `ServerError` if the answer is an error, and `InvalidMessage` if it is invalid."""
+    """Returns the result in a response. Raises `ServerError` if the response is an error, and `InvalidMessage` if the response is
+    invalid."""
     answer = parse_object(line)
     if isinstance(answer.get("result"), dict):
         return dict(answer["result"])
@@ -53,8 +54,8 @@ def result(line: bytes) -> dict[str, Any]:
 
 
 def revision(answer: Mapping[str, Any]) -> str:
-    """Returns the protocol revision that a server chose. Raises `InvalidMessage` if the revision is not supported, or if the server has no
-    tools."""
+    """Returns the protocol revision that a server chose. Raises `InvalidMessage` if the revision is not supported, or if the server offers
+    no tools."""
     chosen = answer.get("protocolVersion")
     if chosen not in REVISIONS:
         raise InvalidMessage(f"it requires revision {clean(chosen, 40)!r} of the protocol; supported: {', '.join(REVISIONS)}")
@@ -65,8 +66,8 @@ def revision(answer: Mapping[str, Any]) -> str:
 
 
 def outcome(answer: Mapping[str, Any], limit: int) -> ToolOutcome:
-    """Returns the result of a `tools/call` as text. Content other than text is described by type and size; structured content is shown as
-    JSON."""
+    """Returns the result of a `tools/call` as text. Content other than text is described by its type and size, and structured content is
+    shown as JSON."""
     content, structured = answer.get("content", []), answer.get("structuredContent")
     if not isinstance(content, list):
         raise InvalidMessage("a result whose content is not a list")

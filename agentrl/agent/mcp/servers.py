@@ -1,11 +1,11 @@
 """The MCP servers of a run, and an episode's connection to one of them.
 
-If a server gives no valid answer, the blame depends on the server and the cause:
+If a server sends no valid response, the blame depends on the server and the cause:
 
 - A server in the sandbox: the policy is blamed, because the agent can kill and replace the server.
-- A server outside the sandbox that does not start, changes its tools during the run, dies, is late, sends an invalid answer, or reports an
-  outage: the infrastructure is blamed, unless the episode provoked the failure (`agentrl.agent.outage_blame`).
-- A wrong request, or an answer that is too long: the policy is blamed.
+- A server outside the sandbox that does not start, changes its tools during the run, exits, responds too late, sends an invalid response,
+or reports an outage: the infrastructure is blamed, unless the episode provoked the failure (`agentrl.agent.outage_blame`).
+- An invalid request, or a response that is too long: the policy is blamed.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from agentrl.records import Limits
 
 MCP_PREFIX = "mcp:"
 START_TIMEOUT_S = 60.0
-"""Seconds to start a server and to list its tools: enough for a package runner such as npx that downloads the program first."""
+"""Maximum seconds to start a server and list its tools: enough for a package runner such as npx that downloads the program first."""
 MAX_FAILURES = 3
-"""Number of failures of one server in one episode after which it is not restarted."""
+"""Number of failures in one episode after which a server is not restarted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """One server of a recipe (`mcp`)."""
+    """One server from the recipe's section `mcp`."""
 
     name: str
     config: MCPConfig
     root: Path  # project root, the working directory of programs on this machine
-    offers: tuple[ListedTool, ...] | None = None  # its tools at the start of the run; None before that
+    offers: tuple[ListedTool, ...] | None = None  # its tools at the start of the run; None before the start
     excluded: Mapping[str, str] = field(default_factory=dict)  # unusable tools, with the reason for each
     live: AnswerLiveness | None = field(
         default=None, compare=False, repr=False
-    )  # liveness of a server outside the sandbox, for all episodes
+    )  # liveness of a server outside the sandbox, shared by all episodes
 
     @property
     def in_sandbox(self) -> bool:
@@ -68,7 +68,7 @@ class Server:
         )
 
     def check_secrets(self) -> None:
-        """Raises `UserError` if a secret reference of the recipe does not resolve."""
+        """Raises `UserError` if a secret reference in the server's configuration does not resolve."""
         references = {f"env.{name}": where for name, where in self.config.env.items()}
         references |= {"key_env": f"env:{self.config.key_env}"} if self.config.key_env else {}
         for key, where in references.items():
@@ -92,7 +92,7 @@ class ServerConnection:
         self._lock = asyncio.Lock()
 
     async def state(self, *, timeout_s: float) -> Any:
-        """Returns whether the server was used. If the server restarts, it loses its state, and the agent is notified."""
+        """Returns as JSON data whether the server was used. A restarted server has lost its state, and the agent is notified."""
         return {"used": self.used}
 
     async def close(self, *, timeout_s: float) -> None:
@@ -107,7 +107,7 @@ class ServerConnection:
 
         Raises:
             ToolFault: the server failed.
-            InfrastructureError: a server outside the sandbox is not available at the first call of this episode.
+            InfrastructureError: a server outside the sandbox is not available at the first call in this episode.
         """
         if self.server.config.together:
             async with self._lock:
@@ -117,13 +117,14 @@ class ServerConnection:
             note = await self._ready(sandbox)
             try:
                 return await self._called(offer, arguments, sandbox, limits, note)
-            except _Gone:  # it had ended before this request, for example at a program's timeout
+            except _Gone:  # it had exited before this request, for example when a program timed out
                 self._open = False
                 note = await self._ready(sandbox)
                 return await self._called(offer, arguments, sandbox, limits, note)
 
     async def _ready(self, sandbox: Sandbox | None) -> str:
-        """Starts the server if necessary and checks that its tools are unchanged. Returns a note for the agent."""
+        """Starts the server if necessary and checks that its tools are unchanged. Returns a note for the agent; empty unless the server was
+        restarted."""
         if self._given_up:
             raise ToolFault("mcp_given_up", f"{self._given_up}; the server {self.server.name} is not used again in this episode")
         if self._open:
@@ -145,7 +146,7 @@ class ServerConnection:
         return f"note: the server {self.server.name} was restarted; its state is lost\n" if before else ""
 
     async def list_tools(self, sandbox: Sandbox | None) -> list[Any]:
-        """Starts the server, performs the handshake, and returns its tools. Raises `Unanswered`, `InvalidMessage`, `ServerError`."""
+        """Starts the server, performs the handshake, and returns its tools. Raises `Unanswered`, `InvalidMessage` or `ServerError`."""
         until = time.monotonic() + START_TIMEOUT_S
         self._number = 1
         answer = await self._transport.request([messages.opening(1)], 1, begin=True, sandbox=sandbox, timeout_s=until - time.monotonic())
@@ -202,11 +203,12 @@ class ServerConnection:
             return line
 
     def _out(self, text: str) -> ToolFault:
-        """Returns the fault of a call if the server reports an outage of what it depends on. The connection stays open."""
+        """Returns the fault for a call if the server reports an outage of something that it depends on. The connection stays open."""
         return ToolFault(OUTAGE, text, outage=Outage(text=f"MCP server {self.server.name}: {text}"[:500]))
 
     def _fault(self, error: Exception) -> ToolFault:
-        """Returns the fault of a call if the server failed. The next call restarts the server, up to `MAX_FAILURES` times."""
+        """Returns the fault for a call if the server failed. The next call restarts the server unless it has failed `MAX_FAILURES`
+        times."""
         self._open = False
         self.used = True
         self._failures += 1
@@ -220,7 +222,7 @@ class ServerConnection:
 
 
 class _Gone(Exception):
-    """The server had ended before the request."""
+    """The server had exited before the request was sent."""
 
 
 class ServerTool:
@@ -232,7 +234,7 @@ class ServerTool:
         config = connection.server.config
         self.name, self.schema, self.needs_sandbox = offer.name, offer.schema, connection.server.in_sandbox
         self.together = config.together
-        self.opening_s = START_TIMEOUT_S + user_code.GRACE_S  # additional time of a call that starts the server
+        self.opening_s = START_TIMEOUT_S + user_code.GRACE_S  # additional time for a call that starts the server
         self._offer = offer
         self._connection = connection
 
@@ -256,7 +258,8 @@ NO_TOOLS = RunTools(servers={}, bounds={})
 
 
 def find_tool(run: ToolSource, name: str) -> tuple[Server, str]:
-    """Returns the server and the tool in a name `mcp:SERVER/TOOL`. In `mcp:SERVER` the tool is empty (all tools). Raises `TaskError`."""
+    """Returns the server and the tool's name from `mcp:SERVER/TOOL`. For `mcp:SERVER`, the tool's name is empty and means all tools. Raises
+    `TaskError`."""
     server, _, tool = name.removeprefix(MCP_PREFIX).partition("/")
     if server not in run.servers:
         known = ", ".join(f"{MCP_PREFIX}{other}" for other in run.servers) or "none"
@@ -268,7 +271,8 @@ def find_tool(run: ToolSource, name: str) -> tuple[Server, str]:
 
 
 def offered(server: Server, name: str) -> Sequence[ListedTool]:
-    """Returns the tools of a server, or only the tool with this name; empty before the run starts. Raises `TaskError`."""
+    """Returns the tools of a server, or only the tool called `name` if it is not empty; no tools before the run starts. Raises
+    `TaskError`."""
     if server.offers is None:
         return ()
     tools = [tool for tool in server.offers if not name or tool.name == name]

@@ -1,4 +1,4 @@
-"""The transports to an MCP server: in the episode's sandbox, as a program on this machine, or over HTTP."""
+"""Transports to an MCP server: in the episode's sandbox, as a program on this machine, or over HTTP."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     import httpx
 
 MAX_BYTES = 1 << 20
-"""Maximum bytes of one answer. All output before the answer may have four times as many."""
+"""Maximum bytes in one response. The total output up to the response may have four times as many bytes."""
 SESSION = "mcp"
-"""The sandbox session that holds the programs of servers."""
-_REQUEST_ERRORS = (400, 413, 414, 415, 422, 431)  # HTTP status codes for a fault of the request
-_SLACK_S = 5.0  # time of a sandbox call beyond the time of the program
-_KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR")  # of this process's environment; none is a secret
+"""The sandbox session in which the server programs run."""
+_REQUEST_ERRORS = (400, 413, 414, 415, 422, 431)  # HTTP status codes that indicate a fault in the request
+_SLACK_S = 5.0  # additional time for a sandbox call, beyond the program's time
+_KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR")  # passed on from this process's environment; none is a secret
 _STDERR_CHARS = 300
-_MAX_SMALL_PIECES = 4096  # of one answer over HTTP
-_FULL_PIECE = 64  # bytes of a piece that is not small
-_MAX_SERVER_REQUESTS = 16  # requests of a server before it answers
+_MAX_SMALL_PIECES = 4096  # maximum number in one response over HTTP
+_FULL_PIECE = 64  # minimum bytes of a piece that is not small
+_MAX_SERVER_REQUESTS = 16  # maximum requests from a server before it responds
 _MARK = "AGENTRL_MCP"
 """Environment variable that marks a program on this machine and all processes that it starts."""
 
@@ -44,11 +44,11 @@ ENDINGS: Mapping[str, str] = {
     "flood": "mcp_flood",
     "garbage": "mcp_garbage",
 }
-"""How a request can end without an answer -> the kind of the recorded failure."""
+"""How a request ended without a response -> kind of the recorded failure."""
 
 
 class Unanswered(Exception):
-    """A server gave no answer. It must be restarted before the next request. `ending` is a key of `ENDINGS`."""
+    """A server sent no valid response. The server must be restarted before the next request. `ending` is a key of `ENDINGS`."""
 
     def __init__(self, ending: str, text: str) -> None:
         super().__init__(text)
@@ -59,20 +59,20 @@ class Transport(Protocol):
     """A connection to one server. The first request starts the server."""
 
     async def request(self, messages: Sequence[str], until: int | None, *, begin: bool, sandbox: Sandbox | None, timeout_s: float) -> bytes:
-        """Sends messages and returns the line that answers request `until`. `begin` restarts the server.
+        """Sends messages and returns the line with the response to request `until`. If `begin` is set, starts or restarts the server first.
 
         Raises:
-            Unanswered: there is no valid answer.
+            Unanswered: there is no valid response.
             ServerError: the transport rejected the request.
         """
 
     async def close(self) -> None:
-        """Ends the connection, and the server if this transport started it."""
+        """Closes the connection, and stops the server if this transport started it."""
 
 
 @dataclass(slots=True)
 class SandboxTransport:
-    """A program in a session of the episode's sandbox. The agent can kill, read and replace the program, so its output counts as the
+    """A program in a session of the episode's sandbox. The agent can kill, read and replace the program, so its output is treated as the
     agent's."""
 
     name: str
@@ -101,11 +101,11 @@ class SandboxTransport:
         raise _unanswered(outcome if isinstance(outcome, str) and outcome in ENDINGS else "garbage", exit_code, stderr, timeout_s)
 
     async def close(self) -> None:
-        """Does nothing: the program ends with its sandbox."""
+        """Does nothing, because the program stops with its sandbox."""
 
 
 class StdioTransport:
-    """A program on this machine, one per episode. The program runs as the user of the run, without the secrets in the run's environment."""
+    """A program on this machine, one per episode. The program runs as the run's user, without the secrets in the run's environment."""
 
     def __init__(self, argv: Sequence[str], env: Mapping[str, str], cwd: Path) -> None:
         environment = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
@@ -159,7 +159,7 @@ class HTTPTransport:
         self._key_env = key_env
         self._client: httpx.AsyncClient | None = None
         self._session = ""
-        self._revision = ""  # revision of the protocol, once the server has chosen it
+        self._revision = ""  # protocol revision; empty until the server has chosen it
 
     async def request(self, messages: Sequence[str], until: int | None, *, begin: bool, sandbox: Sandbox | None, timeout_s: float) -> bytes:
         """See `Transport.request`."""
@@ -206,9 +206,9 @@ class HTTPTransport:
         return headers
 
     async def _answer(self, client: httpx.AsyncClient, response: httpx.Response, until: int | None) -> bytes:
-        """Returns the message that answers request `until`. Answers requests of the server that arrive before that message.
+        """Returns the message with the response to request `until`. Answers requests from the server that arrive before this message.
 
-        The number of bytes and pieces is bounded, and other tasks may run between two pieces.
+        The numbers of bytes and pieces are bounded, and other tasks may run between two pieces.
         """
         kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind not in ("application/json", "text/event-stream"):
@@ -236,7 +236,7 @@ class HTTPTransport:
         raise Unanswered("garbage", "its answer is missing or belongs to another request")
 
     async def _reply(self, client: httpx.AsyncClient, message: bytes) -> None:
-        """Answers a request of the server, without a retry."""
+        """Answers a request from the server, without retries."""
         import httpx
 
         with contextlib.suppress(httpx.HTTPError):
@@ -244,10 +244,10 @@ class HTTPTransport:
                 pass
 
     async def close(self) -> None:
-        """Ends the session and the connection."""
+        """Ends the session and closes the connection."""
         client, self._client = self._client, None
         if client is not None and self._session:
-            with contextlib.suppress(Exception):  # the connection ends in any case
+            with contextlib.suppress(Exception):  # the connection is closed in any case
                 await client.delete(self._url, headers=self._headers(), timeout=2.0)
         self._session, self._revision = "", ""
         if client is not None:
@@ -255,8 +255,8 @@ class HTTPTransport:
 
 
 def _by_status(status: int, *, in_session: bool) -> Unanswered | ServerError:
-    """Returns the error for an HTTP status of 400 or more. Most such statuses are faults of the server, or of its address or key in the
-    recipe."""
+    """Returns the error for an HTTP status of 400 or more. Most such statuses indicate a fault of the server, or a wrong address or key in
+    the recipe."""
     text = f"it answered with status {status}"
     if status == 404 and in_session:  # as the MCP specification defines
         return Unanswered("gone", "its session has ended")
@@ -264,7 +264,7 @@ def _by_status(status: int, *, in_session: bool) -> Unanswered | ServerError:
 
 
 def _chosen_revision(answer: bytes) -> str:
-    """Returns the revision of the protocol in the answer to `initialize`; empty if it is not supported."""
+    """Returns the protocol revision in the response to `initialize`; empty if the revision is not supported."""
     result = stdio.parse_object(answer).get("result")
     revision = result.get("protocolVersion") if isinstance(result, dict) else None
     return revision if revision in REVISIONS else ""
@@ -279,7 +279,7 @@ def _is_json(data: bytes) -> bool:
 
 
 def _unanswered(ending: str, exit_code: Any, stderr: Any, timeout_s: float) -> Unanswered:
-    """Returns the error for an ending, with the program's exit code and the end of its stderr."""
+    """Returns the error for a request that ended without a response, with the program's exit code and the end of its stderr."""
     texts = {
         "late": f"it gave no answer within {timeout_s:g} s, and was ended",
         "flood": f"its output has more than {MAX_BYTES} bytes, and it was ended",

@@ -1,10 +1,10 @@
-"""The host's side of the channel to agentrl. Runs in another Python environment, so it imports only the standard library.
+"""The host's side of the channel to agentrl. It runs in a different Python environment, so it imports only the standard library.
 
     python HOST_SCRIPT.py FD             serves requests on the socket FD
     python HOST_SCRIPT.py describe FILE  reads a configuration from standard input and writes the description of its tasks to FILE
 
 Messages are lines of JSON: `{"id", "method", "params"}` and `{"id", "result"}` or `{"id", "error": {"blame", "message"}}`, in both
-directions, and `{"cancel": id}` from agentrl. A request of the host also has `"for"`, the id of the request to which it belongs.
+directions, and `{"cancel": id}` from agentrl. A request from the host also has `"for"`, the id of the request to which it belongs.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Channel:
         self._numbers = count(1)
 
     async def serve(self) -> None:
-        """Serves until agentrl closes the socket."""
+        """Serves requests until agentrl closes the socket."""
         threading.Thread(target=_die_with, args=(self._socket.fileno(),), daemon=True).start()
         reader, self._writer = await asyncio.open_connection(sock=self._socket, limit=MAX_MESSAGE)
         while line := await reader.readline():
@@ -76,7 +76,7 @@ class Channel:
             answer = {"error": {"blame": INFRASTRUCTURE, "message": "cancelled"}}
         except Fault as fault:
             answer = {"error": {"blame": fault.blame, "message": str(fault)[:MAX_TEXT]}}
-        except BaseException as error:  # also a SystemExit of foreign code
+        except BaseException as error:  # including a SystemExit from third-party code
             answer = {"error": {"blame": INFRASTRUCTURE, "message": describe_error(error)}}
         finally:
             del self._running[number]
@@ -114,7 +114,8 @@ async def _ping(params: dict[str, Any], caller: Caller) -> None:
 
 
 def _die_with(fd: int) -> None:
-    """Waits until agentrl is gone, then kills this process and those that it started, even if foreign code blocks the event loop."""
+    """Waits until agentrl closes the socket or exits, then kills this process and the processes that it started, even if third-party code
+    blocks the event loop."""
     poll = select.poll()
     poll.register(fd, 0)
     poll.poll()
@@ -135,9 +136,9 @@ def main(
     """Runs a host script.
 
     Args:
-        describe: returns the description of a configuration's tasks as JSON. Raises `Fault`.
-        serve: runs until the channel ends. The second argument is the configuration.
-        handlers: each answers the requests with its name.
+        describe: returns the description of a configuration's tasks as JSON data, or raises `Fault`.
+        serve: runs until the channel closes. The second argument is the configuration.
+        handlers: each handles the requests whose method is the handler's name.
     """
     sys.path.append(sys.path.pop(0))  # this folder comes last, so that it hides no modules of tasks
     if sys.argv[1] == "describe":
@@ -156,7 +157,7 @@ def main(
 
 
 async def _until_closed(channel: Channel, serving: Awaitable[None]) -> None:
-    """Runs until the channel or `serving` ends. An exception of `serving` ends the process with its traceback."""
+    """Runs until the channel closes or `serving` returns. An exception in `serving` terminates the process with a traceback."""
     tasks = {asyncio.ensure_future(channel.serve()), asyncio.ensure_future(serving)}
     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in done:

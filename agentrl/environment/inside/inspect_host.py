@@ -1,8 +1,8 @@
-"""Runs the samples of one inspect task as episodes: `host_channel.py`'s protocol on top of inspect's `SampleSource`.
+"""Runs the samples of one inspect task as episodes. Implements `host_channel.py`'s protocol on top of inspect's `SampleSource`.
 
-One `eval_async` runs for the life of the process. Each episode is a sample with a unique epoch; its model calls go to the gateway with the
-episode's key, and its tools run in the episode's sandbox. With the solver `agentrl`, agentrl's turn loop has already played the episode,
-and only the scorers run here.
+A single call of `eval_async` runs for the lifetime of the process. Each episode is a sample with a unique epoch. Its model calls go to the
+gateway with the episode's key, and its tools run in the episode's sandbox. With the solver `agentrl`, agentrl's turn loop has already
+played the episode, and only the scorers run here.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ os.environ |= {"INSPECT_DISPLAY": "none", "INSPECT_LOG_LEVEL": "warning", "INSPE
 
 LIMITS = {"turn_limit", "session_ended"}  # error codes of the gateway after which no completion is possible
 POLICY_SHARE = 0.5
-"""An episode that runs out of time is scored only if at least this share was spent in completions and in its sandbox. Otherwise the task's
-code used the time, which is not the policy's fault."""
+"""An episode that runs out of time is scored only if at least this fraction of the time was spent on completions and in its sandbox.
+Otherwise, the task's code used up the time, which is not the policy's fault."""
 
 
 class Episode:
@@ -46,7 +46,7 @@ class Episode:
         self.done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
     def fail(self, blame: str, message: str) -> Fault:
-        """Records a fault that does not come from the task's code, unless one is recorded already. Returns the recorded fault."""
+        """Records a fault that does not come from the task's code, unless a fault is already recorded. Returns the recorded fault."""
         self.fault = self.fault or Fault(blame, message)
         return self.fault
 
@@ -61,7 +61,7 @@ class Episode:
 
 
 class BusyCaller:
-    """Sends requests of an episode, and counts their time as the policy's."""
+    """Sends an episode's requests, and counts their duration as time that the policy or its programs use."""
 
     def __init__(self, episode: Episode, caller: Caller) -> None:
         self._episode, self._caller = episode, caller
@@ -88,7 +88,7 @@ class Samples:
         self._wanted = asyncio.Event()
 
     def current(self) -> Episode:
-        """Returns the episode of the sample that runs in this context. Raises `Fault`."""
+        """Returns the episode of the sample that runs in this context. Raises `Fault` if there is none."""
         from inspect_ai.log._samples import sample_active
 
         active = sample_active()
@@ -145,13 +145,13 @@ class Samples:
         return []
 
     async def sample_complete(self, sample: Any) -> None:
-        """Ends the episode of a sample."""
+        """Finishes the episode of a completed sample."""
         episode = self._episodes.get(sample.epoch)
         if episode is not None and not episode.done.done():
             episode.done.set_result(sample)
 
     async def sample_abandoned(self, sample: Any, epoch: int) -> None:
-        """Ends the episode of a sample that did not run."""
+        """Fails the episode of a sample that inspect abandoned."""
         episode = self._episodes.get(epoch)
         if episode is not None and not episode.done.done():
             episode.done.set_exception(Fault(INFRASTRUCTURE, "inspect abandoned the sample"))
@@ -179,7 +179,7 @@ async def play(params: dict[str, Any], caller: Caller) -> Any:
 
 
 def ended_episode() -> Any:
-    """Returns a solver that sets the state at the end of an episode of agentrl's turn loop."""
+    """Returns a solver that sets the sample's state to the end of an episode that agentrl's turn loop has played."""
     from inspect_ai.model import ChatMessageAssistant, ChatMessageSystem, ChatMessageTool, ChatMessageUser, ModelOutput
     from inspect_ai.solver import solver
     from inspect_ai.tool import ToolCall
@@ -224,7 +224,7 @@ def policy_model(current: Callable[[], Episode]) -> Any:
                 raise LimitExceededError("turn", value=episode.used, limit=episode.turns, message="all turns of this episode are used up")
             api = copy.copy(self)
             api.client = self.client.with_options(base_url=episode.base_url, api_key=episode.key, max_retries=2, timeout=3600.0)
-            names = ("max_tokens", "stop_seqs", "parallel_tool_calls", "response_schema")  # the recipe sets the sampling
+            names = ("max_tokens", "stop_seqs", "parallel_tool_calls", "response_schema")  # the recipe sets the sampling parameters
             settings = GenerateConfig(**{name: getattr(config, name) for name in names})
             episode.used += 1
             with episode.busy():
@@ -268,7 +268,7 @@ async def serve(channel: Channel, config: dict[str, Any]) -> None:
     watch_scoring(feed.current)
     solver = {"solver": ended_episode(), "setup": None} if config["solver"] == OWN_SOLVER else {}
     with tempfile.TemporaryDirectory(prefix="agentrl-inspect-") as logs:
-        os.environ["INSPECT_CACHE_DIR"] = logs  # no episode sampled an answer from a cache
+        os.environ["INSPECT_CACHE_DIR"] = logs  # a new folder, so that no answer comes from an earlier cache
         [log] = await eval_async(
             task_with(task, dataset=source, sandbox="agentrl" if task.sandbox is not None else None, epochs=1, **solver),
             model=policy_model(feed.current),

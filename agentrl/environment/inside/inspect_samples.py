@@ -1,4 +1,4 @@
-"""The task of a host for inspect: loads and describes it, and converts the scores of its samples. Runs in inspect's environment."""
+"""Loads and describes the task of an inspect host, and converts the scores of its samples. Runs in inspect's Python environment."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def load_attribute(reference: str) -> Any:
 
 
 def load_task(config: dict[str, Any]) -> Any:
-    """Returns the inspect task of a configuration. Raises `Fault`."""
+    """Returns the inspect task that a configuration describes. Raises `Fault` if it cannot be loaded."""
     from inspect_ai import Task, task_with
 
     sys.path[:0] = config["path"]
@@ -79,7 +79,8 @@ def load_task(config: dict[str, Any]) -> Any:
 
 
 def samples_of(task: Any) -> dict[str, Any]:
-    """Returns the samples of a task by id. A sample without an id gets its number, as in inspect. Raises `Fault`."""
+    """Returns the samples of a task by id. A sample without an id uses its number as its id, as in inspect. Raises `Fault` if there are no
+    samples, too many, or two with the same id."""
     samples = {}
     if len(task.dataset) > MAX_SAMPLES:
         raise Fault(TASK, f"the task has {len(task.dataset)} samples; the maximum is {MAX_SAMPLES}: limit it with an argument of the task")
@@ -94,7 +95,7 @@ def samples_of(task: Any) -> dict[str, Any]:
 
 
 def describe(config: dict[str, Any]) -> Any:
-    """Returns the task's samples: id, prompt, digest of the content, sandbox, and files if the solver is `agentrl`."""
+    """Returns the task's samples, each with id, prompt, digest of the content, sandbox, and files if the solver is `agentrl`."""
     task = load_task(config)
     described = []
     for name, sample in samples_of(task).items():
@@ -120,8 +121,8 @@ def _text(content: Any) -> str:
 
 
 def _files(sample: Any, name: str) -> dict[str, str]:
-    """Returns the files of a sample's sandbox in base64. Raises `Fault` if the sandbox needs something that only inspect's solvers set
-    up."""
+    """Returns path -> content in base64 for the files in a sample's sandbox. Raises `Fault` if the sandbox needs something that only
+    inspect's solvers set up."""
     from inspect_ai._util.file import file as open_file
 
     if sample.setup:
@@ -142,13 +143,14 @@ def _files(sample: Any, name: str) -> dict[str, str]:
 
 
 def score_result(scores: dict[str, Any], chosen: str, values: dict[str, float]) -> dict[str, Any]:
-    """Returns the value of a sample, its parts and evidence.
+    """Returns the value of a sample, its parts and its evidence.
 
-    Each scorer is a part. Each entry of a dictionary or list is a part too, and its value is their mean. The sample's value is the mean of
-    its scorers, or the part `chosen`. If a scorer that counts gives no number, the sample has no value.
+    Each scorer's value is a part. If a scorer returns a dictionary or a list, each entry is also a part, and the scorer's value is the mean
+    of the entries. The sample's value is the part `chosen`, or the mean over its scorers if `chosen` is empty. If a scorer that counts
+    returns no number, the sample has no value.
 
     Args:
-        values: string -> number, in addition to inspect's C, P, I, N, yes, no, true and false.
+        values: mapping string -> number, in addition to inspect's C, P, I, N, yes, no, true and false.
     """
     parts: dict[str, float] = {}
     missing: list[str] = []

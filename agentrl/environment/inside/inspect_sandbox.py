@@ -1,6 +1,6 @@
-"""`@sandboxenv("agentrl")`: inspect's tools run in the sandbox of the episode. Runs in a host (`inspect_host.py`).
+"""The sandbox environment `agentrl`, with which inspect's tools run in the episode's sandbox. Runs in a host (`inspect_host.py`).
 
-Programs in the sandbox read and write the files, so the permissions of the sandbox's user apply, and absolute paths work.
+Files are read and written by programs in the sandbox, so the permissions of the sandbox's user apply, and absolute paths work.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from inspect_ai.util import ExecResult, OutputLimitExceededError, SandboxEnviron
 from inspect_ai.util._sandbox.environment import SandboxUserUnsupportedError
 
 TIMEOUT_S = 3600.0
-"""Timeout in seconds of a program for which none is set. The episode's time limit also applies."""
+"""Timeout, in seconds, for a program for which no timeout is set. The episode's time limit also applies."""
 FILE_S = 60.0
 CHUNK = 6 << 20
 """Number of bytes that are read from a file at once."""
@@ -36,7 +36,7 @@ class EpisodeSandbox(SandboxEnvironment):
     """The sandbox of one episode."""
 
     caller_of_sample: ClassVar[Callable[[], Caller]]
-    """Returns the request of the sample that is running."""
+    """Returns the `Caller` of the sample that is running."""
 
     def __init__(self, caller: Caller) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class EpisodeSandbox(SandboxEnvironment):
 
     @classmethod
     async def sample_init(cls, task_name: str, config: Any, metadata: dict[str, str]) -> dict[str, SandboxEnvironment]:
-        """Returns the sandbox of the sample. Its first use opens it."""
+        """Returns the sandbox of the sample. It is opened when it is first used."""
         return {"default": cls(cls.caller_of_sample())}
 
     @classmethod
@@ -62,7 +62,7 @@ class EpisodeSandbox(SandboxEnvironment):
         timeout_retry: bool = True,
         concurrency: bool = True,
     ) -> ExecResult[str]:
-        """Runs a program. Raises the errors of `SandboxEnvironment.exec`. A sandbox has one user."""
+        """Runs a program. Raises the same errors as `SandboxEnvironment.exec`. A sandbox has only one user."""
         if user is not None:
             raise SandboxUserUnsupportedError(f"agentrl's sandboxes have one user, so no program can run as {user!r}")
         limit = SandboxEnvironmentLimits.MAX_EXEC_OUTPUT_SIZE
@@ -75,7 +75,7 @@ class EpisodeSandbox(SandboxEnvironment):
             raise PermissionError(f"{cmd[0]}: Permission denied")
         code = result["exit_code"]
         if code is None:
-            code = _SIGNALLED + 9  # it was killed, for example because of its memory
+            code = _SIGNALLED + 9  # it was killed, for example because of its memory use
         elif code < 0:
             code = _SIGNALLED - code
         return ExecResult(success=code == 0, returncode=code, stdout=result["stdout"], stderr=result["stderr"])

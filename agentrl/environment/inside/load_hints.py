@@ -1,4 +1,4 @@
-"""Explains why a foreign package could not be loaded, with the command that adds the missing package to its environment."""
+"""Explains why a third-party package could not be loaded, with the command that adds a missing package to its environment."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OFFLINE = ("huggingface", "offline", "connection", "name resolution", "resolve 
 
 
 def load_hint(error: BaseException) -> str:
-    """Returns the likely cause of a failed load, with the command that corrects it; empty if unknown."""
+    """Returns the likely cause of a failed load, with the command that corrects it; empty if the cause is unknown."""
     chain = [error]
     while len(chain) < MAX_CHAIN:
         last = chain[-1]
@@ -32,7 +32,7 @@ def load_hint(error: BaseException) -> str:
 
 
 def _hint_for_module(module: str) -> str:
-    """Returns a hint with the command that adds a module's package to this environment; empty if the name is not that of a package's
+    """Returns a hint with the command that adds a module's package to this environment; empty if the name cannot be that of a package's
     module."""
     package = module.partition(".")[0]
     if not package.isidentifier() or not module.replace(".", "_").isidentifier() or package in sys.stdlib_module_names:
@@ -46,8 +46,8 @@ def _hint_for_module(module: str) -> str:
 
 
 def add_command(package: str, version: str = "") -> str:
-    """Returns the command that adds a package to this environment or changes its version. It repeats the earlier requirements in
-    `agentrl.lock`."""
+    """Returns the command that adds a package to this environment or changes its version. The command repeats the earlier requirements,
+    which are listed in `agentrl.lock`."""
     requested: list[str] = []
     with contextlib.suppress(OSError), open(os.path.join(sys.prefix, "agentrl.lock"), encoding="utf-8") as lock:
         requested = [line.removeprefix("# requires: ").strip() for line in lock if line.startswith("# requires: ")]

@@ -1,5 +1,5 @@
-"""Functions for the hosts of both generations of verifiers. The hosts run in the environment of verifiers, so this module imports only the
-standard library."""
+"""Functions for the hosts of both verifiers generations, 0.3 and 0.4. The hosts run in the environment of verifiers, so this module imports
+only the standard library and `host_channel`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import Any
 from host_channel import TASK, Fault
 
 MAX_TEXT = 20_000
-MAX_TASK = 1 << 20  # largest size of the data of one task, in bytes
+MAX_TASK = 1 << 20  # maximum size of the data of one task, in bytes
 MAX_PARTS = 60
 
 
 def described(tasks: Iterable[tuple[str, str, Any]], split: str = "") -> list[dict[str, Any]]:
-    """Converts tasks for agentrl: id, text of the prompt, data as JSON text. Raises `Fault` if the data of a task are too large."""
+    """Converts tasks (id, prompt text, data) to dictionaries for agentrl, with the data as JSON text. Raises `Fault` if the data of a task
+    are too large."""
     result = []
     for name, prompt, data in tasks:
         text = json.dumps(data, default=str)
@@ -27,7 +28,7 @@ def described(tasks: Iterable[tuple[str, str, Any]], split: str = "") -> list[di
 
 
 def finite(parts: dict[str, Any]) -> dict[str, float]:
-    """Returns the parts that are finite numbers. Others are dropped, so that a broken metric does not invalidate the score."""
+    """Returns the parts that are finite numbers. Other parts are dropped, so that a broken metric does not invalidate the score."""
     return {
         name[:200]: float(value)
         for name, value in list(parts.items())[:MAX_PARTS]

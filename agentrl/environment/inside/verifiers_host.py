@@ -1,6 +1,7 @@
-"""Runs the tasks of one package for verifiers as episodes: tasksets of 0.4, or `load_environment` of 0.3.
+"""Runs the tasks of one verifiers package as episodes: tasksets (verifiers 0.4), or `load_environment` (verifiers 0.3).
 
-The package's own environment plays each episode. The model calls go to the gateway with the episode's key, and the rewards are the score.
+The package's own environment plays each episode. Model calls go to the gateway with the episode's key, and the package's rewards determine
+the score.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from load_hints import add_command, load_hint
 
 
 def load(config: dict[str, Any]) -> Any:
-    """Returns the adapter of a package: `verifiers_tasksets.Taskset`, or `verifiers_legacy.Legacy`. Raises `Fault`."""
-    sys.path.append(str(Path(__file__).parent))  # last, so that it hides no module of the package
+    """Returns the adapter for a package: `verifiers_tasksets.Taskset` or `verifiers_legacy.Legacy`. Raises `Fault` if it cannot be
+    loaded."""
+    sys.path.append(str(Path(__file__).parent))  # last, so that this folder hides no module of the package
     name = config["package"]
     package = _import(name)
     legacy = hasattr(package, "load_environment") and not _exports_taskset(package)
@@ -44,7 +46,7 @@ def load(config: dict[str, Any]) -> Any:
 
 
 def _exports_taskset(package: Any) -> bool:
-    """Returns whether `__all__` lists a taskset class of 0.4. Packages for 0.3 may have `__all__` too."""
+    """Returns whether `__all__` lists a taskset class of verifiers 0.4. Packages for 0.3 may have `__all__` too."""
     exported = []
     names = getattr(package, "__all__", ())
     for name in names if isinstance(names, list | tuple) else ():
@@ -63,7 +65,7 @@ def _has_module(name: str) -> bool:
 
 
 def _import(name: str) -> Any:
-    """Imports a package as verifiers does: a taskset that it contains, else a module."""
+    """Imports a package as verifiers does: a taskset that is part of verifiers, or else a module."""
     module = name.replace("-", "_").lower()
     verifiers = importlib.util.find_spec("verifiers")
     inside = [Path(folder, "v1", "tasksets", module) for folder in (verifiers and verifiers.submodule_search_locations) or ()]
@@ -98,7 +100,7 @@ async def play(params: dict[str, Any], caller: Caller) -> dict[str, Any]:
 
 
 def _adapter() -> asyncio.Future[Any]:
-    """Returns a future for the adapter, which has a result once the adapter serves."""
+    """Returns a future whose result is the adapter. It is set when the adapter is ready to serve."""
     global ADAPTER
     if ADAPTER is None:
         ADAPTER = asyncio.get_running_loop().create_future()

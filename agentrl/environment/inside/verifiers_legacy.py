@@ -1,4 +1,4 @@
-"""Packages for verifiers 0.3, which export `load_environment`. Part of `verifiers_host.py`."""
+"""Adapter for packages for verifiers 0.3, which export `load_environment`. Used by `verifiers_host.py`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STOPS = {"max_turns_reached": "turn_limit", "prompt_too_long": "token_limit", "t
 
 
 class Legacy:
-    """An environment of verifiers 0.3 and its datasets."""
+    """A verifiers 0.3 environment and its datasets."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self._size = config["size"]
@@ -41,7 +41,7 @@ class Legacy:
             )
 
     def describe(self) -> list[dict[str, Any]]:
-        """Returns the tasks of both datasets. Raises `Fault`."""
+        """Returns the tasks in both datasets. Raises `Fault` if they cannot be loaded."""
         try:
             self._env.build_eval_dataset()
             heldout = [] if self._env.eval_dataset is None else self._rows(self._env.get_eval_dataset())
@@ -77,7 +77,7 @@ class Legacy:
 
 
 async def _strict_reward(self: Any, func: Any, state: Any) -> float:
-    """Computes a reward. Replaces a method of verifiers 0.3 that logs an exception of a reward function and counts 0."""
+    """Computes a reward. Replaces a method in verifiers 0.3 that logs an exception from a reward function and returns 0."""
     signature, merged = inspect.signature(func), self.score_objects(state)
     if not any(parameter.kind == parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
         merged = {name: value for name, value in merged.items() if name in signature.parameters}

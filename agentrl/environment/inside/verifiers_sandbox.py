@@ -1,6 +1,6 @@
-"""Runs the programs of verifiers in the episode's sandbox of agentrl. Part of `verifiers_tasksets.py`.
+"""Runs verifiers' programs in the episode's agentrl sandbox. Used by `verifiers_tasksets.py`.
 
-Otherwise verifiers would run them on this machine. Tool servers, which are code of the package, still run there.
+Otherwise, verifiers would run them on this machine. Tool servers, which are part of the package's code, still run on this machine.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _WRITE = 'mkdir -p -- "$(dirname -- "$1")" && cat > "$1"'
 _READ = 'head -c "$2" -- "$1" | base64 -w 0; test -r "$1"'
 
 CALLERS: dict[str, Caller] = {}
-"""Name of a runtime, which is the id of its trace -> request of its episode."""
+"""Maps the name of a runtime, which is the id of its trace, to the `Caller` of its episode."""
 
 
 class EpisodeRuntime(SubprocessRuntime):
-    """A runtime of verifiers: the sandbox of an episode, or this machine for programs that do not belong to an episode."""
+    """A verifiers runtime: the sandbox of an episode, or this machine for programs that do not belong to an episode."""
 
     def __init__(self, config: Any, name: str | None = None) -> None:
         super().__init__(config, name)

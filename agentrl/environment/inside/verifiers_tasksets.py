@@ -1,6 +1,6 @@
-"""Adapter for tasksets of verifiers 0.4. Their `Env` plays an episode in `verifiers_host.py`, with the gateway as its model.
+"""Adapter for verifiers 0.4 tasksets. Their `Env` plays an episode in `verifiers_host.py`, with the gateway as its model.
 
-A taskset without a harness gets `ChatHarness`, which runs in this process, because verifiers' default harness would run the policy's
+A taskset without a harness uses `ChatHarness`, which runs in this process, because verifiers' default harness would run the policy's
 commands on this machine.
 """
 
@@ -46,7 +46,7 @@ ENDS = ("context_length_exceeded", "turn_limit")  # error codes of the gateway a
 STOPS = {"max_turns": "turn_limit", "turn_limit": "turn_limit", "context_length_exceeded": "token_limit", "agent_timeout": "wall_limit"}
 
 PLAYING: dict[str, tuple[str, Any]] = {}
-"""Id of a trace -> key of its episode, and the trace."""
+"""Maps the id of a trace to the key of its episode and the trace."""
 
 
 class Taskset:
@@ -96,7 +96,7 @@ class Taskset:
             validate_pairing(harness, self._task_class, runtime, tools=tools)
 
     def describe(self) -> list[dict[str, Any]]:
-        """Returns the tasks. Raises `Fault`."""
+        """Returns the tasks. Raises `Fault` if they cannot be loaded."""
         try:
             drawn = islice(iter(self._env.taskset), self._size)
             tasks: list[dict[str, Any]] = described(
@@ -109,11 +109,11 @@ class Taskset:
             raise Fault(TASK, f"loading its tasks failed: {describe_error(error)}{load_hint(error)}") from error
 
     async def serve(self, ready: Callable[[], None]) -> None:
-        """Serves the resources that episodes share, until it is cancelled."""
+        """Provides the resources that episodes share. Runs until it is cancelled."""
         serve_policy()
         serve_programs()
         with tempfile.TemporaryDirectory(prefix="agentrl-verifiers-") as folder:
-            local_runtime.CACHE_DIR = Path(folder)  # working directories, instead of the user's home
+            local_runtime.CACHE_DIR = Path(folder)  # for working directories, instead of the user's home
             async with self._env.serving():
                 ready()
                 await asyncio.Event().wait()
@@ -143,7 +143,7 @@ class Taskset:
                 CALLERS.pop(trace, None)
 
     def _bounded(self, role: str, params: dict[str, Any]) -> Any:
-        """Returns the configuration of a role, with the limits of an episode."""
+        """Returns the configuration of a role with the limits of an episode applied."""
         own, solve_s = getattr(self._env.config, role), params["solve_s"]
         most = {"setup": solve_s, "rollout": solve_s, "finalize": solve_s / 4, "scoring": solve_s / 4}
         timeout = own.timeout.model_copy(update={name: min(getattr(own.timeout, name) or limit, limit) for name, limit in most.items()})
@@ -151,7 +151,8 @@ class Taskset:
 
 
 def _role(default: Any, wanted: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the configuration of a role, with a local runtime, and with `ChatHarness` if no harness is set. Raises `Fault`."""
+    """Returns the configuration of a role, with `ChatHarness` if no harness is set. Raises `Fault` if the role requires a hosted
+    runtime."""
     runtime = dict(wanted.get("runtime") or {})
     runtime.setdefault("type", config["runtime"] if default.runtime.type == "prime" else default.runtime.type)  # prime: verifiers' default
     if runtime["type"] not in RUNTIMES:
@@ -172,7 +173,7 @@ def _clients(config: Any) -> Iterator[Any]:
 
 
 class ChatHarness(vf.Harness[vf.HarnessConfig]):
-    """A conversation with the task's tools, in this process."""
+    """A harness that runs a conversation with the task's tools in this process."""
 
     APPENDS_SYSTEM_PROMPT = SUPPORTS_MCP = SUPPORTS_RESUME = True
     EXECUTES_CODE = NEEDS_CONTAINER = False
@@ -180,7 +181,7 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):
     async def launch(
         self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: dict[str, str], data: Any, **_: Any
     ) -> Any:
-        """Samples until an answer has no calls. If the episode reaches a limit, sampling ends with an error, and verifiers scores the
+        """Samples until an answer has no tool calls. If the episode reaches a limit, sampling raises an error, and verifiers scores the
         episode."""
         system, prompt = self.resolve_prompt(data)
         messages: list[Any] = [{"role": "system", "content": system}] if system else []
@@ -216,7 +217,7 @@ async def _result(function: Any, dispatch: Any, connected: Any) -> Any:
 
 
 class PolicyClient(EvalClient):
-    """Sends each request with the key of its episode. Stops an episode that reached a limit, so that it does not count as failed."""
+    """Sends each request with the key of its episode. Stops an episode that has reached a limit, so that it does not count as failed."""
 
     def _headers(self, dialect: Any, incoming: Any, session_id: str | None) -> Any:
         headers = super()._headers(dialect, incoming, session_id)
@@ -241,7 +242,7 @@ def serve_policy() -> None:
 
 
 def result_of(episode: Any, *, turns: int) -> dict[str, Any]:
-    """Returns the score of an episode: the mean reward of its trainable traces. All rewards and metrics are parts."""
+    """Returns the score of an episode: the mean reward of its trainable traces. All rewards and metrics become parts of the score."""
     trained = [trace for trace in episode.traces if trace.agent.trainable]
     parts: dict[str, float] = {}
     for trace in episode.traces:
@@ -264,7 +265,7 @@ def result_of(episode: Any, *, turns: int) -> dict[str, Any]:
 
 
 def _fault(episode: Any, trained: list[Any]) -> dict[str, str] | None:
-    """Returns why an episode has no score, and the blame; None if it has a score."""
+    """Returns the blame and the message if an episode failed; None otherwise."""
     errors = [*episode.errors, *(trace.errors[-1] for trace in episode.traces if not trace.ok and trace.errors)]
     if errors:
         error = errors[-1]
@@ -279,7 +280,7 @@ def _fault(episode: Any, trained: list[Any]) -> dict[str, str] | None:
 
 
 def _stop(episode: Any, turns: int) -> str:
-    """Returns the limit that ended the episode; empty if none did. A package's own limit on turns is a normal end."""
+    """Returns the limit that ended the episode; empty if none did. Reaching a package's own limit on turns counts as a normal end."""
     for trace in episode.traces:
         stop = trace.stop_condition
         if stop in STOPS and (stop != "max_turns" or trace.num_turns >= turns):

@@ -1,8 +1,9 @@
 """Reads and writes ATIF, the Agent Trajectory Interchange Format (v1.0 to v1.8), which Harbor also reads and writes.
 
-rfcs/0001-trajectory-format.md of the Harbor repository specifies the format, and the package `atif` contains models of it. A document
+rfcs/0001-trajectory-format.md in the Harbor repository specifies the format, and the package `atif` contains models for it. A document
 contains the steps of one agent and the documents of its sub-agents. Paths in a document are never opened. Written documents have version
-1.8. For traces of agentrl's runs they contain the exact token ids and logprobs. Values for which ATIF has no field are in `extra.agentrl`.
+1.8. Those for traces of agentrl's runs contain the exact token ids and logprobs. Values for which ATIF has no field are stored in
+`extra.agentrl`.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ from agentrl.records import ToolCall, Turn
 
 NAME = "atif"
 EXTRA = "agentrl"
-"""Key in `extra` for values for which ATIF has no field."""
+"""Key in `extra` under which values that have no ATIF field are stored."""
 NEWEST = 8
 SCHEMA = f"ATIF-v1.{NEWEST}"
-"""Version of the documents that are written."""
+"""Schema version of written documents."""
 MAX_DEPTH = 16
-"""Levels of sub-agents in one document."""
+"""Maximum number of sub-agent levels in one document."""
 MAX_AGENTS = 10_000
 UNKNOWN = "unknown"
-"""Name or version of an agent if it is unknown; ATIF requires both."""
+"""Written as the name or version of an agent if that is unknown, because ATIF requires both."""
 
 _VERSION = re.compile(r"ATIF-v1\.(\d{1,3})")
 _ROLES = {"system": "system", "user": "user", "agent": "assistant"}
@@ -50,14 +51,14 @@ _TOKEN_KEYS = ("prompt_token_ids", "completion_token_ids", "logprobs")
 
 
 def recognizes(document: Any) -> bool:
-    """Whether a JSON document claims to have this format."""
+    """Whether a JSON document appears to be in this format."""
     return isinstance(document, dict) and (
         str(document.get("schema_version", "")).upper().startswith("ATIF") or ("steps" in document and "agent" in document)
     )
 
 
 def parse(document: Any, location: Mapping[str, str]) -> Trace:
-    """Returns the trace of one document. Raises a `ValueError` that describes the problem."""
+    """Returns the trace in one document. If the document is invalid, raises a `ValueError` that describes the problem."""
     data = as_object(document, "the document")
     version = data.get("schema_version")
     match = _VERSION.fullmatch(version) if isinstance(version, str) else None
@@ -95,10 +96,10 @@ def parse(document: Any, location: Mapping[str, str]) -> Trace:
 
 @dataclass(slots=True)
 class _Reader:
-    """Reads one document and its sub-agents. The arguments `at` are positions, for error messages."""
+    """Reads one document and the documents of its sub-agents. The `at` arguments are positions for error messages."""
 
     gaps: Gaps = field(default_factory=Gaps)
-    taken: dict[str, int] = field(default_factory=dict)  # labels of agents
+    taken: dict[str, int] = field(default_factory=dict)  # agent labels in use; see `unique_label`
     sub_agents: dict[str, Any] = field(default_factory=dict)  # origin of sub-agents: "id:LABEL", "model:LABEL", "version:LABEL", ...
     started: datetime | None = None
     untimed: int = 0
@@ -205,7 +206,7 @@ class _Reader:
         return (when - self.started).total_seconds()
 
     def _note_gaps(self, step: Mapping[str, Any], model: Any) -> None:
-        """Records the parts of a step that a trace does not have."""
+        """Records the parts of a step that a trace cannot contain."""
         metrics = object_or_empty(step.get("metrics"))
         if any(metrics.get(key) for key in _TOKEN_KEYS):
             self.gaps.add("exact tokens and logprobs of a step: they are not kept")
@@ -222,12 +223,12 @@ class _Reader:
 
 
 def _extra(item: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values that the writer put into the `extra` of an object."""
+    """Returns the values that agentrl wrote into the `extra` field of an object."""
     return object_or_empty(object_or_empty(item.get("extra")).get(EXTRA))
 
 
 def document(trace: Trace) -> dict[str, Any]:
-    """Returns the ATIF document of a trace. A sub-agent's document is inside the caller's document and has a unique id."""
+    """Returns the ATIF document for a trace. A sub-agent's document is nested in its caller's document and has a unique id."""
     conversations = conversations_of(trace)
     if not conversations:
         return {"schema_version": SCHEMA, "agent": {"name": UNKNOWN, "version": UNKNOWN}, "steps": []}
@@ -250,10 +251,10 @@ def document(trace: Trace) -> dict[str, Any]:
 
 
 def _containers(conversations: Sequence[Conversation]) -> list[int]:
-    """Returns for each conversation the index of the conversation whose document contains it.
+    """Returns, for each conversation, the index of the conversation whose document contains it.
 
-    This is its caller or, if it continues a conversation, the container of that conversation. The first conversation contains all others
-    that have no caller or are nested too deeply.
+    A conversation is contained in its caller or, if it continues a conversation, in the container of that conversation. The first
+    conversation contains all others that have no caller or would be nested too deeply.
     """
     containers, levels = [0], [0]
     for conversation in conversations[1:]:
@@ -275,7 +276,7 @@ def _id(trace: Trace, conversation: Conversation, *, first: bool, taken: dict[st
 
 
 def _known(**fields: Any) -> dict[str, Any]:
-    """Returns the fields whose value is not None, False or empty. Fields that are 0 are included."""
+    """Returns the fields whose values are not None, False or empty. Fields whose value is 0 are included."""
     return {name: value for name, value in fields.items() if value or (value == 0 and value is not False)}
 
 
@@ -309,7 +310,7 @@ def _trajectory(trace: Trace, conversation: Conversation, id: str | None, ids: S
 
 
 def _trace_fields(trace: Trace) -> dict[str, Any]:
-    """Returns the fields of a trace of an agentrl run that are not messages."""
+    """Returns what the trace of an agentrl run contains in addition to its messages."""
     extra: dict[str, Any] = {"trace": trace.id, "why": str(trace.why), "phase": trace.phase, "step": trace.step}
     if trace.episode is not None:
         extra["task"] = {"id": trace.episode.task_id, "key": trace.episode.task_key}

@@ -1,7 +1,7 @@
-"""Splits a trace into conversations, one per agent, with links from agents to their sub-agents. The writers of formats use them.
+"""Splits a trace into conversations, one per agent, linked to the conversations that called them. The format writers use them.
 
-An imported trace is one list of messages with the names of their agents. A sub-agent's messages come before the tool result that they
-produced. If only assistant messages have names, all messages are one conversation.
+An imported trace is a list of messages, each with the name of its agent. A sub-agent's messages precede the tool result that they
+produced. If only assistant messages have an agent name, all messages form one conversation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from agentrl.records.fields import JsonObject
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversationMessage:
-    """One message. `turn` is set if agentrl's policy sampled it. `result` is set if it is the result of a tool in an agentrl run."""
+    """One message. `turn` is set if agentrl's policy sampled it. `result` is set if the message is a tool result from an agentrl run."""
 
     imported: ImportedMessage
     turn: Turn | None = None
@@ -36,13 +36,13 @@ class Conversation:
     name: str = ""  # name of the agent, if it differs from the label
     messages: list[ConversationMessage] = field(default_factory=list)
     parent: int | None = None  # index of the conversation that called it or that it continues; None means it started with the trace
-    answer: int | None = None  # index of the parent's message that holds its result; None means there is none
+    answer: int | None = None  # index of the parent's message that holds the result of this conversation; None means there is none
     continues: Parent | None = None  # the turn that it continues in a new context
     stop_reason: str = ""
 
 
 def conversations_of(trace: Trace) -> tuple[Conversation, ...]:
-    """Returns the conversations of a trace, the first agent's first. Parents come before their children."""
+    """Returns the conversations in a trace, starting with that of the first agent. Parents precede their children."""
     if trace.task is not None and trace.episode is not None:
         return _from_episode(trace.task, trace.episode.trajectories)
     if is_single_conversation(trace.spoken):
@@ -51,14 +51,14 @@ def conversations_of(trace: Trace) -> tuple[Conversation, ...]:
 
 
 def is_single_conversation(spoken: Sequence[ImportedMessage]) -> bool:
-    """Whether messages are one conversation, even if several agents wrote them."""
+    """Whether messages form one conversation, even if several agents wrote them."""
     return all(utterance.agent == "" for utterance in spoken if utterance.message.role != "assistant")
 
 
 def build_trace(
     source: str, messages: Sequence[ImportedMessage], origin: Mapping[str, str], gaps: Gaps, *, tools: Sequence[JsonObject] = ()
 ) -> Trace:
-    """Builds the trace of imported messages. Its id is a hash of the content and of the id in the source."""
+    """Builds a trace from imported messages. Its id contains a hash of its content and of its id in the source."""
     if not tools and any(message.message.tool_calls for message in messages):
         gaps.add("schemas of the tools")
     if broken := sum(UNPARSED in call.arguments for message in messages for call in message.message.tool_calls):
@@ -76,7 +76,7 @@ def build_trace(
 
 
 def unique_label(wanted: str, taken: dict[str, int]) -> str:
-    """Returns `wanted`, with a number if it is taken. Adds the result to `taken` (label -> the next number)."""
+    """Returns `wanted`, followed by a number if it is already in use. Adds the result to `taken`, which counts the uses of each label."""
     label = wanted
     while label in taken:
         taken[wanted] += 1
@@ -110,7 +110,7 @@ def _from_messages(spoken: Sequence[ImportedMessage]) -> tuple[Conversation, ...
 
 
 def _parents_first(conversations: list[Conversation]) -> tuple[Conversation, ...]:
-    """Orders conversations so that parents precede children, and renumbers the parents."""
+    """Orders conversations so that parents precede children, and updates the parent indices."""
     order: list[int] = []
     children: dict[int | None, list[int]] = {}
     for number, conversation in enumerate(conversations):

@@ -1,4 +1,4 @@
-"""Reads the JSON documents of a file or folder, with size limits. A file is one document, or has one document on each line."""
+"""Reads the JSON documents in a file or folder, with size limits. A file contains either one document or one document per line."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from agentrl.base.user_code import printable
 from agentrl.errors import UserError
 
 LARGEST = 32 << 20
-"""Bytes of one document: a whole file, or one line."""
+"""Maximum bytes of one document, which is a file or a line."""
 LARGEST_IN_MEMORY = 768 << 20
-"""Estimated bytes of one document's values in memory."""
+"""Maximum bytes of memory that the values in one document are estimated to need."""
 MOST_FILES = 20_000
-"""Files of a folder."""
+"""Maximum number of files in a folder."""
 SUFFIXES = (".json", ".jsonl", ".ndjson")
 
 _LINE_SUFFIXES = (".jsonl", ".ndjson")
-_LIST_BYTES, _OBJECT_BYTES, _VALUE_BYTES = 72, 240, 40  # bytes of an empty list, an object with one entry, and any other value
+_LIST_BYTES, _OBJECT_BYTES, _VALUE_BYTES = 72, 240, 40  # estimated bytes of an empty list, an object with one entry, and any other value
 
 
 class UnreadableDocument(UserError):
     """An error for a file, or a part of a file, that contains no trace. `read` yields these errors among the traces.
 
-    `path` is the file. `position` is the position in it, such as "line 3" or "span 1f..."; empty means the whole file.
+    `path` is the file. `position` is the position in the file, such as "line 3" or "span 1f..."; empty means the entire file.
     """
 
     def __init__(self, path: Path, position: str, message: str, *, fix: str = "") -> None:
@@ -49,7 +49,7 @@ class SourceLocation:
         return {"file": self.name} | ({"place": self.position} if self.position else {})
 
     def unreadable(self, error: Exception, *, position: str = "", fix: str) -> UnreadableDocument:
-        """Returns the error about this location. If `error` has a fix, it is used instead of `fix`."""
+        """Returns an `UnreadableDocument` for this location. If `error` has a fix, that fix is used instead of `fix`."""
         message = "is nested too deeply" if isinstance(error, RecursionError) else getattr(error, "message", "") or str(error)
         where = ", ".join(part for part in (self.position, position) if part)
         return UnreadableDocument(self.path, where, message, fix=getattr(error, "fix", "") or fix)
@@ -64,9 +64,9 @@ class Document:
 
 
 def documents(path: Path) -> Iterator[Document | UnreadableDocument]:
-    """Yields the documents of a file, or of all files below a folder ordered by name.
+    """Yields the documents in a file, or in all JSON files below a folder, ordered by path. Unreadable documents are yielded as errors.
 
-    Raises `UserError` if the file does not exist or the folder contains no JSON files.
+    Raises `UserError` if the file does not exist, or if the folder contains no JSON files or too many.
     """
     if path.is_dir():
         files = _files_below(path)
@@ -85,7 +85,7 @@ def documents(path: Path) -> Iterator[Document | UnreadableDocument]:
 
 
 def decode_document(data: bytes) -> Any:
-    """Returns the JSON value of UTF-8 bytes. Raises `ValueError` or `RecursionError` if they are invalid or take too much memory."""
+    """Returns the JSON value that UTF-8 bytes encode. Raises `ValueError` if they are invalid or the value would need too much memory."""
     if len(data) > LARGEST:
         raise UserError(f"is larger than {LARGEST >> 20} MiB", fix="split it: the lines of a .jsonl file are read one by one")
     lists, objects, parts = data.count(b"["), data.count(b"{"), data.count(b",") + data.count(b":")
@@ -129,9 +129,9 @@ def _documents_of(location: SourceLocation) -> Iterator[Document | UnreadableDoc
 
 
 def _has_lines(location: SourceLocation, file: IO[bytes]) -> bool:
-    """Whether a file has a document on each line: the first line is a document, and more lines follow.
+    """Whether a file contains one document per line: its first nonblank line is a document, and other nonblank lines follow.
 
-    If the first line is damaged, the file's name or its braces decide.
+    If that line is damaged, the file's name or the braces of the line decide.
     """
     first = b""
     while not first.strip():

@@ -1,7 +1,7 @@
-"""Reads and writes OpenAI chat messages: requests, fine-tuning lines, logs of request and response, files of the batch API.
+"""Reads and writes OpenAI chat messages: requests, fine-tuning lines, logs of requests and responses, and batch API files.
 
-https://platform.openai.com/docs/api-reference/chat describes them. An input is an object with `messages`, a list of messages, or an object
-whose `request` or `body` contains `messages` and whose `response` is a chat completion.
+https://platform.openai.com/docs/api-reference/chat describes them. An input is a list of messages, an object with the key `messages`, or an
+object whose `request` or `body` contains `messages` and whose `response` is a chat completion.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _KNOWN_KEYS |= {"refusal", "reasoning_content", "reasoning", "annotations"}
 
 
 def recognizes(document: Any) -> bool:
-    """Whether a JSON document claims to have this format."""
+    """Whether a JSON document appears to be in this format."""
     if isinstance(document, list):
         return bool(document) and isinstance(document[0], dict) and ("role" in document[0] or _is_of_responses_api(document[0]))
     return isinstance(document, dict) and (any(key in document for key in _REQUEST_KEYS) or isinstance(document.get("input"), list))
 
 
 def parse(document: Any, location: Mapping[str, str]) -> Trace:
-    """Returns the trace of one document. Raises a `ValueError` that describes the problem."""
+    """Returns the trace in one document. If the document is invalid, raises a `ValueError` that describes the problem."""
     gaps = Gaps()
     data: dict[str, Any] = {"messages": document} if isinstance(document, list) else as_object(document, "the document")
     request = next((value for key in ("request", "body") if isinstance(value := data.get(key), dict)), data)
@@ -89,7 +89,7 @@ def parse_message(item: Mapping[str, Any], what: str, gaps: Gaps) -> ImportedMes
 
 
 def documents(trace: Trace) -> Iterator[dict[str, Any]]:
-    """Yields a trace as chat messages, one object for each agent."""
+    """Yields one object with chat messages for each agent in a trace."""
     tools = {"tools": [dict(tool) for tool in trace.tools]} if trace.tools else {}
     for conversation in conversations_of(trace):
         if conversation.messages:

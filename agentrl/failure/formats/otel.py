@@ -1,15 +1,15 @@
-"""Reads OpenTelemetry spans of generative AI (conventions in development): model calls, and the agents and tools around them.
+"""Reads OpenTelemetry spans for generative AI (conventions in development): model calls, and the agents and tools around them.
 
-Reads three forms of https://github.com/open-telemetry/semantic-conventions, docs/gen-ai: the form up to v1.27 (all messages in one
-attribute), the form up to v1.36 (an event for each message, on the span or as a log record), and the newer one (`gen_ai.input.messages` and
-`gen_ai.output.messages` with their parts, on spans, events or the one log record of a call).
+Reads three forms that are defined in https://github.com/open-telemetry/semantic-conventions, docs/gen-ai: the form up to v1.27 (all
+messages in one attribute), the form up to v1.36 (an event for each message, on the span or as a log record), and the newer form
+(`gen_ai.input.messages` and `gen_ai.output.messages` with their parts, on spans, on events, or on the single log record of a call).
 
-Exporters that lack structured values write indexed attributes: `gen_ai.prompt.0.role` of OpenLLMetry (formerly `llm.prompts.0.content`;
-https://github.com/traceloop/openllmetry, packages/opentelemetry-semantic-conventions-ai), `llm.input_messages.0.message.role` of
-OpenInference (https://github.com/Arize-ai/openinference, spec/semantic_conventions.md). Indices become dictionary keys, so a huge index
-takes no memory.
+Exporters that lack structured values write indexed attributes: `gen_ai.prompt.0.role` in OpenLLMetry (formerly `llm.prompts.0.content`;
+https://github.com/traceloop/openllmetry, packages/opentelemetry-semantic-conventions-ai), `llm.input_messages.0.message.role` in
+OpenInference (https://github.com/Arize-ai/openinference, spec/semantic_conventions.md). Indices become dictionary keys, so a large index
+needs no additional memory.
 
-Each call repeats the conversation before it; `otel_conversations` joins the calls.
+Each call repeats the conversation so far. `otel_conversations` joins the calls.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from agentrl.failure.formats.values import (
 from agentrl.failure.trace import ImportedMessage, Trace
 
 MOST_SPANS = 250_000
-"""Spans and log records in one reading."""
+"""Maximum number of spans and log records that are read together."""
 MOST_MESSAGES = 5_000_000
-"""Messages of all calls in total. A message that several calls repeat counts once for each call."""
+"""Maximum total number of messages in all calls. A message that several calls repeat counts once for each call."""
 MOST_CHARS = 512 << 20
-"""Characters of all distinct messages."""
+"""Maximum total number of characters in all distinct messages."""
 
 DETAILS = "gen_ai.client.inference.operation.details"
 CAPTURE = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
@@ -55,8 +55,8 @@ _PROMPT, _COMPLETION = "gen_ai.prompt", "gen_ai.completion"
 _MODEL = ("gen_ai.response.model", "gen_ai.request.model", "llm.response.model", "llm.request.model", "llm.model_name")
 _CONVERSATION = ("gen_ai.conversation.id", "session.id")
 _AGENT_NAME = ("gen_ai.agent.name", "agent.name")
-_WHOLE_EVENTS = ("gen_ai.content.prompt", "gen_ai.content.completion")  # events with all messages, up to v1.27
-# Attributes of a tool's span: its name, id, arguments and result.
+_WHOLE_EVENTS = ("gen_ai.content.prompt", "gen_ai.content.completion")  # events that contain all messages, up to v1.27
+# Attributes of a tool's span: the tool's name, the call's id, and the arguments and result of the call.
 _TOOL_ATTRIBUTES = ("gen_ai.tool.name", "gen_ai.tool.call.id", ("gen_ai.tool.call.arguments",), "gen_ai.tool.call.result")
 _OPENINFERENCE_TOOL_ATTRIBUTES = ("tool.name", "tool_call.id", ("tool.parameters", "input.value"), "output.value")
 _DEFINITIONS = "gen_ai.tool.definitions"
@@ -67,7 +67,7 @@ _PROMPT_LISTS = ("gen_ai.prompt", "gen_ai.input.messages", "llm.input_messages",
 _COMPLETION_LISTS = ("gen_ai.completion", "gen_ai.output.messages", "llm.output_messages", "llm.completions")
 _TOOL_LISTS = ("llm.tools", "llm.request.functions", "gen_ai.tool.definitions")
 _INDEX = re.compile(r"0|[1-9][0-9]{0,5}")
-_MAX_DEPTH = 8  # names in a key after the name of the list
+_MAX_DEPTH = 8  # maximum number of names in a key after the index
 _IGNORED_KEYS = ("finish_reason", "refusal_reason", "index")
 _ROLES = ("system", "user", "assistant")
 _EXTRA_CHOICES = "choices other than the first"
@@ -75,7 +75,7 @@ _EXTRA_CHOICES = "choices other than the first"
 
 @dataclass(slots=True)
 class SpanCollector:
-    """Collects the spans of one reading. A conversation may be spread over several files."""
+    """Collects the spans from all files that are read together, because a conversation may be spread over several files."""
 
     calls: dict[SpanKey, ModelCall] = field(default_factory=dict)
     agents: dict[SpanKey, AgentSpan] = field(default_factory=dict)
@@ -109,7 +109,7 @@ class SpanCollector:
                 yield entry.location.unreadable(error, position=position, fix="export it again; other spans are read")
 
     def traces(self) -> Iterator[Trace | UnreadableDocument]:
-        """Yields the trace of each conversation, ordered by start."""
+        """Yields one trace per conversation, in order of start time. For a conversation that cannot be converted, yields the error."""
         for group in self._groups():
             location = group.calls[0].location
             try:
@@ -119,7 +119,7 @@ class SpanCollector:
                 yield location.unreadable(error, position=f"trace {printable_label(group.id)}", fix=fix)
 
     def _groups(self) -> list[CallGroup]:
-        """Groups calls by conversation id or, if there is none, by trace id. Lone calls of one service are split by conversation."""
+        """Groups calls by conversation id or, if there is none, by trace id. Calls without surrounding spans are split by conversation."""
         spans = Counter(key[0] for key in (*self.calls, *self.agents, *self.tools))
         conversations = {key[0]: call.conversation for key, call in self.calls.items() if call.conversation}
         groups: dict[tuple[str, str], CallGroup] = {}
@@ -179,7 +179,7 @@ class SpanCollector:
             call.end = max(call.end, event.at)
 
     def _add_message_event(self, call: ModelCall, event: Event) -> None:
-        """Adds a message in the form up to v1.36, which is that of a chat completion with the role in the event's name."""
+        """Adds a message in the form up to v1.36: that of a chat completion message, but with the role in the event's name."""
         fields = ((key, value) for key, value in _fields(event).items() if not key.startswith("gen_ai."))
         body = {key: decode_json(value) if key in _STRUCTURED else value for key, value in fields}
         if event.name == _CHOICE:
@@ -205,7 +205,7 @@ class SpanCollector:
             into.append(entry)
 
     def _add_attributes(self, call: ModelCall, attributes: Mapping[str, Any]) -> None:
-        """Adds the contents of the attributes of a call's span or log record."""
+        """Adds the attributes of a call's span or log record to the call."""
         call.model = call.model or _first_label(attributes, _MODEL)
         call.conversation = call.conversation or _first_label(attributes, _CONVERSATION)
         call.agent_name = call.agent_name or _first_label(attributes, _AGENT_NAME)
@@ -228,7 +228,7 @@ class SpanCollector:
             call.tools = values.tool_schemas(tools, call.gaps)
 
     def _entry(self, message: ImportedMessage) -> MessageEntry:
-        """Returns the shared entry of this message."""
+        """Returns the entry that all messages equal to this one share."""
         self.messages += 1
         entry = MessageEntry.of(message)
         if entry.full_hash not in self.distinct:
@@ -240,7 +240,7 @@ class SpanCollector:
 
 
 def _tool_span(span: Span, name: str, id: str, arguments: Sequence[str], result: str) -> ToolSpan:
-    """Returns the tool call of a span. The arguments of this function are the names of the span's attributes."""
+    """Returns the tool call that a span describes. `name`, `id`, `arguments` and `result` are names of its attributes."""
     attributes = span.attributes
     arguments_json = decode_json(next((attributes[key] for key in arguments if key in attributes), None))
     return ToolSpan(
@@ -256,12 +256,12 @@ def _tool_span(span: Span, name: str, id: str, arguments: Sequence[str], result:
 
 
 def _first_label(attributes: Mapping[str, Any], keys: Sequence[str]) -> str:
-    """Returns the first of these attributes that is set."""
+    """Returns the label in the first attribute of `keys` that is set; empty if none is set."""
     return printable_label(next((attributes[key] for key in keys if attributes.get(key)), None))
 
 
 def _fields(event: Event) -> dict[str, Any]:
-    """Returns the content of an event, from its body, its attributes, or the attribute that holds all of it as JSON."""
+    """Returns the content of an event from its body, the attribute that holds all of it as JSON, and its other attributes."""
     fields: dict[str, Any] = {}
     for content in (event.body, event.attributes.get("gen_ai.event.content")):
         value = decode_json(content)
@@ -270,7 +270,7 @@ def _fields(event: Event) -> dict[str, Any]:
 
 
 def _plain_messages(attributes: Mapping[str, Any], name: str, role: str, gaps: Gaps) -> Iterator[ImportedMessage]:
-    """Yields the messages of an attribute up to v1.27: chat messages as JSON, or plain text."""
+    """Yields the messages in an attribute that is used up to v1.27: chat messages as JSON, or plain text."""
     value = decode_json(attributes.get(name))
     if isinstance(value, str):
         yield build_message(role, value)
@@ -280,7 +280,7 @@ def _plain_messages(attributes: Mapping[str, Any], name: str, role: str, gaps: G
 
 
 def _messages(attributes: Mapping[str, Any], name: str, gaps: Gaps) -> Iterator[ImportedMessage]:
-    """Yields the messages of an attribute, JSON text or structured. Text that the emitter truncated is a gap, not an error."""
+    """Yields the messages in an attribute, which is JSON text or structured. Text that is not JSON is recorded as a gap, not an error."""
     value = decode_json(attributes.get(name))
     if isinstance(value, str):
         gaps.add(f"{name} of a call: it is not JSON, perhaps cut by the emitter's limit")
@@ -290,7 +290,7 @@ def _messages(attributes: Mapping[str, Any], name: str, gaps: Gaps) -> Iterator[
 
 
 def _message(item: Mapping[str, Any], what: str, gaps: Gaps) -> Iterator[ImportedMessage]:
-    """Yields the messages that one message in parts contains. Each tool result in it is a separate message."""
+    """Yields the messages in one item. If the item has parts, each tool result among them becomes a separate message."""
     if "parts" not in item:
         yield openai.parse_message(item, what, gaps)
         return
@@ -319,7 +319,7 @@ def _message(item: Mapping[str, Any], what: str, gaps: Gaps) -> Iterator[Importe
 
 
 def _instructions(value: Any, gaps: Gaps) -> Sequence[ImportedMessage]:
-    """Returns the messages of `gen_ai.system_instructions`."""
+    """Returns the messages in `gen_ai.system_instructions`."""
     parts = decode_json(value)
     if parts is None:
         return ()
@@ -337,7 +337,7 @@ def _has_indexed_messages(attributes: Mapping[str, Any]) -> bool:
 
 
 def _indexed_messages(attributes: Mapping[str, Any], lists: tuple[str, ...], role: str, gaps: Gaps) -> Iterator[ImportedMessage]:
-    """Yields the messages of the first list that has any, ordered by index. `role` is the role of messages that have none."""
+    """Yields the messages in the first list that is not empty, ordered by index. A message without a role receives `role`."""
     for name in lists:
         items = _indexed_items(attributes, name, gaps)
         for number, item in enumerate(items):
@@ -358,7 +358,7 @@ def _indexed_definitions(attributes: Mapping[str, Any], gaps: Gaps) -> list[dict
 
 
 def _indexed_items(attributes: Mapping[str, Any], name: str, gaps: Gaps) -> list[dict[str, Any]]:
-    """Returns the items of a list whose attributes are called NAME.INDEX.KEY, ordered by index. Unreadable items are gaps."""
+    """Returns the items of a list stored in attributes named NAME.INDEX.KEY, ordered by index. Unreadable items are recorded as gaps."""
     items: dict[int, dict[str, Any]] = {}
     prefix = f"{name}."
     for key, value in attributes.items():
@@ -375,7 +375,7 @@ def _indexed_items(attributes: Mapping[str, Any], name: str, gaps: Gaps) -> list
 
 
 def _put(item: dict[str, Any], path: list[str], value: Any, name: str, gaps: Gaps) -> None:
-    """Sets a value at a path of keys. A path that is too long, or that leads through a value, is a gap."""
+    """Sets a value at a path of keys. A path that is too long, or that leads through a value, is recorded as a gap."""
     node = item
     if len(path) <= _MAX_DEPTH:
         for step in path[:-1]:
@@ -390,7 +390,7 @@ def _put(item: dict[str, Any], path: list[str], value: Any, name: str, gaps: Gap
 
 
 def _with_lists(value: Any) -> Any:
-    """Returns the value with a list instead of each object whose keys are indices."""
+    """Returns the value after replacing each object whose keys are all indices with a list."""
     if not isinstance(value, dict):
         return value
     if value and all(map(_INDEX.fullmatch, value)):
@@ -399,7 +399,7 @@ def _with_lists(value: Any) -> Any:
 
 
 def _chat_message(item: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the message in the form of the chat completions API."""
+    """Returns the message converted to the form of the chat completions API."""
     fields = object_or_empty(item.get("message")) or dict(item)
     message = {key: value for key, value in fields.items() if key not in _IGNORED_KEYS}
     if "role" not in message and len(roles := [role for role in _ROLES if isinstance(message.get(role), str)]) == 1:

@@ -1,7 +1,7 @@
-"""Builds one conversation per agent from model calls, each of which repeats the conversation before it.
+"""Builds one conversation per agent from model calls, each of which repeats the conversation so far.
 
-A call whose input starts with a known conversation continues it. Any other call starts a new one. Messages are compared only by the parts
-that all emitters repeat, because some omit the text of an answer with tool calls when they repeat it.
+A call whose input starts with a known conversation continues that conversation. Any other call starts a new conversation. Messages are
+compared only by the parts that all emitters repeat: when some emitters repeat an answer with tool calls, they omit its text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from agentrl.failure.formats.values import Gaps, build_message, build_origin
 from agentrl.failure.trace import ImportedMessage, Trace
 
 DEEPEST = 14
-"""Levels of nested agents. The messages of agents at deeper levels come after all other messages."""
+"""Maximum depth of nested agents. The messages of agents at deeper levels follow all other messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class MessageEntry:
 
 @dataclass(slots=True, kw_only=True)
 class ModelCall:
-    """One call of a model."""
+    """One call to a model."""
 
     key: SpanKey
     number: int  # in reading order
@@ -54,14 +54,14 @@ class ModelCall:
     end: int = 0
     error: str = ""
     has_span: bool = False
-    of_agent: bool = False  # comes from the span of an agent, not of a single call
+    of_agent: bool = False  # read from the span of an agent, not of a single call
     model: str = ""
     conversation: str = ""
     agent_name: str = ""
     tools: Sequence[Mapping[str, Any]] = ()
     inputs: list[MessageEntry] = field(default_factory=list)
     outputs: list[MessageEntry] = field(default_factory=list)
-    inputs_complete: bool = False  # attributes hold all inputs, so events only repeat them
+    inputs_complete: bool = False  # whether attributes contain all inputs, so that events only repeat them
     outputs_complete: bool = False
     gaps: Gaps = field(default_factory=Gaps)
 
@@ -91,12 +91,12 @@ class ToolSpan:
 
 @dataclass(slots=True)
 class DraftConversation:
-    """A conversation under construction: messages with the times at which they first occurred."""
+    """A conversation under construction: messages, each with the time at which it first occurred."""
 
     entries: list[tuple[ImportedMessage, int]] = field(default_factory=list)
     calls: list[ModelCall] = field(default_factory=list)
     label: str = ""
-    before: dict[int, list[SpanKey]] = field(default_factory=dict)  # index of a result -> agents that worked on it
+    before: dict[int, list[SpanKey]] = field(default_factory=dict)  # index of a result -> agents that produced it
     after: list[SpanKey] = field(default_factory=list)
 
 
@@ -105,21 +105,21 @@ class CallGroup:
     """Calls that become one trace."""
 
     id: str
-    lone: bool = False  # calls without other spans around them, perhaps of many conversations
+    lone: bool = False  # whether the calls have no surrounding spans, and may belong to many conversations
     calls: list[ModelCall] = field(default_factory=list)
     agents: dict[SpanKey, AgentSpan] = field(default_factory=dict)
     tools: dict[SpanKey, ToolSpan] = field(default_factory=dict)
     trace_ids: set[str] = field(default_factory=set)
 
     def split(self) -> list[CallGroup]:
-        """Returns one group per conversation if the calls are lone, otherwise the group unchanged."""
+        """Returns one group per conversation if `lone` is true, otherwise only this group."""
         if not self.lone:
             return [self]
         return [CallGroup(id=draft.calls[0].key[0], calls=draft.calls) for draft in join_calls(self.calls)]
 
 
 def join_calls(calls: Iterable[ModelCall]) -> list[DraftConversation]:
-    """Joins calls, ordered by time, into conversations."""
+    """Joins calls, which must be in chronological order, into conversations."""
     drafts: list[DraftConversation] = []
     ends: dict[bytes, DraftConversation] = {}  # hash of all messages of a conversation -> the conversation
     for call in calls:
@@ -142,7 +142,7 @@ def join_calls(calls: Iterable[ModelCall]) -> list[DraftConversation]:
 
 
 def trace_of_calls(group: CallGroup, location: Mapping[str, str], parents: Mapping[SpanKey, str]) -> Trace:
-    """Returns the trace of a group of calls. Raises `ValueError` if none of its messages has content."""
+    """Returns the trace that a group of calls forms. Raises `ValueError` if none of its messages has content."""
     gaps = Gaps()
     callers = _Callers(group, parents, gaps)
     calls_by_agent: dict[SpanKey | None, list[ModelCall]] = {}
@@ -185,18 +185,18 @@ def _note_gaps(call: ModelCall, gaps: Gaps) -> None:
 
 
 class _Callers:
-    """Finds the nearest agent above a span, and the tool that this agent called."""
+    """Finds the nearest agent above a span, and the tool call of this agent in which the span is."""
 
     def __init__(self, group: CallGroup, parents: Mapping[SpanKey, str], gaps: Gaps) -> None:
         self._group, self._parents, self._gaps = group, parents, gaps
         self._known: dict[SpanKey, tuple[SpanKey | None, SpanKey | None]] = {}
 
     def above(self, key: SpanKey) -> tuple[SpanKey | None, SpanKey | None]:
-        """Returns the nearest agent span and tool span above a span."""
+        """Returns what `at` returns for the parent of a span."""
         return self.at(key[0], self._parents.get(key, ""))
 
     def at(self, trace_id: str, span: str) -> tuple[SpanKey | None, SpanKey | None]:
-        """Returns the nearest agent span and tool span at or above a span."""
+        """Returns the nearest agent span at or above a span, and that agent's tool span at or above it; None for each that is absent."""
         path: list[SpanKey] = []
         seen: set[SpanKey] = set()
         key = (trace_id, span)
@@ -224,7 +224,7 @@ class _Callers:
 
 @dataclass(slots=True)
 class _Slot:
-    """A tool call in a conversation, and the index of its result."""
+    """A tool call in a conversation, and the index of its result, if there is one."""
 
     draft: DraftConversation
     id: str
@@ -235,7 +235,7 @@ class _Slot:
 
 
 def _link_agents(group: CallGroup, drafts: Mapping[SpanKey | None, list[DraftConversation]], callers: _Callers, gaps: Gaps) -> None:
-    """Assigns tool spans to tool calls, and puts the agents below a tool span before the call's result."""
+    """Assigns tool spans to tool calls, and inserts the agents below a tool span before the result of its call."""
     tools_by_agent: dict[SpanKey | None, list[ToolSpan]] = {}
     for tool in sorted(group.tools.values(), key=lambda tool: tool.start):
         tools_by_agent.setdefault(callers.above(tool.key)[0], []).append(tool)
@@ -263,7 +263,7 @@ def _link_agents(group: CallGroup, drafts: Mapping[SpanKey | None, list[DraftCon
 
 
 def _add_result(slot: _Slot, tool: ToolSpan, gaps: Gaps) -> None:
-    """Adds the result and the error that a tool's span contains to the span's call."""
+    """Adds the result and the error in a tool's span to the call that the span belongs to."""
     entries, failed = slot.draft.entries, bool(tool.error)
     if slot.answer is not None:
         one, at = entries[slot.answer]
@@ -291,7 +291,8 @@ class _SlotMatcher:
     def match(self, tool: ToolSpan) -> _Slot | None:
         """Returns the first unmatched call with the span's id.
 
-        If the span has no id, returns the first unmatched call with its name and arguments or, if there is none, with its name.
+        If the span has no id, returns the first unmatched call with the same name and arguments or, if there is none, with the same name.
+        Returns None if no call matches.
         """
         keys: list[Any] = [("id", tool.id)] if tool.id else [("both", tool.name, _hash(tool.arguments)), ("name", tool.name)]
         for key in keys:
@@ -325,9 +326,9 @@ def _slots(draft: DraftConversation) -> list[_Slot]:
 
 
 def _in_order(drafts: Mapping[SpanKey | None, list[DraftConversation]]) -> Iterator[tuple[ImportedMessage, int]]:
-    """Yields all messages.
+    """Yields (message, time in ns) for all messages.
 
-    A sub-agent's messages come before the result that they produced. Agents without a caller are ordered by time.
+    A sub-agent's messages precede the result that they produced. Agents without a caller are ordered by time.
     """
     called = {key for group in drafts.values() for draft in group for keys in (*draft.before.values(), draft.after) for key in keys}
     remaining = dict.fromkeys(drafts)
@@ -344,7 +345,7 @@ def _in_order(drafts: Mapping[SpanKey | None, list[DraftConversation]]) -> Itera
             for child in draft.after:
                 yield from messages(child, depth + 1)
 
-    for key in [*(key for key in drafts if key not in called), *drafts]:  # last, agents in a cycle or nested too deeply
+    for key in [*(key for key in drafts if key not in called), *drafts]:  # at the end, agents that are in a cycle or nested too deeply
         yield from messages(key, 0)
 
 

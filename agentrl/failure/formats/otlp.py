@@ -1,7 +1,7 @@
 """Reads spans, their events and log records from OTLP JSON, as collectors and the SDKs' file exporters write it.
 
-https://opentelemetry.io/docs/specs/otlp/ and opentelemetry/proto/trace/v1/trace.proto describe the format. Keeps the attributes of
-conventions for generative AI, and the parents of spans.
+https://opentelemetry.io/docs/specs/otlp/ and opentelemetry/proto/trace/v1/trace.proto describe the format. Keeps the attributes
+that conventions for generative AI define, and the parents of spans.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A log record or an event of a span."""
+    """A log record or a span event."""
 
     key: SpanKey
     name: str
@@ -52,12 +52,12 @@ class Event:
 
 
 def recognizes(value: Any) -> bool:
-    """Whether a JSON document claims to be an export of spans or log records."""
+    """Whether a JSON document appears to be an export of spans or log records."""
     return isinstance(value, dict) and ("resourceSpans" in value or "resourceLogs" in value)
 
 
 def entries(document: Document) -> Iterator[Span | Event | UnreadableDocument]:
-    """Yields the spans and events of an export. An invalid entry becomes an `UnreadableDocument`; the other entries are still read."""
+    """Yields the spans and events in an export. An invalid entry is yielded as an `UnreadableDocument`, and the others are still read."""
     location, fix = document.location, "export spans as OTLP JSON, with ids in hex"
     for outer, scope, inner in (("resourceSpans", "scopeSpans", "spans"), ("resourceLogs", "scopeLogs", "logRecords")):
         try:
@@ -95,7 +95,7 @@ def any_value(value: Any, levels: int = _MAX_DEPTH) -> Any:
 
 
 def _items(export: Mapping[str, Any], outer: str, scope: str, inner: str) -> Iterator[tuple[Any, int, str]]:
-    """Yields (item, index of the item, name of its service)."""
+    """Yields (item, index of the item, name of the service that the item belongs to)."""
     for resource in as_objects(export.get(outer), outer):
         service = _service(resource)
         for scoped in as_objects(resource.get(scope), scope):
@@ -132,7 +132,7 @@ def _span(span: Mapping[str, Any], service: str, location: SourceLocation) -> Sp
 
 
 def _events(span: Span, events: Any) -> Iterator[Event | UnreadableDocument]:
-    """Yields the events of a span that concern generative AI. Earlier conventions put messages there."""
+    """Yields those events of a span that concern generative AI. Earlier conventions put messages in events."""
     try:
         for event in as_objects(events, "events"):
             name = event.get("name")
@@ -182,7 +182,7 @@ def _time(value: Any) -> int:
 
 
 def _whole_number(value: Any) -> int | None:
-    """Returns a whole number, which OTLP may write as a string."""
+    """Returns a whole number, which OTLP may encode as a string; None for any other value."""
     if isinstance(value, bool) or not isinstance(value, str | int):
         return None
     return int(value) if isinstance(value, int) or _WHOLE_NUMBER.fullmatch(value) else None

@@ -24,10 +24,10 @@ WRITTEN: Mapping[str, Callable[[Trace], Iterable[dict[str, Any]]]] = {
     "atif": lambda trace: [atif.document(trace)],
     "openai": openai.documents,
 }
-"""Format -> function that yields the documents of a trace: one in ATIF, one for each agent in chat messages."""
+"""Format -> function that returns the documents for a trace: one document in ATIF, or one document per agent in OpenAI chat messages."""
 
 _PARSERS: Mapping[str, ModuleType] = {"atif": atif, "openai": openai}
-_PROBED = 100  # entries of a list that are checked for being documents
+_PROBED = 100  # maximum number of list entries that are examined to decide whether the list contains documents
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
 # Some readers treat these as line breaks and some terminals as control characters, so they are written as escapes.
 _ESCAPED = re.compile("[\x7f-\x9f\u00ad\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
@@ -35,7 +35,7 @@ _FIX = "repair or remove it, or export it again; other documents are read"
 
 
 def read(path: Path | str, format: str | None = None) -> Iterator[Trace | UnreadableDocument]:
-    """Reads the traces of a file, or of all .json, .jsonl and .ndjson files below a folder.
+    """Reads the traces in a file, or in all .json, .jsonl and .ndjson files below a folder.
 
     Yields an `UnreadableDocument` for each document that contains no trace and for each repeated trace. Traces that consist of spans come
     last, because their spans may be in several files.
@@ -44,8 +44,8 @@ def read(path: Path | str, format: str | None = None) -> Iterator[Trace | Unread
         format: one of `FORMATS`; None detects the format of each document.
 
     Raises:
-        UserError: the path or format does not exist, or the folder contains no such files (raised by the call); the spans take too much
-            memory (raised during the iteration).
+        UserError: the path does not exist or the format is unknown (raised by the call); the folder contains no such files, or the spans
+            exceed a limit (raised during iteration).
     """
     if format is not None and format not in FORMATS:
         raise UserError(f"unknown format {format!r}", fix=f"use {', '.join(FORMATS)}, or omit it: the content determines the format")
@@ -56,7 +56,7 @@ def read(path: Path | str, format: str | None = None) -> Iterator[Trace | Unread
 
 
 def read_all(path: Path | str, format: str | None = None) -> tuple[list[Trace], list[UnreadableDocument]]:
-    """Returns the traces and the unreadable documents of `read`.
+    """Returns the traces and the unreadable documents that `read` yields.
 
     If there is no trace, raises the first unreadable document, which is a `UserError`.
     """
@@ -75,8 +75,8 @@ def read_all(path: Path | str, format: str | None = None) -> tuple[list[Trace], 
 def write(traces: Iterable[Trace], path: Path | str, format: str = "atif") -> int:
     """Writes traces and returns the number of documents.
 
-    A path that ends in .jsonl gets one document per line, a path that ends in .json the only document. Any other path is a folder, created
-    if necessary, that gets one file per document. Files are replaced atomically.
+    If the path ends in .jsonl, the file contains one document per line. If it ends in .json, the file contains the only document. Any other
+    path is a folder, which is created if necessary and contains one file per document. Files are replaced atomically.
 
     Raises:
         UserError: the format cannot be written, or the number of documents for a .json file is not 1.
@@ -139,7 +139,7 @@ def _parse(document: Document, kind: str) -> Trace | UnreadableDocument:
 
 
 def _parts(document: Document, format: str | None) -> Iterator[Document]:
-    """Yields the entries of a list of documents, or the document itself."""
+    """Yields the entries if the document is a list of documents, otherwise the document itself."""
     value, location = document.value, document.location
     if isinstance(value, list) and not openai.recognizes(value) and any(_format(item, format) for item in value[:_PROBED]):
         for number, item in enumerate(value):

@@ -1,4 +1,4 @@
-"""Checks values of third-party JSON. A value of the wrong type raises a `ValueError` that names the value."""
+"""Checks values in third-party JSON. If a value has the wrong type, a `ValueError` that names the value is raised."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from agentrl.failure.trace import ImportedMessage
 from agentrl.records import Message, ToolCall, fields
 
 UNPARSED = "__unparsed__"
-"""Name of the only argument of a call whose arguments are not a JSON object. Its value is the text of the arguments."""
-_MAX_LABEL = 200  # characters
-_MAX_GAPS = 40  # kinds of gaps in one trace
+"""Name of the single argument that a call receives if its arguments are not a JSON object. The value is the text of the arguments."""
+_MAX_LABEL = 200  # maximum characters
+_MAX_GAPS = 40  # maximum number of different gaps in one trace
 _TYPE_NAMES = {
     str: "a string",
     bool: "true or false",
@@ -34,12 +34,12 @@ class Gaps:
         self._counts: Counter[str] = Counter()
 
     def add(self, description: str, times: int = 1) -> None:
-        """Counts a gap."""
+        """Adds `times` to the count of a gap."""
         known = description in self._counts or len(self._counts) < _MAX_GAPS
         self._counts[description if known else "other things"] += times
 
     def merge_repeated(self, other: Gaps) -> None:
-        """Merges gaps that may repeat these gaps. Takes the larger count of each."""
+        """Merges gaps that may repeat these gaps. Each gap keeps the larger of its two counts."""
         for description, times in other._counts.items():
             self.add(description, max(0, times - self._counts[description]))
 
@@ -49,12 +49,12 @@ class Gaps:
 
 
 def type_name(value: Any) -> str:
-    """Returns the type of a JSON value for messages, such as "an object"."""
+    """Returns the name of a JSON value's type for use in messages, such as "an object"."""
     return _TYPE_NAMES.get(type(value), "something else")
 
 
 def as_objects(value: Any, what: str) -> list[dict[str, Any]]:
-    """Returns a list of objects; null is an empty list. `what` is the value's name in errors, here and below."""
+    """Returns a list of objects unchanged, and an empty list for null. `what` is the value's name in errors, here and below."""
     if value is None:
         return []
     if not isinstance(value, list):
@@ -66,7 +66,7 @@ def as_objects(value: Any, what: str) -> list[dict[str, Any]]:
 
 
 def as_object(value: Any, what: str) -> dict[str, Any]:
-    """Returns an object; null is an empty object."""
+    """Returns an object unchanged, and an empty object for null."""
     if value is None:
         return {}
     if not isinstance(value, dict):
@@ -75,7 +75,7 @@ def as_object(value: Any, what: str) -> dict[str, Any]:
 
 
 def as_string(value: Any, what: str) -> str:
-    """Returns a string; null is an empty string."""
+    """Returns a string unchanged, and an empty string for null."""
     if value is None:
         return ""
     if not isinstance(value, str):
@@ -98,7 +98,7 @@ def printable_label(value: Any) -> str:
 
 
 def message_text(value: Any, what: str, gaps: Gaps) -> str:
-    """Returns the text of a message: a string unchanged, or the joined text of a list of parts. Parts without text are gaps."""
+    """Returns the text of a message: a string unchanged, or the joined text of a list of parts. Parts without text are recorded as gaps."""
     if value is None or isinstance(value, str):
         return value or ""
     texts = []
@@ -114,7 +114,7 @@ def message_text(value: Any, what: str, gaps: Gaps) -> str:
 
 
 def decode_json(value: Any) -> Any:
-    """Returns the value of a JSON string. Any other string or value is returned unchanged."""
+    """Returns the value that a JSON text encodes. Any other string or value is returned unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -144,7 +144,7 @@ def build_tool_call(name: Any, arguments: Any, what: str, gaps: Gaps) -> ToolCal
     if isinstance(parsed, dict):
         try:
             return ToolCall(name=name, arguments=parsed)
-        except ValueError:  # NaN, infinity, nested too deep, half of a surrogate pair
+        except ValueError:  # NaN, infinity, nesting that is too deep, or an unpaired surrogate
             pass
     return ToolCall(name=name, arguments={UNPARSED: fields.text(as_text(arguments, what))})
 
@@ -156,7 +156,7 @@ def arguments_text(call: ToolCall) -> str:
 
 
 def parse_role(value: Any, what: str) -> str:
-    """Returns the role of a message without extra white space; `tool` for the older `function`. Raises `ValueError` if it is invalid."""
+    """Returns the role of a message without extra white space; `tool` for the older `function`. Other types raise `ValueError`."""
     role = " ".join(as_string(value, what).split())
     return "tool" if role == "function" else role
 
@@ -187,7 +187,7 @@ def build_message(
 
 
 def tool_schemas(value: Any, gaps: Gaps) -> tuple[dict[str, Any], ...]:
-    """Returns schemas of tools in the form of the chat completions API. Invalid schemas are gaps."""
+    """Returns schemas of tools in the form of the chat completions API. Invalid schemas are recorded as gaps."""
     if value is not None and not isinstance(value, list):
         gaps.add(f"the schemas of the tools: they are {type_name(value)}")
     schemas = []
@@ -202,7 +202,7 @@ def tool_schemas(value: Any, gaps: Gaps) -> tuple[dict[str, Any], ...]:
 
 
 def parse_time(value: Any) -> datetime | None:
-    """Parses a time in ISO 8601, in UTC unless it names a zone. Returns None for any other value."""
+    """Parses an ISO 8601 time and converts it to UTC; a time without a zone is in UTC. Returns None for any other value."""
     if not isinstance(value, str) or len(value) > 40:
         return None
     try:

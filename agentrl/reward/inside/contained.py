@@ -2,8 +2,8 @@
 
     python3 -I -B -c SOURCE   in the working directory, with tests/ and work/ in it; stdin: {"secret", "mode", "child", "files"}
 
-Standard library only, Python 3.9 or later. This process executes no code under test. That code can kill this process, and then no test
-passes. It cannot read the process: the process is not dumpable, which also protects its open files.
+Standard library only, Python 3.9 or later. This process executes no code under test. That code can kill this process, but in that case no
+test passes. It cannot read the process, because the process is not dumpable, which also protects its open files.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def shell(request: dict[str, Any]) -> dict[str, str]:
 
 
 def pytest(request: dict[str, Any]) -> dict[str, str]:
-    """Runs pytest. Reports of single tests come through a pipe, each signed with a key that only the reporting plugin has."""
+    """Runs pytest. Reports on individual tests arrive through a pipe, each signed with a key that only the reporting plugin has."""
     key = secrets.token_bytes(32)
     receive, send = os.pipe()
     command = [sys.executable, "-I", "-B", "-c", request["child"], str(send), *request["files"]]
@@ -58,7 +58,7 @@ def pytest(request: dict[str, Any]) -> dict[str, str]:
 
 
 def reports(output: bytes, key: bytes) -> dict[str, str]:
-    """Returns test -> "" or its error. A line with a wrong signature counts as a failed test."""
+    """Returns a mapping from each test to its error, or to "" if it passed. A line with an invalid signature counts as a failed test."""
     results: dict[str, str] = {}
     for line in output.splitlines():
         code, _, text = line.partition(b" ")

@@ -3,8 +3,8 @@
     python3 -I -B -c SOURCE     stdin: {"secret", "tests": {path: base64}, "written": [path], "removed": [path]}
 
 The working directory contains the image's files and the agent's changes. Standard library only, Python 3.9 or later. This process executes
-no code under test. That code can kill this process, and then there is no report, but cannot read it. The reward is a file that any program
-in this sandbox can write.
+no code under test. That code can kill this process, in which case there is no report, but it cannot read the process. The reward is a file
+that any program in this sandbox can write.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def restore(written: Sequence[str], removed: Sequence[str]) -> None:
 
 
 def read_reward_file(name: str) -> str | None:
-    """Returns the content of a regular file of at most `LONGEST` bytes in the reward folder; None if it is not one.
+    """Returns the content of a regular file of at most `LONGEST` bytes in the reward folder, or None if there is no such file.
 
     Does not follow links.
     """

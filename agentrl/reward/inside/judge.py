@@ -76,7 +76,7 @@ class Run:
 
     @property
     def error(self) -> str:
-        """The last line of stderr, which contains type and message of a Python exception."""
+        """The last line of stderr, which contains the type and the message of a Python exception."""
         return str((self.stderr.strip().splitlines() or [""])[-1])
 
 
@@ -89,7 +89,7 @@ def parsed(text: str, what: str) -> Any:
 
 
 def load(path: str) -> dict[str, Callable[..., None]]:
-    """Returns name -> test function of one test file."""
+    """Returns a mapping name -> test function for one test file."""
     name = os.path.basename(path)[: -len(".py")]
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, path
@@ -100,7 +100,7 @@ def load(path: str) -> dict[str, Callable[..., None]]:
 
 
 def collect(folder: str) -> dict[str, Callable[..., None]]:
-    """Returns name -> test function of all test files."""
+    """Returns a mapping name -> test function for all test files."""
     sys.path.append(folder)
     tests: dict[str, Callable[..., None]] = {}
     for top, _, names in os.walk(folder):
@@ -112,14 +112,14 @@ def collect(folder: str) -> dict[str, Callable[..., None]]:
 
 
 def explain(error: BaseException) -> str:
-    """Returns the error as text, with the line of the tests that failed."""
+    """Returns the error as text, with the line of the test file that failed."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(HOME)]
     where = f"line {frames[-1].lineno}: {frames[-1].line}  " if frames else ""
     return f"{where}{type(error).__name__}: {error}"[:LONGEST]
 
 
 def main() -> None:
-    """Loads the tests, runs them, and prints one line for each."""
+    """Loads the tests, runs them, and prints one line for each test."""
     secret = sys.stdin.readline().strip()
     report = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)

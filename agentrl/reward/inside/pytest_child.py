@@ -133,7 +133,7 @@ class Reports:
         self.tests = [(function, function.__code__) for function in functions if hasattr(function, "__code__")]
 
     def wrong(self) -> str:
-        """Returns the changes by the code under test; empty if there are none."""
+        """Returns the changes that the code under test made, or "" if there are none."""
         if any(function.__code__ is not code for function, code in self.tests):
             return "a test was replaced during the tests"
         return self.changed()

@@ -1,4 +1,4 @@
-"""The things that an attack must not change: files, a process and ports of the host, the driver, and a working neighbour sandbox."""
+"""What an attack must not change: files, a process and ports of the host, the driver, and a working neighbour sandbox."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ class AttackFailed(Exception):
 
 
 class AttackCutOff(AttackFailed):
-    """The attack's time ended before it took effect, because the machine was busy."""
+    """The attack's time ran out before it took effect, because the machine was busy."""
 
 
 class AllowedServer:
-    """The only server of the host that attacks on the proxy may reach. It is deliberately lax.
+    """The only server on the host that attacks on the proxy may reach. It is deliberately lax.
 
-    It answers all requests of a connection, and discards what follows `PUT /sink`. `trouble` describes requests
+    It answers all requests on a connection, and discards what follows `PUT /sink`. `trouble` describes requests
     that the proxy must not forward: hidden requests, and requests for a different host.
     """
 
@@ -93,7 +93,7 @@ class AllowedServer:
 
 @dataclass(slots=True)
 class Arena:
-    """The host's side of a suite on one backend."""
+    """The host's side of an attack suite that runs against one backend."""
 
     spec: SandboxSpec
     folder: Path
@@ -103,15 +103,15 @@ class Arena:
     listeners: tuple[socket.socket, socket.socket, socket.socket]  # TCP, a path, an abstract name
     allowed: AllowedServer
     gateway_port: int  # 0 if the gateway's packages are not installed
-    secret: str = field(default_factory=lambda: secrets.token_hex(16))  # content of a file of the host
+    secret: str = field(default_factory=lambda: secrets.token_hex(16))  # content of a file on the host
     mark: str = field(default_factory=lambda: "agentrl-mark-" + secrets.token_hex(8))  # name of what attacks leave behind
     trouble: list[str] = field(default_factory=list)  # observations of the watcher since the last reset
-    sandboxes: int = 0  # additional sandboxes that a step opened; each takes descriptors of the driver
+    sandboxes: int = 0  # additional sandboxes that a step opened; each uses descriptors of the driver
     _before: dict[str, object] = field(default_factory=dict)
 
     @property
     def ports(self) -> dict[str, int]:
-        """Ports of the host's servers that an allow-list may contain."""
+        """Name -> port of the host's servers that an allow-list may contain."""
         return {"allowed": self.allowed.port, "gateway": self.gateway_port}
 
     def facts(self) -> bytes:
@@ -130,7 +130,7 @@ class Arena:
         return json.dumps(known).encode()
 
     def remember(self) -> None:
-        """Records the state that `check` compares with."""
+        """Records the state with which `check` compares."""
         self._before = self._state()
 
     def check(self) -> None:
@@ -184,7 +184,7 @@ class Arena:
 
 @asynccontextmanager
 async def arena(spec: SandboxSpec, neighbour: Sandbox, ways: dict[str, Any] | None = None) -> AsyncIterator[Arena]:
-    """Yields the host's side, which exists for the block."""
+    """Creates the host's side of an attack suite, and yields it for the block."""
     async with contextlib.AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="agentrl-attack-")))
         folder.chmod(0o755)  # readable for an attack that reaches it
@@ -224,7 +224,7 @@ class _Keyless(Session):
 
 @asynccontextmanager
 async def _gateway() -> AsyncIterator[int]:
-    """Yields the port of a gateway; 0 if its packages are not installed. No attack has the key of its session."""
+    """Yields the port of a gateway, or 0 if its packages are not installed. No attack has the key of its session."""
     if find_spec("uvicorn") is None or find_spec("starlette") is None:
         yield 0
         return
@@ -235,13 +235,13 @@ async def _gateway() -> AsyncIterator[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Namespace:
-    """The pid namespace of a sandbox, seen from the host."""
+    """The pid namespace of a sandbox, as seen from the host."""
 
     link: str  # for example pid:[4026532301]; empty if unknown
     seen: float  # seconds after boot at which it certainly belonged to this sandbox
 
     def processes(self) -> list[int]:
-        """Returns the host pids of its processes that this user may see; empty once a different namespace has its number."""
+        """Returns the host pids of its processes that this user may see. Empty once a different namespace has its number."""
         inside = [int(entry) for entry in os.listdir("/proc") if entry.isdigit() and _link(f"/proc/{entry}/ns/pid") == self.link]
         first = [process.pid for pid in inside if (process := read_process(pid)) is not None and process.inner_pid == 1]
         reused = any((start_time(pid) or 0) / os.sysconf("SC_CLK_TCK") > self.seen for pid in first)
@@ -286,7 +286,7 @@ def _difference(before: object, now: object) -> str:
 def _link(path: str) -> str:
     try:
         return os.readlink(path)
-    except OSError:  # the process has ended or belongs to a different user
+    except OSError:  # the process has exited or belongs to a different user
         return ""
 
 

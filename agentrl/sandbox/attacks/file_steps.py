@@ -1,4 +1,4 @@
-"""Steps of the host after attacks on files, archives and arguments. The sandbox must answer in time, with the correct type of error."""
+"""The host's steps after attacks on files, archives and arguments. The sandbox must respond in time, and with the correct type of error."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def _outputs(context: StepContext) -> CollectedOutputs:
 
 
 async def _bytes_or_refusal(work: Awaitable[bytes]) -> bytes | None:
-    """Returns the sandbox's answer, or None if it refused. A sandbox that breaks on the attack's files raises `SandboxError`."""
+    """Returns the bytes from the sandbox, or None if it refused. A sandbox that breaks on the attack's files raises `SandboxError`."""
     try:
         return await work
     except (ValueError, FileNotFoundError):
@@ -130,7 +130,7 @@ async def _step_snapshot_opens(context: StepContext) -> str:
 
 
 async def _step_captured(context: StepContext) -> str:
-    """A snapshot succeeds and opens into the same files, whatever their modes and names."""
+    """A snapshot succeeds, and a sandbox opened from it has the same files, whatever their modes and names."""
     try:
         archive = await _in_time("a snapshot", context.sandbox.snapshot())
         copy = await _in_time("opening from a snapshot", context.backend.open(context.arena.spec, snapshot=archive))
@@ -223,7 +223,7 @@ def _archives() -> dict[str, bytes]:
 
 
 def _tar(members: list[tarfile.TarInfo], claim: int = 0) -> bytes:
-    """Returns an archive of `members`. A block of content follows each one that has a size. `claim` replaces the sizes in the headers."""
+    """Returns an archive of `members`. A block of content follows each member with a size. A `claim` other than 0 replaces the sizes."""
     out = io.BytesIO()
     for info in members:
         info.size, real = claim or info.size, info.size
@@ -236,7 +236,7 @@ def _tar(members: list[tarfile.TarInfo], claim: int = 0) -> bytes:
 
 
 async def _step_odd_arguments(context: StepContext) -> str:
-    """Any value that a model may write in any argument of a sandbox gives a result or an error that does not blame the machine."""
+    """Whatever a model writes in any argument, the sandbox returns a result or raises an error that does not blame the machine."""
     refused = answered = 0
     for text in _TEXTS:
         for name, call in _CALLS.items():
@@ -254,7 +254,7 @@ async def _step_odd_arguments(context: StepContext) -> str:
 
 
 async def _run_with(sandbox: ChannelSandbox, env: dict[str, str]) -> None:
-    """Runs `true` with these variables. A failure to start must not look like an exit of `true`."""
+    """Runs `true` with these variables. A failure to start `true` must not look like an exit of `true`."""
     result = await sandbox.exec(["true"], env=env, timeout_s=10)
     hold(result.exit_code == 0, f"`true` with {env!r:.60} appears to exit with {result.exit_code}")
 

@@ -1,7 +1,7 @@
-"""Steps of the host after an attack's program, or instead of one. They concern processes, sessions, limits and neighbours.
+"""The host's steps after an attack's program, or instead of a program. They concern processes, sessions, limits and neighbours.
 
 A function `_step_<name>` is a step. It returns a line that says what was contained, or raises `Escaped` with the evidence. A typed error
-is an answer; a hang is not.
+counts as an answer, a hang does not.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ subprocess.run(["sh", "-c", "cat /etc/passwd >/dev/null; python3 -I -c 'import c
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepContext:
-    """The input of a step. `result` is the program's result; None if there was no program."""
+    """The input of a step. `result` is the program's result, or None if there was no program."""
 
     arena: Arena
     backend: ChannelBackend
@@ -49,7 +49,7 @@ class StepContext:
     result: ExecResult | None = None
 
     def fresh(self, *, snapshot: bytes | None = None) -> AbstractAsyncContextManager[Sandbox]:
-        """Opens another sandbox for the block."""
+        """Opens a new sandbox for the block."""
         return BackendUnderTest(self.backend, self.arena.spec).sandbox(snapshot=snapshot)
 
     async def output(self, code: str) -> str:
@@ -105,7 +105,7 @@ async def _step_filter_budget(context: StepContext) -> str:
 
 
 async def _step_spin_together(context: StepContext) -> str:
-    """Runs the program in many sandboxes at once. Each must time out and then answer."""
+    """Runs the program in many sandboxes at once. Each program must time out, and each sandbox must still answer afterwards."""
     program = (await context.sandbox.read("program.py", max_bytes=MEBIBYTE)).decode()
     context.arena.sandboxes += _TOGETHER
     opening = (context.backend.open(context.arena.spec, timeout_s=_OPEN_S) for _ in range(_TOGETHER))
@@ -123,7 +123,7 @@ async def _step_spin_together(context: StepContext) -> str:
 
 
 async def _end_of(sandbox: ChannelSandbox, program: str) -> str:
-    """Returns how a program ends. The sandbox must answer afterwards."""
+    """Returns how a program ended, or the problem if the sandbox failed or did not answer correctly afterwards."""
     try:
         result = await sandbox.exec(["python3", "-I", "-c", program], timeout_s=_SPIN_S)
         answer = await sandbox.python("print(6 * 7)", timeout_s=_ANSWER_S)
@@ -159,7 +159,7 @@ async def _step_others_are_out_of_reach(context: StepContext) -> str:
 
 
 async def _step_sessions_answer(context: StepContext) -> str:
-    """The attacked session may give any answer, in time. After it ends, and in other sessions, answers must be correct."""
+    """The attacked session may return any result, but in time. After it has ended, and in other sessions, results must be correct."""
     own = await context.sandbox.python("6 * 7", timeout_s=5, session=SESSION)
     end = own.reason or f"exit {own.exit_code}"
     other = await context.sandbox.python("6 * 7", timeout_s=10, session="other")
@@ -205,7 +205,7 @@ async def _step_output_is_only_output(context: StepContext) -> str:
 
 
 async def _step_run(context: StepContext) -> str:
-    """A program run by a hostile server returns a result within the limits or raises a typed error, in time."""
+    """A call to a hostile server returns a result within the limits or raises a typed error, in time."""
     try:
         result = await context.sandbox.exec(["cat"], stdin=bytes(4 * MEBIBYTE), timeout_s=1.0)
     except SandboxTimeout as error:
@@ -218,11 +218,11 @@ async def _step_run(context: StepContext) -> str:
 
 
 async def _step_cell_strangers(context: StepContext) -> str:
-    """Most of the connections are still open while the neighbour computes and a fresh sandbox opens."""
+    """Most of the connections remain open while the neighbour computes and a fresh sandbox opens."""
     cells = [place.rpartition(":") for place in context.backend.ways()["cells"]]
     texts = (b"", bytes(32), os.urandom(64), b"\xff" * 5000, b"GET / HTTP/1.1\r\n\r\n")
     with contextlib.ExitStack() as stack:
-        context.arena.sandboxes += _STRANGERS  # the connections take this process's descriptors
+        context.arena.sandboxes += _STRANGERS  # the connections use this process's descriptors
         stack.callback(lambda: setattr(context.arena, "sandboxes", context.arena.sandboxes - _STRANGERS))
         for number in range(_STRANGERS):
             host, _, port = cells[number % len(cells)]
@@ -241,7 +241,7 @@ async def _step_cell_strangers(context: StepContext) -> str:
 
 
 async def _step_unseen_by_watchers(context: StepContext) -> str:
-    """While the program watches, the neighbour and a fresh sandbox open files. Then its sandbox opens a file to show that it watches."""
+    """While the program watches, the neighbour and a fresh sandbox open files. Then its own sandbox does, to show that it does watch."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + _ANSWER_S
     while await context.output("import os; print(os.path.exists('watching'))") != "True":

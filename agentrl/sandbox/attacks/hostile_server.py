@@ -59,7 +59,7 @@ def answer(number: int, body: bytes = b"", /, **fields: object) -> bytes:
 
 
 def replies(number: int) -> dict[str, bytes]:
-    """Returns the bytes that each attack of this kind sends in reply to request `number`."""
+    """Returns a mapping trick -> bytes sent in reply to request `number`, for tricks that send fixed bytes."""
     text = json.dumps({"id": number, "ok": True}).encode()
     types = {
         "__class__": "os.system",
@@ -108,7 +108,7 @@ def play(link: socket.socket, number: int) -> None:
 
 
 def main() -> None:
-    """Serves requests, with the trick."""
+    """Serves requests, and plays the trick."""
     kind, _, where = sys.argv[1].partition(":")
     link = socket.socket(fileno=int(where)) if kind == "fd" else socket.socket(socket.AF_UNIX)
     if kind != "fd":

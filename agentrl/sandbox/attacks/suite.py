@@ -1,21 +1,22 @@
-"""Runs every attack against a backend. The outcome is contained, ESCAPED, or error if the attack did not run as intended.
+"""Runs every attack against a backend. The verdict is contained, ESCAPED, error or not promised.
 
-Contained means that the host, the driver and the neighbour sandbox are unchanged, the driver got a typed answer in time, the attacked
-sandbox still answers correctly, nothing of it is left after it is closed, and a fresh sandbox opens.
+Contained means that the host, the driver and the neighbour sandbox are unchanged, the driver received a typed answer in time, the
+attacked sandbox still answers correctly, nothing of it is left after it is closed, and a fresh sandbox opens. Error means that the attack
+did not run as intended.
 
 An attack is a program with settings in its docstring, a trick of a hostile server, or a hostile archive. The docstring starts with a
-description, followed by lines `key: value`:
+description, followed by lines of the form `key: value`:
 
     kind        the class of attack
-    seconds     its time limit, at which the sandbox must end it
-    within      deadline of the answer in seconds, if it is less than `seconds`
+    seconds     its time limit, at which the sandbox must kill it
+    within      deadline for the answer in seconds, if it is less than `seconds`
     ends        how it may end: exit, timeout, memory, killed (default: exit)
     run         `snippet` to run in the warm interpreter instead of a new one, `session` to run in a session
     host        what the host does next (see `agentrl.sandbox.attacks.host_steps`)
-    network     `allowed` or `gateway` for an allow-list with one server of the host, at `allowed_port` or `gateway_port`
+    network     `allowed` or `gateway` for an allow-list with one server on the host, at `allowed_port` or `gateway_port`
     needs       what the promise requires: `control groups`, `two users`, `cell` (the backend), or a machine such as x86_64
 
-The program prints a line that starts with `ESCAPED:` and what it achieved, or with `held:` and what it saw instead.
+The program prints a line with `ESCAPED:` followed by what it achieved, or `held:` followed by what it saw instead.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ STEPS = {
     for name, function in vars(module).items()
     if name.startswith("_step_")
 }
-"""Functions of the host's steps, by name."""
+"""Name -> function of each of the host's steps."""
 BUSY_S = 10.0
 """Additional time for an attack that ran out of time on a busy machine."""
 _OPEN_S = 30.0
@@ -86,7 +87,7 @@ class Attack:
 
 
 def load_attacks() -> list[Attack]:
-    """Returns every attack, sorted by class."""
+    """Returns every attack, sorted by kind."""
     archives = "Archives with `..`, absolute names, links to write through, devices and false sizes, restored as a snapshot."
     attacks = [*(program_attack(path) for path in sorted(PROGRAMS.glob("*.py"))), *map(_trick, hostile_server.TRICKS)]
     attacks.append(Attack(name="hostile_archives", kind="files", description=archives, host="hostile_archives", seconds=30.0, within=30.0))
@@ -96,7 +97,7 @@ def load_attacks() -> list[Attack]:
 
 
 def program_attack(path: Path) -> Attack:
-    """Returns the attack in a program's file. Raises `ValueError` with the file and the key if its docstring is invalid."""
+    """Returns the attack in a program's file. Raises `ValueError`, which names the file, if its docstring is invalid."""
     text = path.read_text(encoding="utf-8")
     description, _, rest = (ast.get_docstring(ast.parse(text)) or "").partition("\n\n")
     keys = dict(line.split(": ", 1) for line in rest.splitlines() if line.strip())
@@ -300,7 +301,7 @@ class _Suite:
 
 
 async def _in_time(item: Attack, play: Callable[[Attack], Awaitable[str]]) -> str:
-    """Returns the evidence of an attack. Runs it again with `BUSY_S` more time if its time ended too early."""
+    """Returns the evidence from an attack. If its time runs out before it takes effect, reruns it with `BUSY_S` more seconds."""
     try:
         async with asyncio.timeout(item.seconds + _HANG_S):
             return await play(item)
@@ -327,7 +328,7 @@ def _evidence(item: Attack, result: ExecResult, secret: str) -> str:
 
 
 async def _check_answers(sandbox: ChannelSandbox) -> None:
-    """Raises `Escaped` unless the attacked sandbox answers correctly, or with an error."""
+    """Raises `Escaped` if the attacked sandbox returns a wrong result or no longer answers. Its programs may fail."""
     first, second = random.randrange(10**6), random.randrange(10**6)
     total = str(first + second)
     try:

@@ -1,7 +1,7 @@
-"""Cells: sandboxes on a different machine or pod. A cell opens bubblewrap sandboxes and connects each to the driver that requested it.
+"""Cells run sandboxes on other machines or in pods. A cell opens bubblewrap sandboxes and connects each to the driver that requested it.
 
-`server` runs in the cell, `backend` in drivers and workers, and `wire` is what they exchange. `claims` gets cells from Kubernetes when
-they are needed.
+`server` runs in the cell, `backend` in drivers and workers, and `wire` defines the messages between them. `claims` obtains cells
+from Kubernetes when they are needed.
 """
 
 from agentrl.sandbox.cell.backend import CellBackend, open_cells

@@ -1,4 +1,4 @@
-"""The backend for drivers and workers whose sandboxes are in cells, and the driver's end of the allow-lists."""
+"""The backend for drivers and workers whose sandboxes are in cells, and the driver's end of sandboxes with allow-lists."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from agentrl.sandbox.channel_sandbox import ChannelSandbox
 log = logging.getLogger(__name__)
 
 REACH_S = 20.0
-"""Seconds within which `prepare` or an opening must reach any cell."""
+"""Seconds within which `prepare` or an opening must reach a cell."""
 CONNECT_S = 3.0
 GREETING_S = 12.0
 """How long a cell may take to send its nonce. It first drops connections that have not shown the key within 10 s."""
 PREPARE_S = 100.0
 RELIEVE_S = 10.0
 AVOID_S, MOST_AVOID_S = 5.0, 160.0
-"""How long a failed cell gets sandboxes only if all other cells failed or are full. Doubles with each failure in a row."""
+"""How long, at first and at most, a failed cell gets sandboxes only if all others failed or are full. Each failure in a row doubles it."""
 FULL_S = 1.0
 _RETRY_S = 0.25
 _RESOLVE_S = 5.0
@@ -45,7 +45,7 @@ Request = Callable[[Mapping[str, Any]], Awaitable[tuple[socket.socket, dict[str,
 
 @dataclass(slots=True)
 class CellState:
-    """State of a cell in a driver."""
+    """A driver's record of a cell."""
 
     address: tuple[str, int]
     open: int = 0  # open sandboxes of this driver
@@ -54,9 +54,9 @@ class CellState:
 
 
 class CellBackend(ChannelBackend):
-    """Opens sandboxes in the cells at `addresses` (`HOST:PORT`; a name may have several). See `SandboxBackend` and `ChannelBackend`.
+    """Opens sandboxes in the cells at `addresses` (`HOST:PORT`; a host name may have several). See `SandboxBackend` and `ChannelBackend`.
 
-    Each sandbox opens in the cell with the fewest sandboxes of this driver. If a cell dies, its sandboxes raise `SandboxError`, and later
+    Each sandbox opens in the cell with the fewest sandboxes from this driver. If a cell dies, its sandboxes raise `SandboxError`, and later
     sandboxes open in other cells.
     """
 
@@ -77,7 +77,7 @@ class CellBackend(ChannelBackend):
         self._problem = "no address"
 
     async def prepare(self, spec: SandboxSpec) -> None:
-        """Checks that a cell answers and has the image. Raises `SandboxUnavailable` if no cell answers within 20 s, or a cell refuses."""
+        """Checks that a cell answers and has the image. Raises `SandboxUnavailable` if no cell answers within 20 s or a cell refuses."""
         if spec.runtime:
             raise SandboxUnavailable(f"sandbox runtime {spec.runtime!r} needs Docker", fix="leave runtime empty")
         async with self._preparing[spec.image]:
@@ -144,9 +144,10 @@ class CellBackend(ChannelBackend):
     async def _ask_cells(
         self, message: Mapping[str, Any], body: bytes = b"", *, timeout_s: float
     ) -> tuple[CellState, socket.socket, dict[str, Any]]:
-        """Sends a request to one cell after the other until one accepts it. Waits while all are full; the caller sets the deadline.
+        """Sends a request to one cell after another until one accepts it. Returns (cell, connection, reply).
 
-        Raises `SandboxError` if a cell refuses, or no cell answers within `reach_s`.
+        Waits while all cells are full; the caller sets the deadline. Raises `SandboxError` if a cell refuses or no cell answers within
+        `reach_s`.
         """
         loop = asyncio.get_running_loop()
         answered_at = loop.time()
@@ -185,12 +186,12 @@ class CellBackend(ChannelBackend):
         cell.avoided_until = asyncio.get_running_loop().time() + seconds
 
     def _avoid_silent(self, cell: CellState, problem: str) -> None:
-        """Avoids a cell that did not answer, longer each time. It has the fewest sandboxes, so each opening would try it first."""
+        """Avoids a cell that did not answer, longer each time. Such a cell has the fewest sandboxes, so each opening would try it first."""
         cell.failures += 1
         self._avoid(cell, problem, min(AVOID_S * 2 ** min(cell.failures - 1, 10), MOST_AVOID_S))
 
     async def _resolve(self) -> None:
-        """Looks the names up again every few seconds. Removes unlisted cells. If a name has no address, records that as the problem."""
+        """Looks the names up again every few seconds. Removes cells no longer listed. Records a name without an address as the problem."""
         loop = asyncio.get_running_loop()
         if loop.time() < self._resolved_at + _RESOLVE_S:
             return
@@ -208,7 +209,7 @@ class CellBackend(ChannelBackend):
     async def _request(
         self, address: tuple[str, int], message: Mapping[str, Any], body: bytes = b""
     ) -> tuple[socket.socket, dict[str, Any]]:
-        """Connects to a cell. Returns the connection and the reply. Raises `SandboxError` or `OSError`. The caller sets the deadline."""
+        """Connects to a cell. Returns (connection, reply). Raises `SandboxError` or `OSError`. The caller sets the deadline."""
         sock = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET, socket.SOCK_STREAM)
         try:
             wire.prepare_socket(sock)
@@ -223,9 +224,10 @@ class CellBackend(ChannelBackend):
 
 
 class TunnelListener:
-    """The driver's end of a sandbox with an allow-list. A connection to the cell waits for a program's connection, and the proxy serves it.
+    """The driver's end of a sandbox with an allow-list.
 
-    So the same rules apply as to sandboxes on this machine, and `127.0.0.1` in an allow-list is this machine.
+    A connection to the cell waits until a program connects, and the proxy serves that program. So the same rules apply as for sandboxes
+    on this machine, and `127.0.0.1` in an allow-list means this machine.
     """
 
     def __init__(self, name: str, spec: SandboxSpec) -> None:
@@ -237,11 +239,11 @@ class TunnelListener:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def receive(self) -> None:
-        """Starts to serve."""
+        """Starts serving."""
         self._spawn(self._offer())
 
     async def close(self) -> None:
-        """Ends every connection. Idempotent."""
+        """Closes every connection. Idempotent."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

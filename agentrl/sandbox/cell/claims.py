@@ -1,7 +1,8 @@
-"""Cells from `kubernetes-sigs/agent-sandbox`. Each cell is the pod of a `SandboxClaim` on a warm pool, created when it is needed.
+"""Cells from `kubernetes-sigs/agent-sandbox`. Each is the pod of a `SandboxClaim` on a warm pool; the claim is created when needed.
 
-The pool's template runs `agentrl sandbox serve` (`agentrl cluster manifest --cells` writes both). So sandboxes open as quickly as in
-other cells, programs run under the template's runtime class, such as gVisor, and the controller of agent-sandbox replaces failed pods.
+The pool's template runs `agentrl sandbox serve` (`agentrl cluster manifest --cells` writes the pool and the template). So sandboxes open
+as quickly as in other cells, programs run under the template's runtime class, such as gVisor, and the controller of agent-sandbox
+replaces failed pods.
 
 Claims are leased: each expires `LEASE_S` after this driver last renewed it, so a driver that dies leaves no claims behind.
 Source of the fields: extensions.agents.x-k8s.io/v1beta1 of agent-sandbox 0.5.6.
@@ -49,7 +50,7 @@ _NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?")
 
 
 class KubernetesApi:
-    """Calls the Kubernetes API. The defaults are for a pod, which has the API's address and the account's token and authority."""
+    """Calls the Kubernetes API. The defaults are for a process in a pod, which has the address, a token and the authority."""
 
     def __init__(self, url: str = "", *, token: str = "", authority: str = "") -> None:
         host, port = os.environ.get("KUBERNETES_SERVICE_HOST", ""), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
@@ -71,7 +72,7 @@ class KubernetesApi:
         self._client = httpx.AsyncClient(base_url=address, verify=verify, timeout=REQUEST_S, follow_redirects=False)
 
     async def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
-        """Returns the object in the reply; None if there is no object of that name. Raises `SandboxError`."""
+        """Sends a request. Returns the object in the reply, or None if there is no object of that name. Raises `SandboxError`."""
         try:
             kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
             headers = {"Content-Type": kind, "Authorization": f"Bearer {self._token or (_ACCOUNT / 'token').read_text().strip()}"}
@@ -94,7 +95,7 @@ class KubernetesApi:
             raise SandboxError(f"the Kubernetes API: {method} {path}: {one_line_error(error)}") from None
 
     def now(self) -> datetime:
-        """Returns the time of the API's clock, so that leases do not depend on the local clock. Before the first reply: the local time."""
+        """Returns the API's time, so that leases do not depend on the local clock. Before the first reply, returns the local time."""
         if self._date is None:
             return datetime.now(UTC)
         return self._date[0] + timedelta(seconds=time.monotonic() - self._date[1])
@@ -157,7 +158,7 @@ class ClaimBackend(CellBackend):
         return sorted(usable, key=lambda cell: cell.open)
 
     async def _claim(self) -> None:
-        """Creates a claim and waits for its pod. Openings that wait for the claim report a failure."""
+        """Creates a claim and waits for its pod. If that fails, the openings that wait for the claim report it."""
         name, loop = f"agentrl-{secrets.token_hex(8)}", asyncio.get_running_loop()
         try:
             await self._api.call("GET", f"{self._path}/{name}")  # does not exist; the reply has the API's time, for the lease
@@ -217,11 +218,11 @@ class ClaimBackend(CellBackend):
     async def _delete(self, name: str) -> None:
         try:
             await self._api.call("DELETE", f"{self._path}/{name}")
-        except SandboxError as error:  # the claim ends with its lease
+        except SandboxError as error:  # the claim expires with its lease
             log.warning("cannot delete claim %s, which expires within %.0f s: %s", name, LEASE_S, error)
 
     def _leave(self, cell: CellState) -> None:
-        """Drops all claims without sandboxes, except one."""
+        """Records that a sandbox has left, and drops all claims without sandboxes, except one."""
         super()._leave(cell)
         idle = [claim for claim in self._claims if claim.cell.open == 0]
         for claim in idle[1:]:

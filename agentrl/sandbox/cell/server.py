@@ -1,10 +1,10 @@
 """The cell: a process in a container or pod that opens bubblewrap sandboxes for drivers on other machines.
 
 Each sandbox has one connection to its driver, over which the cell forwards the bytes of the exec server unread. The sandbox ends with the
-connection: when the driver closes it, dies, or its machine is silent for 30 s. Drivers do not see each other's sandboxes: only the driver
-that opened a sandbox gets the token that other requests about it need.
+connection: when the driver closes it or dies, or when the driver's machine is silent for 30 s. Drivers do not see each other's sandboxes:
+only the driver that opened a sandbox receives the token that other requests about the sandbox require.
 
-A cell does not access a network for a program. It joins a program's connection to the proxy with a waiting connection of the driver.
+A cell does not access a network for a program. It joins a program's connection to the proxy with a waiting connection from the driver.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Tunnel:
 
 
 class _Tunnels:
-    """Joins each connection of a program to its proxy with the next tunnel (see `agentrl.sandbox.egress.Server`)."""
+    """Joins each connection from a program to its proxy with the next tunnel (see `agentrl.sandbox.egress.Server`)."""
 
     def __init__(self) -> None:
         self.waiting: asyncio.Queue[_Tunnel] = asyncio.Queue(_MAX_TUNNELS)
@@ -80,13 +80,13 @@ class _Tunnels:
                 tunnel.ended.set()
 
     def add(self, tunnel: _Tunnel) -> None:
-        """Adds a waiting tunnel. If too many wait, ends the oldest: a driver offers one at a time, so it must have lost the oldest one."""
+        """Adds a waiting tunnel. If too many wait, closes the oldest: a driver offers one at a time, so it must have lost the oldest."""
         if self.waiting.full():
             self.waiting.get_nowait().ended.set()
         self.waiting.put_nowait(tunnel)
 
     async def _take(self) -> _Tunnel:
-        """Returns the next tunnel whose driver is still connected, after replying to it."""
+        """Returns the next tunnel whose driver is still connected, after sending that driver the reply."""
         while True:
             tunnel = await self.waiting.get()
             try:
@@ -104,13 +104,13 @@ class _Tunnels:
         """Does nothing, because the driver's proxy logs them."""
 
     def close(self) -> None:
-        """Ends the waiting tunnels."""
+        """Closes the waiting tunnels."""
         while not self.waiting.empty():
             self.waiting.get_nowait().ended.set()
 
 
 def _has_ended(sock: socket.socket) -> bool:
-    """Whether the other end, which must not have sent anything, closed a connection. Raises `OSError` if the connection was lost."""
+    """Whether the other end, which must not have sent anything, has closed the connection. Raises `OSError` if the connection was lost."""
     try:
         return not sock.recv(1, socket.MSG_PEEK)
     except BlockingIOError:
@@ -125,7 +125,7 @@ async def _copy(source: socket.socket, target: socket.socket) -> None:
 
 
 class _Sandboxes(BubblewrapBackend):
-    """bubblewrap sandboxes of images in the cache. A spec names an image by its key."""
+    """Bubblewrap sandboxes whose images are in the cache. A spec names an image by its key."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -153,7 +153,7 @@ class _Running:
 class Cell(ClosesOnce):
     """Opens sandboxes for drivers that have `key`: at most `sandboxes` at a time, and only while `memory_mb` is enough for their limits.
 
-    `replaceable`: drivers may send a replacement of the exec server, as the attack suite does. It starts with the rights that the exec
+    `replaceable`: drivers may send a replacement for the exec server, as the attack suite does. It starts with the rights that the exec
     server needs to isolate itself, so such a driver controls the cell, and with it the sandboxes of all other drivers.
     """
 
@@ -173,7 +173,7 @@ class Cell(ClosesOnce):
         return f"room for {self._free} sandboxes and {self._free_mb} MiB"
 
     async def start(self, host: str, port: int) -> int:
-        """Starts to serve, and returns the port. Raises `UserError` if the address cannot be used."""
+        """Starts serving and returns the port. Raises `UserError` if the address cannot be used."""
         try:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             self._listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
@@ -186,7 +186,7 @@ class Cell(ClosesOnce):
         return int(self._listener.getsockname()[1])
 
     async def _close(self) -> None:
-        """Ends every connection and with it every sandbox."""
+        """Closes every connection and with it every sandbox."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -257,7 +257,7 @@ class Cell(ClosesOnce):
         return {"ok": True}
 
     async def _open(self, sock: socket.socket, request: wire.OpenRequest, proof: bytes) -> None:
-        """Opens a sandbox for a connection, and forwards bytes until one of the two ends. Returns when nothing of the sandbox is left."""
+        """Opens a sandbox for a connection, and forwards bytes until either side closes. Returns when nothing of the sandbox is left."""
         async with asyncio.timeout(HANDSHAKE_S):
             program = await wire.receive_exactly(sock, request.program_bytes)
         if program and not self._replaceable:
@@ -284,7 +284,7 @@ class Cell(ClosesOnce):
                 running = self._running[token] = _Running(relieve, self._backend.tunnels.get(sandbox.id))
                 if running.tunnels is not None:
                     stack.callback(running.tunnels.close)
-                stack.callback(self._running.pop, token)  # first, so that no tunnel arrives after `close`
+                stack.callback(self._running.pop, token)  # runs first, so that no tunnel arrives after `close`
                 await _send(sock, proof, {"ok": True, "token": token}, encode({"id": 0, "ok": True, "version": 1}))
                 await _pass_on(sock, reader, writer)
         finally:
@@ -301,7 +301,7 @@ def _failure(why: str, message: str) -> dict[str, Any]:
 
 
 async def _pass_on(sock: socket.socket, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Copies between a driver's connection and an exec server until either ends."""
+    """Copies between a driver's connection and an exec server until either side closes."""
     loop = asyncio.get_running_loop()
 
     async def inwards() -> None:
@@ -324,7 +324,7 @@ async def _pass_on(sock: socket.socket, reader: asyncio.StreamReader, writer: as
 
 @contextlib.contextmanager
 def _as_file(program: bytes) -> Iterator[Path]:
-    """Writes a replacement of the exec server to a file that exists for the block."""
+    """Writes a replacement for the exec server to a file that exists for the block. Yields its path."""
     with tempfile.TemporaryDirectory(prefix="agentrl-cell-") as folder:
         path = Path(folder, "exec_server.py")
         path.write_bytes(program)
@@ -356,7 +356,7 @@ def run_cell(key: str, listen: str, *, sandboxes: int = MAX_SANDBOXES, memory_mb
 
 
 async def serve_cell(key: str, listen: str, *, sandboxes: int = MAX_SANDBOXES, memory_mb: int = 0) -> None:
-    """Serves until SIGTERM or SIGINT, then ends all sandboxes. Raises `UserError`, or `SandboxUnavailable` if bubblewrap does not work."""
+    """Serves until SIGTERM or SIGINT, then closes all sandboxes. Raises `UserError`, or `SandboxUnavailable` if bubblewrap fails."""
     if problem := await asyncio.to_thread(unavailable_reason):
         raise SandboxUnavailable(
             f"a cell needs bubblewrap: {problem}",

@@ -1,11 +1,11 @@
-"""Messages between driver and cell, before a connection carries the bytes of one exec server.
+"""Messages between a driver and a cell, exchanged before a connection carries the bytes of one exec server.
 
     cell    -> driver   32 random bytes
-    driver  -> cell     32 random bytes, HMAC-SHA256 under the key of "driver" and both, and a request
-    cell    -> driver   HMAC of "cell" and both, and a reply
+    driver  -> cell     32 random bytes, HMAC-SHA256 of "driver" and both values under the key, and a request
+    cell    -> driver   HMAC-SHA256 of "cell" and both values under the key, and a reply
 
-Each side proves that it has the key, and neither sends it. Requests and replies are JSON objects of at most 64 KiB after their length.
-The connection is not encrypted: use a private network.
+Each side proves that it has the key, and neither sends it. Requests and replies are JSON objects of at most 64 KiB, each preceded by its
+length. The connection is not encrypted: use a private network.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ PORT = 7423
 NONCE_BYTES = PROOF_BYTES = 32
 MAX_MESSAGE = 64 << 10
 MAX_PROGRAM = 1 << 20
-"""Maximum size of a replacement of the exec server. Only the attack suite sends one."""
+"""Maximum size of a replacement for the exec server. Only the attack suite sends one."""
 SHORTEST_KEY = 16
 """Minimum number of characters of a key."""
 LONGEST_OPEN_S = 120.0
 _LENGTH = struct.Struct("!I")
 _SILENCE_S = 30
-"""After this time without any packet from the other machine, the kernel ends a connection on either side."""
+"""After this time without any packet from the other machine, the kernel closes a connection on either side."""
 
 Message = Mapping[str, Any]
 
@@ -52,7 +52,7 @@ class OpenRequest(Record):
     code: str  # `code_version` of the driver
     spec: SandboxSpec  # `image` is the key of a stored image
     timeout_s: float = 60.0
-    program_bytes: int = 0  # of a replacement of the exec server, which follows
+    program_bytes: int = 0  # size of the replacement for the exec server that follows the request
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)
@@ -66,7 +66,7 @@ class OpenRequest(Record):
 
 
 def parse_address(text: str, *, least_port: int = 1) -> tuple[str, int]:
-    """Returns host and port of `HOST:PORT`. Raises `UserError`."""
+    """Returns (host, port) from `HOST:PORT`. Raises `UserError`."""
     host, _, port = text.rpartition(":")
     host = host.strip("[]")
     if not host or not port.isdigit() or not least_port <= int(port) < 65536:
@@ -75,12 +75,12 @@ def parse_address(text: str, *, least_port: int = 1) -> tuple[str, int]:
 
 
 def code_version() -> str:
-    """Returns the hash of the exec server's code, which driver and cell must have in common."""
+    """Returns the hash of the exec server's code, which must be the same in the driver and in the cell."""
     return hashlib.sha256(server_code.source().encode()).hexdigest()
 
 
 def prepare_socket(sock: socket.socket) -> None:
-    """Sets socket options, so that the kernel ends the connection if the other machine is lost and sends small messages without delay."""
+    """Sets socket options: the kernel closes the connection if the other machine is lost, and sends small messages without delay."""
     sock.setblocking(False)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
@@ -94,7 +94,7 @@ def prepare_socket(sock: socket.socket) -> None:
 
 
 async def receive_exactly(sock: socket.socket, size: int) -> bytes:
-    """Returns the next `size` bytes and reads no more. Raises `CellProtocolError` if the connection ends earlier."""
+    """Returns the next `size` bytes and reads no more. Raises `CellProtocolError` if the connection is closed earlier."""
     data = b""
     while len(data) < size:
         piece = await asyncio.get_running_loop().sock_recv(sock, size - len(data))
@@ -127,7 +127,7 @@ def packed(message: Message) -> bytes:
 
 
 async def admit(sock: socket.socket, key: bytes) -> tuple[dict[str, Any], bytes]:
-    """Returns, in the cell, the request of a driver that has the key, and the proof for the reply. Raises `CellProtocolError`."""
+    """In the cell: returns (request of a driver that has the key, proof for the reply). Raises `CellProtocolError`."""
     own = secrets.token_bytes(NONCE_BYTES)
     await asyncio.get_running_loop().sock_sendall(sock, own)
     other = await receive_exactly(sock, NONCE_BYTES)
@@ -138,12 +138,12 @@ async def admit(sock: socket.socket, key: bytes) -> tuple[dict[str, Any], bytes]
 
 
 async def greeting(sock: socket.socket) -> bytes:
-    """Returns, in the driver, the random bytes of the cell. They arrive before any request is sent. The caller sets the deadline."""
+    """In the driver: returns the cell's random bytes. They arrive before any request is sent. The caller sets the deadline."""
     return await receive_exactly(sock, NONCE_BYTES)
 
 
 async def request(sock: socket.socket, key: bytes, other: bytes, message: Message, body: bytes = b"") -> dict[str, Any]:
-    """Sends, from the driver, a request after the cell's greeting `other`, and returns the reply.
+    """In the driver: sends a request after the cell's greeting `other`, and returns the reply.
 
     Raises `CellProtocolError`, for example if the cell does not have the key.
     """

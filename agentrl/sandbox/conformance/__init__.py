@@ -22,7 +22,7 @@ CHECKS = {
     for name, function in vars(module).items()
     if name.startswith("check_")
 }
-"""Name -> function of every check. A check gets the backend under test and a new sandbox."""
+"""Name -> function of every check. A check receives the backend under test and a new sandbox."""
 _CHECK_S = 120.0
 
 

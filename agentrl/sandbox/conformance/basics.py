@@ -1,4 +1,4 @@
-"""Checks of programs, limits, shares of the host's resources, isolation, files, snapshots, pausing and closing."""
+"""Checks programs, limits, shares of the host's resources, isolation, files, snapshots, pausing and closing."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def direct(*address):
 
 
 async def check_exec_result(bench: BackendUnderTest, sandbox: Sandbox) -> None:
-    """Checks output, errors, exit codes, standard input, environment and working directory of a program."""
+    """Checks the output, errors, exit codes, standard input, environment and working directory of a program."""
     script = "cat; echo err >&2; pwd; echo $WORD; exit 3"
     result = await sandbox.exec(["sh", "-c", script], stdin=b"in\n", env={"WORD": "w"}, timeout_s=10)
     expect((result.exit_code, result.stdout, result.stderr) == (3, "in\n/home/agent\nw\n", "err\n") and not result.ok, result)
@@ -99,7 +99,7 @@ async def check_output_is_cut(bench: BackendUnderTest, sandbox: Sandbox) -> None
 
 
 async def check_timeout_kills_the_tree(bench: BackendUnderTest, sandbox: Sandbox) -> None:
-    """Checks that a timeout promptly ends children, and daemons in separate process sessions."""
+    """Checks that a timeout promptly kills children, including daemons in separate process sessions."""
     daemons = """
 import os, time, signal
 for _ in range(3):
@@ -120,7 +120,7 @@ time.sleep(60)
 
 
 async def check_background_does_not_hold_up(bench: BackendUnderTest, sandbox: Sandbox) -> None:
-    """Checks that a call ends even if the program leaves a child that keeps its output open."""
+    """Checks that a call returns even if the program leaves behind a child that keeps its output open."""
     start = time.monotonic()
     result = await sandbox.exec(["sh", "-c", "sleep 30 & echo done"], timeout_s=20)
     expect(result.exit_code == 0 and result.stdout == "done\n" and time.monotonic() - start < 5.0, result)
@@ -130,7 +130,7 @@ async def check_background_does_not_hold_up(bench: BackendUnderTest, sandbox: Sa
 
 
 async def check_memory_bomb(bench: BackendUnderTest, sandbox: Sandbox) -> None:
-    """Checks that far exceeding the memory limit ends the program, but not the sandbox."""
+    """Checks that a program that far exceeds the memory limit fails, and that the sandbox continues."""
     size = 4 * bench.spec.memory_mb * MEBIBYTE
     result = await run_python(sandbox, f"b = bytearray(b'x') * {size}; print(len(b))", timeout_s=60)
     killed = result.exit_code is None and result.reason in ("memory", "killed")
@@ -139,7 +139,7 @@ async def check_memory_bomb(bench: BackendUnderTest, sandbox: Sandbox) -> None:
 
 
 async def check_fork_bomb(bench: BackendUnderTest, sandbox: Sandbox) -> None:
-    """Checks that a fork bomb reaches the process limit and ends with the timeout."""
+    """Checks that a fork bomb cannot exceed the process limit, and is killed at its timeout."""
     bomb = "import os\nn = 0\nwhile True:\n    try:\n        if os.fork() == 0:\n            n = 0\n    except OSError:\n        pass\n"
     count = """
 import os, time
@@ -176,7 +176,7 @@ except OSError as error: print(error.errno)
 
 
 async def check_open_files_limit(bench: BackendUnderTest, sandbox: Sandbox) -> None:
-    """Checks that a program gets no more file descriptors than the limit."""
+    """Checks that a program gets no more file descriptors than the limit allows."""
     code = "import os\nn = 0\ntry:\n    while n < 100000:\n        os.dup(1); n += 1\nexcept OSError: pass\nprint(n)"
     result = await run_python(sandbox, code)
     expect(0 < int(result.stdout) <= bench.spec.open_files, result)
@@ -186,7 +186,7 @@ async def check_open_files_limit(bench: BackendUnderTest, sandbox: Sandbox) -> N
 
 
 async def check_cores(bench: BackendUnderTest, sandbox: Sandbox) -> None:
-    """Checks that every way to count cores returns the number that the CPU time can fill."""
+    """Checks that every way to count cores returns the number of cores that the spec's CPU time can keep busy."""
     count = min(math.ceil(bench.spec.cpus), len(os.sched_getaffinity(0)))
     await expect_everywhere(sandbox, _COUNT_CORES, f"{count} {count} {count}")
     result = await sandbox.exec(["nproc"], timeout_s=10)
@@ -194,7 +194,7 @@ async def check_cores(bench: BackendUnderTest, sandbox: Sandbox) -> None:
 
 
 async def check_cpu_time(bench: BackendUnderTest, sandbox: Sandbox) -> None:
-    """Checks that all programs together get the CPU time of the spec."""
+    """Checks that all programs together get no more CPU time than the spec allows."""
     result = await run_python(sandbox, _SPIN)
     expect(result.exit_code == 0, result)
     spent, wall = map(float, result.stdout.split())
@@ -246,7 +246,7 @@ for address in (('10.0.0.1', 80), ('1.1.1.1', 53), ('169.254.169.254', 80), ('12
 
 
 async def check_unprivileged(bench: BackendUnderTest, sandbox: Sandbox) -> None:
-    """Checks that programs are not root, have a call filter, and cannot get capabilities, namespaces, mounts or devices."""
+    """Checks that programs are not root, have a system call filter, and cannot get capabilities, namespaces, mounts or devices."""
     code = """
 import os, ctypes
 status = dict(line.split(':', 1) for line in open('/proc/self/status'))
@@ -357,7 +357,7 @@ async def check_files(bench: BackendUnderTest, _: Sandbox) -> None:
 
 
 async def check_arguments(bench: BackendUnderTest, sandbox: Sandbox) -> None:
-    """Checks that invalid arguments raise typed errors, every possible file name is accepted, and the sandbox continues."""
+    """Checks that invalid arguments raise typed errors, that every possible file name is accepted, and that the sandbox continues."""
     for text in ("\ud800", "a\0b", ""):
         await expect_error(ValueError, sandbox.read(text, max_bytes=10))
         await expect_error(ValueError, sandbox.write(text, b""))
@@ -374,7 +374,7 @@ async def check_arguments(bench: BackendUnderTest, sandbox: Sandbox) -> None:
 
 
 async def check_links_are_not_followed(bench: BackendUnderTest, sandbox: Sandbox) -> None:
-    """Checks that the host's reads and writes never follow a link: reads fail, and writes replace it."""
+    """Checks that the host's reads and writes never follow a link: reads fail, and writes replace the link."""
     plant = """
 import os
 os.symlink('/etc/passwd', 'link'); os.symlink('/etc', 'folder'); os.mkfifo('pipe'); os.mkdir('dir')
@@ -390,7 +390,7 @@ os.symlink('/tmp/target', 'out'); open('/tmp/target', 'w').write('kept')
 
 
 async def check_snapshot_round_trip(bench: BackendUnderTest, sandbox: Sandbox) -> None:
-    """Checks that a snapshot opens as a sandbox with the same files, even unreadable ones, and that an oversized one is rejected."""
+    """Checks that a sandbox opened from a snapshot has the same files, even unreadable ones, and that an oversized one is rejected."""
     fill = """
 import os
 os.makedirs('a/b'); os.symlink('f', 'a/b/l'); os.mkfifo('pipe')
@@ -413,16 +413,16 @@ print(oct(os.stat('c').st_mode)); os.chmod('c', 0o700); print(oct(os.stat('c/d')
 
 
 async def check_pause_and_resume(bench: BackendUnderTest, sandbox: Sandbox) -> None:
-    """Checks that a paused program makes no progress, its clock stops, and it continues when resumed.
+    """Checks that a paused program makes no progress, that its clock stops, and that it continues when resumed.
 
-    On a busy machine the program may not have started when the pause arrives. Then the check waits longer and tries again.
+    On a busy machine, the program may not have started when the pause begins. In that case, the check retries with a longer wait.
     """
     paused = await _pauses(sandbox, 0.5) or await _pauses(sandbox, 1.5) or await _pauses(sandbox, 4.5)
     expect(paused, "the program had not started within 4.5 s")
 
 
 async def _pauses(sandbox: Sandbox, wait_s: float) -> bool:
-    """Pauses a program after `wait_s` for 4 s. Returns False if the program started only after the pause."""
+    """Starts a program and pauses it after `wait_s` seconds, for 4 s. Returns False if the program started only after the pause."""
     ticks = round(10 * wait_s) + 10
     count = f"import time\nfor i in range({ticks}):\n    time.sleep(0.1)\n    print(time.monotonic(), flush=True)\n"
     running = asyncio.create_task(run_python(sandbox, count, timeout_s=wait_s + 3.5))

@@ -1,4 +1,4 @@
-"""Types and helper functions of conformance checks."""
+"""Types and helper functions for conformance checks."""
 
 from __future__ import annotations
 

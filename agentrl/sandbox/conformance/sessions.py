@@ -1,4 +1,4 @@
-"""Checks of sessions: interpreters that persist between calls."""
+"""Checks sessions: interpreters that persist between calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ async def _answers(sandbox: Sandbox, code: str, wanted: str, *, name: str = "mai
 
 
 async def check_session_keeps_its_names(bench: BackendUnderTest, sandbox: Sandbox) -> None:
-    """Checks that names, imports and threads of a session persist, and that other sessions and calls without a session do not see them."""
+    """Checks that the names and imports of a session persist, and that other sessions and calls outside sessions do not see them."""
     await _answers(sandbox, "import json\nrows = [1, 2]\ndef total(): return sum(rows)", "")
     await _answers(sandbox, "rows.append(3)", "")
     await _answers(sandbox, "print(total(), json.dumps(rows), __name__)", "6 [1, 2, 3] __main__\n")
@@ -32,7 +32,7 @@ async def check_session_keeps_its_names(bench: BackendUnderTest, sandbox: Sandbo
 
 
 async def check_session_shows_last_values(bench: BackendUnderTest, sandbox: Sandbox) -> None:
-    """Checks that a final expression is printed unless it is None, and that an exception does not end the session."""
+    """Checks that the value of a final expression is printed unless it is None, and that an exception does not end the session."""
     shows = {"6 * 7": "42\n", "x = 1": "", "None": "", "'a\\n'": "'a\\n'\n", "1\n2": "2\n", "_ + 1": "3\n", "": ""}
     for code, shown in shows.items():
         await _answers(sandbox, code, shown)
@@ -73,7 +73,7 @@ async def check_session_output_is_each_calls_own(bench: BackendUnderTest, sandbo
 
 
 async def check_session_ends(bench: BackendUnderTest, sandbox: Sandbox) -> None:
-    """Checks that an exit, a kill and a timeout end a session. The result reports that, and the next result reports a restart."""
+    """Checks that an exit, a kill and a timeout each end a session. The result must report the end, and the next result a restart."""
     for end, how, timeout_s in (
         ("import sys; sys.exit(3)", (3, ""), 20.0),
         ("raise SystemExit", (0, ""), 20.0),
@@ -93,7 +93,7 @@ async def check_session_ends(bench: BackendUnderTest, sandbox: Sandbox) -> None:
 
 
 async def check_session_memory(bench: BackendUnderTest, sandbox: Sandbox) -> None:
-    """Checks that a session that takes too much memory ends or gets an exception, and that the sandbox continues."""
+    """Checks that a session that uses too much memory ends or raises an exception, and that the sandbox continues."""
     result = await _in_session(sandbox, f"b = bytearray(b'x') * {4 * bench.spec.memory_mb << 20}", timeout_s=60)
     killed = result.exit_code is None and result.reason in ("memory", "killed") and result.session_ended
     expect(killed or (result.exit_code == 1 and "MemoryError" in result.stderr and not result.session_ended), result)
@@ -102,7 +102,7 @@ async def check_session_memory(bench: BackendUnderTest, sandbox: Sandbox) -> Non
 
 
 async def check_sessions_are_bounded(bench: BackendUnderTest, sandbox: Sandbox) -> None:
-    """Checks that a sandbox has at most four sessions, and that their names are plain."""
+    """Checks that a sandbox accepts at most four sessions, and only plain names for them."""
     for name in ("a b", "../x", "x" * 65, "\u00e9"):
         await expect_error(ValueError, _in_session(sandbox, "1", name=name))
     for number in range(4):
@@ -128,7 +128,7 @@ async def check_session_pauses(bench: BackendUnderTest, sandbox: Sandbox) -> Non
 
 
 async def check_session_is_not_in_a_snapshot(bench: BackendUnderTest, sandbox: Sandbox) -> None:
-    """Checks that a snapshot contains only files. In a sandbox opened from it, a session starts fresh and reports that once."""
+    """Checks that a snapshot contains only files: in a sandbox opened from it, a session starts fresh and reports a restart once."""
     await _answers(sandbox, "x = 1; print(open('f', 'w').write('kept'))", "4\n")
     archive = await sandbox.snapshot()
     await _answers(sandbox, "x", "1\n")

@@ -1,8 +1,8 @@
-"""Network access of a sandbox with an allow-list (`SandboxSpec.network`), which goes only through a proxy on the host.
+"""Network access for a sandbox with an allow-list (`SandboxSpec.network`), only through a proxy on the host.
 
-The sandbox's network namespace stays empty: a loopback interface, no route, no name server. Before any program runs, the exec server
+The sandbox's network namespace has only a loopback interface: no route and no name server. Before any program runs, the exec server
 opens a listener on that loopback and hands it to the host, which keeps the only copy. The proxy variables in their environment direct
-programs to this listener, and so to the host's proxy. No part of the proxy runs in the sandbox, where it could be taken over, killed or
+programs to this listener, and thus to the host's proxy. No part of the proxy runs in the sandbox, where it could be taken over, killed or
 stopped. A program that ignores the variables cannot reach anything.
 
 `listener` receives the listener and accepts connections. `requests` parses requests, checks them and connects. `proxy` forwards data.
@@ -39,7 +39,7 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def server_options(spec: SandboxSpec) -> dict[str, Any]:
-    """Returns the additional options of the exec server (see `limits.server_options`); empty if there is no allow-list."""
+    """Returns the additional options for the exec server (see `limits.server_options`). Empty if there is no allow-list."""
     if not spec.network:
         return {}
     variables = proxy_environment(parse_destinations(spec.network))
@@ -47,12 +47,12 @@ def server_options(spec: SandboxSpec) -> dict[str, Any]:
 
 
 def socket_mounts(folder: Path, spec: SandboxSpec) -> dict[str, Path]:
-    """Returns path in the sandbox -> path on the host of the socket through which the exec server hands over its listener."""
+    """Returns a mapping path in the sandbox -> path on the host for the socket through which the exec server hands over its listener."""
     return {_LINK_INSIDE: folder / LINK} if spec.network else {}
 
 
 def proxy_environment(network: tuple[Destination, ...]) -> dict[str, str]:
-    """Returns the proxy variables of programs. Loopback addresses bypass the proxy unless the allow-list contains them."""
+    """Returns the proxy variables for programs. Loopback addresses bypass the proxy unless the allow-list contains them."""
     listed = {destination.host for destination in network}
     proxy, direct = f"http://127.0.0.1:{PORT}", ",".join(name for name in _LOOPBACK if name not in listed)
     variables = {"http_proxy": proxy, "https_proxy": proxy, "no_proxy": direct}

@@ -1,8 +1,8 @@
 """The listener on a sandbox's loopback. The exec server hands it over before any program runs, and the host serves it.
 
 The descriptor arrives over a socket in the sandbox's runtime folder. A listener stays in the network namespace in which it was created,
-so only this sandbox can connect to it. A thread accepts connections, because the process that created a listener shares its flags: a
-compromised exec server could make `accept` block, which must never happen in an event loop.
+so only this sandbox can connect to it. A thread accepts connections, because the process that created a listener shares its flags with the
+host: a compromised exec server could make `accept` block, which must never happen in an event loop.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ class Server(Protocol):
 
 
 class Listener(Protocol):
-    """The host's end of a sandbox with an allow-list."""
+    """The host's end of a sandbox's network access."""
 
     async def receive(self) -> None:
-        """Starts to serve. Call it after the exec server's greeting. Raises `SandboxError`."""
+        """Starts serving. Call it after the exec server's greeting. Raises `SandboxError`."""
 
     async def close(self) -> None:
-        """Ends every connection. Idempotent."""
+        """Closes every connection. Idempotent."""
 
     def discard(self) -> None:
         """Removes what was created for a sandbox that failed to start."""
 
 
 class EgressListener:
-    """The host's end of a sandbox with an allow-list: it accepts connections and passes them to a `Proxy`, or to `server` if that is set.
+    """The host's end of a sandbox's network access: it accepts connections and passes them to a `Proxy`, or to `server` if that is set.
 
-    Create it before the sandbox starts, `receive` the listener after the exec server's greeting, and `close` it with the sandbox.
+    Create it before the sandbox starts, call `receive` after the exec server's greeting, and call `close` when the sandbox closes.
     """
 
     def __init__(self, name: str, spec: SandboxSpec, folder: Path, bounds: Bounds | None = None, server: Server | None = None) -> None:
@@ -76,7 +76,7 @@ class EgressListener:
         self._closing = False
 
     async def receive(self) -> None:
-        """Receives the listener and starts to serve. Raises `SandboxError`. The caller sets the deadline."""
+        """Receives the listener and starts serving. Raises `SandboxError`. The caller sets the deadline."""
         loop = asyncio.get_running_loop()
         with await accept(self._handover) as link:
             await readable(link)
@@ -87,7 +87,7 @@ class EgressListener:
         thread.start()
 
     async def close(self) -> None:
-        """Ends every connection and the listener. Idempotent."""
+        """Closes every connection and the listener. Idempotent."""
         if self._closing:
             return
         self._closing = True
@@ -113,8 +113,8 @@ class EgressListener:
         self._path.unlink(missing_ok=True)
 
     def _accept(self, listener: socket.socket, loop: asyncio.AbstractEventLoop) -> None:
-        """Passes connections to the driver's event loop until the listener ends. Runs in its own thread."""
-        with contextlib.suppress(RuntimeError):  # the event loop has ended
+        """Passes connections to the driver's event loop until the listener is closed. Runs in its own thread."""
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
             while self._slots.acquire() and not self._closing:
                 link = _next(listener)
                 if link is None:
@@ -144,7 +144,7 @@ class EgressListener:
 
 
 def _next(listener: socket.socket) -> socket.socket | None:
-    """Returns the next connection; None if the listener has ended."""
+    """Returns the next connection, or None if the listener is closed."""
     while True:
         try:
             return listener.accept()[0]

@@ -1,4 +1,4 @@
-"""The forward proxy for the programs of one sandbox: `CONNECT host:port`, and plain HTTP with absolute URLs, one request per connection."""
+"""The forward proxy for programs in one sandbox. Supports `CONNECT host:port` and HTTP with absolute URLs, one request per connection."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _CHUNK = 65536
 _LINGER_S = 2.0
 _LINGER_BYTES = 1 << 20
 _RECEIVE_BYTES = 1 << 18
-"""Kernel buffer for bytes that a sandbox has sent and the proxy has not read yet. It is not charged to the sandbox's memory."""
+"""Size of the kernel buffer for bytes that a sandbox has sent and the proxy has not read yet. It is not charged to the sandbox's memory."""
 
 _Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Limits of one sandbox's use of the host's proxy. Times are in seconds. Connections beyond `connections` wait."""
+    """Limits on one sandbox's use of the host's proxy. Times are in seconds. Connections beyond `connections` wait."""
 
     connections: int = 16  # open at once
     pause_s: float = 0.005  # pause between two accepted connections
@@ -41,11 +41,11 @@ class Bounds:
 
 
 class BudgetSpent(Exception):
-    """The sandbox has used up its bytes."""
+    """The sandbox has used up its byte budget."""
 
 
 class _Clock:
-    """The deadline of a connection: `idle_s` after the last byte, and `total_s` after the first.
+    """The deadline of a connection: `idle_s` after the last transfer, but at most `total_s` after the start.
 
     If `patient`, only `total_s` applies while the program waits for an answer. Used for a server that belongs to the operator, such as a
     model server.
@@ -142,13 +142,13 @@ class Proxy:
             server[1].transport.abort()
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, clock: _Clock, *, from_program: bool) -> None:
-        """Forwards everything up to the end of `reader`, and that end."""
+        """Forwards everything from `reader`, and then its end of file."""
         while data := await reader.read(_CHUNK):
             await self._move(data, writer, clock, from_program=from_program)
         writer.write_eof()
 
     async def _body(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, clock: _Clock, size: int) -> None:
-        """Forwards the body of a request and nothing after it. Returns when the program closes or sends more."""
+        """Forwards the body of a request and nothing after it. Returns when the program closes its end or sends more."""
         with contextlib.suppress(ConnectionError):  # a server may answer before it has read everything
             while size and (data := await reader.read(min(size, _CHUNK))):
                 size -= len(data)
@@ -175,7 +175,7 @@ async def _streams(link: socket.socket, limit: int) -> _Streams:
 
 
 async def _refuse(program: _Streams, refusal: Refusal) -> None:
-    """Sends the reason, then reads briefly: the answer would be lost if a connection was closed with unread bytes."""
+    """Sends the reason, then reads briefly: the response would be lost if the connection were closed with unread bytes."""
     reader, writer = program
     text = f"agentrl: {refusal.reason}\n".encode()
     head = f"HTTP/1.1 {refusal.status.value} {refusal.status.phrase}\r\nContent-Type: text/plain\r\nContent-Length: {len(text)}\r\n"
@@ -190,7 +190,7 @@ async def _refuse(program: _Streams, refusal: Refusal) -> None:
 
 
 async def _run(works: Sequence[Coroutine[Any, Any, None]], until: str) -> None:
-    """Runs coroutines until all, the first, or one that raises has ended (see `asyncio.wait`); then cancels the others."""
+    """Runs coroutines until the condition `until` of `asyncio.wait` holds, then cancels the rest. Raises what a finished one raised."""
     tasks = [asyncio.create_task(work) for work in works]
     try:
         done, _ = await asyncio.wait(tasks, return_when=until)

@@ -1,4 +1,4 @@
-"""Turns the head of a program's HTTP request into a connection: strict parsing, the allow-list, and the address. No byte is trusted.
+"""Turns the head of a program's HTTP request into a connection: parses it, applies the allow-list, checks the address. No byte is trusted.
 
 h11 parses a head, but tolerates many deviations. This module refuses any head that a different parser could understand differently. Each
 line must be what h11 read (no bare line ends, no folded or merged headers), there must be no `user@host`, and the body's size must be a
@@ -49,7 +49,7 @@ class Refusal(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProxyRequest:
-    """A parsed request of a program."""
+    """A parsed request from a program."""
 
     host: str  # in the form of `agentrl.records.destinations.plain_host`
     port: int
@@ -91,7 +91,7 @@ def _read(head: bytes) -> h11.Request:
     try:
         reader.receive_data(head)
         request = reader.next_event()
-    except h11.RemoteProtocolError:  # its message quotes the program's bytes, which must not reach a log or a count of reasons
+    except h11.RemoteProtocolError:  # its message quotes the program's bytes, which must not reach a log or the per-reason counts
         raise _bad("not a well-formed HTTP/1 request (RFC 9112) with one Host") from None
     if not isinstance(request, h11.Request) or request.http_version not in (b"1.0", b"1.1"):
         raise _bad("not a request of HTTP/1.0 or HTTP/1.1")
@@ -191,7 +191,7 @@ def resolve(host: str, port: int) -> list[str]:
 def is_public(address: Address) -> bool:
     """Whether `address` is on the public internet: not loopback, private, link-local (metadata), shared, multicast or reserved.
 
-    If an IPv6 address embeds an IPv4 address (mapped, 6to4, Teredo, NAT64), that must be public too.
+    If an IPv6 address embeds an IPv4 address (mapped, 6to4, Teredo, NAT64), the embedded address must be public too.
     """
     embedded: list[ipaddress.IPv4Address | None] = []
     if isinstance(address, ipaddress.IPv6Address):

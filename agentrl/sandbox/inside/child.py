@@ -1,7 +1,7 @@
 """What a forked child runs as the agent: a program, Python code in its own interpreter, or a session.
 
 A session is an interpreter that persists between calls and keeps its names. The server sends it the pipes of each call through a socket,
-and the session answers with the call's status. The server accepts nothing else from it. A forged status affects only that call, whose code
+and the session replies with the call's status. The server accepts nothing else from it. A forged status affects only that call, whose code
 can choose its exit status anyway. Any other packet ends the session. The kernel reports to the server how a session ended, as it does for
 a program.
 """
@@ -42,7 +42,7 @@ _PACKET = struct.Struct("=IB")  # number of the call, and its status
 
 
 def run_argv(argument: tuple[list[str], dict[str, str] | None]) -> int:
-    """Replaces this process by a program. Returns a shell's exit status if that fails."""
+    """Replaces this process with a program. If that fails, returns the exit status that a shell would return."""
     argv, changes = argument
     environment = {**ENVIRONMENT, **(changes or {})}
     refused: int | None = errno.ENOENT
@@ -57,7 +57,7 @@ def run_argv(argument: tuple[list[str], dict[str, str] | None]) -> int:
 
 
 def candidates(name: str, environment: dict[str, str]) -> list[str]:
-    """Returns the paths where a program of this name may be. Not `os.execvpe`, which takes a millisecond to import `warnings`."""
+    """Returns the paths where a program of this name may be. Replaces `os.execvpe`, which needs a millisecond to import `warnings`."""
     if "/" in name:
         return [name]
     return [f"{folder}/{name}" for folder in environment.get("PATH", os.defpath).split(":")]
@@ -74,7 +74,7 @@ def reset_interpreter() -> None:
 
 
 def rehearse(kind: str) -> None:
-    """Does empty work of this kind, so that the shared pages that it writes to are copied ahead of time."""
+    """Performs empty work of this kind, so that the shared memory pages that such work writes to are copied in advance."""
     if kind == "exec":
         with contextlib.suppress(OSError):
             os.execve(_NOWHERE, [_NOWHERE], ENVIRONMENT)
@@ -114,7 +114,7 @@ def report(error: BaseException) -> None:
 
 
 def exit_status(stop: SystemExit) -> int:
-    """Returns the exit status of an interpreter that ends with `stop`. Prints its message."""
+    """Returns the exit status of an interpreter that exits with `stop`. Prints the message of `stop`, if any."""
     if stop.code is None:
         return 0
     if isinstance(stop.code, int):
@@ -124,7 +124,7 @@ def exit_status(stop: SystemExit) -> int:
 
 
 def finish(status: int) -> int:
-    """Ends an interpreter: waits for threads, runs exit handlers, flushes. Returns the exit status."""
+    """Shuts an interpreter down: waits for threads, runs exit handlers, flushes the output. Returns the exit status."""
     try:
         if "threading" in sys.modules:
             sys.modules["threading"]._shutdown()
@@ -152,7 +152,7 @@ class Session:
         self.alive = True
 
     def begin(self, pipes: Pipes) -> bool:
-        """Sends the pipes of the next call. The session reads the code from the first one. Returns False if it does not accept them."""
+        """Sends the pipes of the next call; the session reads the code from the first. Returns False if it does not accept them."""
         self.calls += 1
         try:
             socket.send_fds(self.control, [_PACKET.pack(self.calls, 0)], pipes.theirs)
@@ -162,7 +162,10 @@ class Session:
         return True
 
     def read_status(self) -> int | None:
-        """Reads a packet and returns the call's status in the form of waitpid(2). Any other packet ends the session and returns None."""
+        """Reads a packet and returns the call's status in the form of waitpid(2).
+
+        Any other packet ends the session, and the result is None.
+        """
         try:
             packet = self.control.recv(_PACKET.size + 1)
         except OSError:
@@ -175,13 +178,13 @@ class Session:
         return None
 
     def end(self) -> None:
-        """Kills the session. `alive` becomes False when the kernel reports its end."""
+        """Kills the session. `alive` becomes False when the kernel reports that it has exited."""
         if self.alive:
             os.kill(self.pid, signal.SIGKILL)
 
 
 def run_session(code: bytes) -> int:
-    """Runs calls one after the other until one ends the interpreter. Returns its exit status."""
+    """Runs calls one after the other until one exits the interpreter. Returns the interpreter's exit status."""
     set_signal_handlers()
     control = socket.socket(fileno=CONTROL)
     os.register_at_fork(after_in_child=control.close)

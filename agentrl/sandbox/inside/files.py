@@ -1,4 +1,4 @@
-"""Files in the working directory, for the host. Each component of a path is opened without following links."""
+"""Reads and writes files in the working directory for the host. Each component of a path is opened without following links."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 MAX_DEPTH = 64
 """Maximum number of names in a path."""
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-"""Flags to open a folder."""
+"""Flags for opening a folder."""
 _HOLE = bytes(4096)
 
 
@@ -44,7 +44,7 @@ def write_files(link: Link, request: Request, body: Body) -> Answer:
 
 
 class FolderPath:
-    """Holds the last used folder and its parents open, because the next path usually starts with the same folders.
+    """Keeps the most recently used folder and its parents open, because the next path usually starts with the same folders.
 
     Each folder is opened relative to its parent without following links, so no path leads out of `top`.
     """
@@ -61,7 +61,7 @@ class FolderPath:
         os.close(self.fds[0])
 
     def parent(self, path: str, create: bool = False) -> tuple[int, str]:
-        """Returns (descriptor of the folder that contains `path`, last name). The descriptor is valid until the next call."""
+        """Returns (descriptor of the folder that contains `path`, last name in `path`). The descriptor is valid until the next call."""
         *folders, name = path.split("/")
         if len(folders) >= MAX_DEPTH or any(part in ("", ".", "..") for part in (*folders, name)):
             raise Refused("refused", f"path {path!r} is not a plain relative path")

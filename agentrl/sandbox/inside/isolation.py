@@ -3,8 +3,8 @@
 In a shared container, the keeper forks this process into a new pid namespace, with the container's rights. The process builds the sandbox
 and continues as an exec server, which gives up those rights. Until then it reads nothing that others can write, and no program runs.
 
-The tree is an overlay of the image, and the devices are new. So the sandbox does not share inodes with other sandboxes, nor file locks,
-pipes and inotify watches. The daemon's filter refuses `pivot_root`, so the tree is moved over the old one.
+The tree is an overlay of the image, and the devices are new. So sandboxes do not share inodes, file locks, pipes or inotify watches.
+The daemon's filter refuses `pivot_root`, so the new tree is moved over the old one.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Groups:
         return [self.folder(controller, name) for controller in (("memory",) if self.unified else ("memory", "pids", "cpu"))]
 
     def open_up(self) -> None:
-        """Makes a container's groups writable, because runtimes mount them read-only. Version 2 needs all processes in a group below."""
+        """Makes a container's groups writable: runtimes mount them read-only. On version 2, also moves this process to a subgroup."""
         for folder in self.folders():
             mount(None, folder, None, MS_REMOUNT | MS_BIND | _PLAIN | MS_NOEXEC)
         if self.unified:
@@ -80,7 +80,7 @@ class Groups:
                 _write(path, value)
 
     def add(self, name: str, pid: int = 0) -> None:
-        """Moves a process, by default this one, to the group `name`."""
+        """Moves a process, this one by default, to the group `name`."""
         for folder in self.folders(name):
             _write(f"{folder}/cgroup.procs", pid)
 
@@ -104,11 +104,11 @@ class Groups:
         ]
 
     def memory_events(self, name: str) -> str:
-        """Returns the path of the file that has a line `oom_kill N`."""
+        """Returns the path of the file that contains a line `oom_kill N`."""
         return f"{self.folder('memory', name)}/{'memory.events' if self.unified else 'memory.oom_control'}"
 
     def remove(self, name: str) -> bool:
-        """Removes the group `name`. Returns False while the kernel counts a process in it."""
+        """Removes the group `name`. Returns False while the kernel still counts a process in it."""
         removed = True
         for folder in self.folders(name):
             try:
@@ -152,7 +152,7 @@ def isolate(sandbox: Request, groups: Groups, program: bytes) -> None:
 
 
 def isolate_tree(options: Request) -> None:
-    """Replaces the root of a bubblewrap sandbox with a separate tree. Raises `OSError` with the mount that failed.
+    """Replaces the root of a bubblewrap sandbox with a separate tree. Raises `OSError`, which names the mount that failed.
 
     With bwrap, all sandboxes see the same inodes of the image and of the host's devices, and a process that can read a file can watch
     it with inotify. Mounts that already belong to this sandbox, such as its tmpfs, are moved to the new tree.
@@ -189,7 +189,7 @@ def _build_tree(description: Request) -> None:
 
 
 def _add_files(sandbox: Request, groups: Groups, program: bytes) -> None:
-    """Adds /agentrl with the files of this sandbox. Some of them replace files of the image or of /sys. All are read-only."""
+    """Adds /agentrl with the files of this sandbox. Some of them replace files in the image or in /sys. All are read-only."""
     own = f"{_TREE}/agentrl"
     mount(sandbox["name"], own, "tmpfs", _PLAIN, f"size={(1 << 17) + len(program)},mode=0755")
     for number, (path, text) in enumerate(sandbox["files"].items()):
@@ -212,7 +212,7 @@ def _add_files(sandbox: Request, groups: Groups, program: bytes) -> None:
 
 
 def _add_proc(sandbox: Request) -> None:
-    """Adds /proc of the new pid namespace and writes the network settings. Restricts parts about the machine, as container daemons do."""
+    """Adds the new pid namespace's /proc. Writes the network settings. Restricts machine-wide entries, as container daemons do."""
     top = f"{_TREE}/proc"
     mount("proc", top, "proc", _PLAIN | MS_NOEXEC)
     for name, value in sandbox["settings"].items():

@@ -2,9 +2,9 @@
 
     python3 -I exec_server.pyc keep:/agentrl/link
 
-The host sends requests over a packet socket. Each request carries the connection of the new sandbox, which the keeper does not use. No
+The host sends requests over a packet socket. A request for a sandbox carries the sandbox's connection, which the keeper does not use. No
 program runs as the keeper's user or in its namespaces, and none can send it data; the keeper reads only from the host. When the host
-closes the socket, the keeper exits, and the kernel ends every process of the container.
+closes the socket, the keeper exits, and the kernel kills every process in the container.
 A sandbox's first process already has the exec server's modules in memory, which saves most of its start-up time.
 """
 
@@ -54,7 +54,7 @@ class Keeper:
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
 
     def run(self) -> NoReturn:
-        """Reports that the keeper is ready, or what it cannot do, and serves requests."""
+        """Reports that the keeper is ready and serves requests, or reports what it cannot do and exits."""
         try:
             self.groups.open_up()
         except OSError as error:

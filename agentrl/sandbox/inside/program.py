@@ -57,7 +57,7 @@ class Program:
     """A running program: its process, its pipes and its deadline."""
 
     def __init__(self, pid: int, pipes: Pipes, request: Request, *data: bytes) -> None:
-        """`data` is written to the process."""
+        """`data` is written to the program's standard input."""
         self.pid = pid
         self.stdin: int | None = pipes.stdin
         self.data = [memoryview(piece) for piece in data if piece]
@@ -102,9 +102,9 @@ class Program:
         return False
 
     def end(self, status: int, as_server: bool = False) -> None:
-        """Records the end of the process. `status` has the form of waitpid(2).
+        """Records that the process has ended. `status` has the form of waitpid(2).
 
-        `as_server`: whether the process still belonged to the server's user. If so and it exited, the program never started.
+        `as_server`: whether the process still belonged to the server's user. If it did and was not killed, the program never started.
         """
         if self.status is None:
             self.status, self.ended = status, time.monotonic()
@@ -143,7 +143,7 @@ class Program:
 
 
 def cannot_start(error: OSError) -> Answer:
-    """Returns the reply if running programs used up the processes or descriptors: exit code 126, as from a shell."""
+    """Returns the reply if a program cannot start because others use all processes or descriptors: exit code 126, as from a shell."""
     text = (f"agentrl: cannot start: {error.strerror}\n").encode()
     return {"exit": 126, "reason": "", "wall_s": 0.0, "truncated": False, "stdout": 0}, text
 
@@ -157,7 +157,7 @@ def kernel_status(ended: os.waitid_result) -> int:
 
 @functools.cache
 def _oom_counter() -> int:
-    """Returns the descriptor of the sandbox's counter of out-of-memory kills; -1 if there is no such counter."""
+    """Returns a descriptor for the sandbox's counter of out-of-memory kills; -1 if there is no such counter."""
     for path in _OOM_COUNTERS:
         with contextlib.suppress(OSError):
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -176,7 +176,7 @@ def _oom_kills() -> int:
 
 
 def kill_everything(number: int) -> None:
-    """Sends a signal to every process of the sandbox except this one. Detached processes get it too."""
+    """Sends a signal to every process in the sandbox except this one, including detached processes."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(-1, number)
 
@@ -185,7 +185,7 @@ class Pause:
     """A pause, during which all programs are stopped.
 
     A program cannot refuse SIGSTOP, but a timer of the program may send it SIGCONT. So the states of all processes are checked during a
-    pause. A process that moves is stopped again, and killed the third time.
+    pause. A process that is running again is stopped the first two times and killed the third time.
     """
 
     def __init__(self) -> None:
@@ -193,7 +193,7 @@ class Pause:
         kill_everything(signal.SIGSTOP)
 
     def look(self) -> None:
-        """Stops or kills the processes that move."""
+        """Stops or kills the processes that are running again."""
         for pid in os.listdir("/proc"):
             if pid.isdigit() and int(pid) != os.getpid() and _moves(pid):
                 self.moves[pid] = self.moves.get(pid, 0) + 1
@@ -202,7 +202,7 @@ class Pause:
 
 
 def _moves(pid: str) -> bool:
-    """Whether any thread of a process runs or waits. Its first thread may have ended."""
+    """Whether any thread of a process runs or waits. The first thread may already have exited."""
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/stat", "rb") as file:

@@ -1,10 +1,10 @@
-"""Starts the exec server and runs its loop. It answers one request at a time; while a program runs, it also accepts `pause` and `resume`.
+"""Starts the exec server and runs its loop. It handles one request at a time; while a program runs, it also accepts `pause` and `resume`.
 
     python3 -I exec_server.py connect:/agentrl/link | fd:0  '{"agent": 1879048199, "server": 2013265927, ...}'
     python3 -I exec_server.py keep:/agentrl/link            # starts sandboxes that share a container (see `keeper`)
 
 It is process 1 of the sandbox's pid namespace. So `kill(-1)` reaches every program in the sandbox, daemons included, and nothing else, and
-no fork escapes it. When the host closes the connection, the server exits and the kernel ends all other processes.
+no fork escapes it. When the host closes the connection, the server exits and the kernel kills all other processes.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Server:
         self.poll.register(self.wake, select.POLLIN)
 
     def run(self) -> None:
-        """Answers requests until the host closes the connection."""
+        """Handles requests until the host closes the connection."""
         self.link.send({"id": 0, "ok": True, "version": 1})
         left = False
         while True:
@@ -133,7 +133,7 @@ class Server:
         return answer
 
     def _run_in_session(self, name: str, request: Request, code: bytes) -> Answer:
-        """Runs `code` in the session `name`. Starts the session if it does not exist, and restarts it if it ended."""
+        """Runs `code` in the session `name`. Starts the session if it does not exist, and restarts it if it has ended."""
         self._reap(None)
         before = self.sessions.get(name)
         if before is None and len(self.sessions) == MAX_SESSIONS:
@@ -161,7 +161,7 @@ class Server:
         return Session(child), Program(child.pid, child.pipes, request, work("session", code))
 
     def _watch_program(self, program: Program, reporter: Session | Launch | None) -> Answer:
-        """Waits for the end of a program. `reporter` reports it for a call in a session and for a launched program."""
+        """Waits for a program to finish and returns the reply. `reporter` reports the status of a call in a session or of a launch."""
         program.feed()
         for fd in program.outputs:
             self.poll.register(fd, select.POLLIN)
@@ -209,7 +209,7 @@ class Server:
                     self._rehearse()
 
     def _rehearse(self) -> None:
-        """Performs an empty call, so that the pages shared with the child are copied ahead of time."""
+        """Performs an empty call, so that the memory pages shared with the child are copied in advance."""
         pipes, poll = Pipes(), self.poll
         pipes.close_theirs()
         request: Request = json.loads('{"argv":["true"],"env":null,"timeout_s":1.0,"output_bytes":1000}')
@@ -223,7 +223,7 @@ class Server:
         frame(fields, output)
 
     def _step(self, program: Program, reporter: Session | Launch | None) -> bool:
-        """Waits for one event. Returns False once the program has ended and its output is read."""
+        """Waits for events and handles them. Returns False once the program has ended and its output has been read."""
         now = time.monotonic()
         running = program.status is None
         if not running and (not program.outputs or now >= program.ended + _DRAIN_S):
@@ -252,7 +252,7 @@ class Server:
         return running or any(fd in program.outputs for fd, _ in ready)
 
     def _check_limits(self, program: Program, now: float) -> None:
-        """Kills a program at its deadline, or if its sandbox uses too much. During a pause, stops programs again at a constant interval."""
+        """Kills a program at its deadline, or if the sandbox is over its limits. During a pause, regularly stops programs again."""
         if not program.timed_out and self.paused_at is None and now >= program.deadline:
             program.timed_out = True
             kill_everything(signal.SIGKILL)
@@ -288,7 +288,7 @@ class Server:
             program.deadline += time.monotonic() - before
 
     def _reap(self, program: Program | None) -> None:
-        """Collects all ended processes. All orphans of the sandbox become children of process 1."""
+        """Reaps all processes that have exited. All orphans in the sandbox become children of process 1."""
         with contextlib.suppress(BlockingIOError):
             os.read(self.wake, 4096)
         while True:
@@ -308,7 +308,7 @@ class Server:
                 self.waiting = None
 
     def _kill_all_and_wait(self) -> None:
-        """Kills all other processes and returns when they are gone. Ends the sandbox if a process does not end."""
+        """Kills all other processes and returns when they are gone. Exits, which stops the sandbox, if a process does not exit in time."""
         kill_everything(signal.SIGKILL)
         deadline = time.monotonic() + _GONE_S
         while True:

@@ -1,13 +1,13 @@
-"""Snapshots: packs the working directory into an archive, and unpacks it.
+"""Snapshots: packs the working directory into an archive, and unpacks archives.
 
-A snapshot succeeds whatever an agent does to its files, unless it exceeds the limits on bytes, entries, depth or time. An agent cannot
-prevent it with a mode or a name (the system call filter refuses leases, which block readers). Programs are stopped during a snapshot, but
-one after the other, so an entry may have changed or disappeared since its folder was read.
+A snapshot succeeds whatever an agent does to its files, unless they exceed the limits on bytes, entries, depth or time. An agent cannot
+prevent it with a file's mode or name (the system call filter refuses leases, which block readers). Programs are stopped during a
+snapshot, but one after the other, so an entry may have changed or disappeared since its folder was read.
 
 Files and folders are opened by name in an open folder, never by path and never through a link. So the time is linear in the size of the
 tree, and no entry leads out of it.
 
-An archive is simple tar (POSIX.1-1988 headers, pax records for long names), written and read as a stream. It contains regular files,
+An archive is a simple tar file (POSIX.1-1988 headers, pax records for long names), written and read as a stream. It contains regular files,
 folders, links and hard links. The standard library's `tarfile` takes longer to import than most archives take to write, and is lenient by
 design. Archives that are read are untrusted: this module rejects anything that it would not write.
 """
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 MAX_ENTRIES = 20000
 SNAPSHOT_S = 20.0
-"""Time limit of packing. The host waits longer, so that it gets the error."""
+"""Time limit for packing. The host waits for longer than this, so that it receives the error."""
 _READABLE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _GONE = (errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.EACCES)  # the entry changed after its folder was read
 _PERMISSIONS = 0o777
@@ -129,7 +129,7 @@ class Packer:
 
 @contextlib.contextmanager
 def _opened(folder: int, name: str, flags: int, needed: int) -> Iterator[tuple[int, os.stat_result | None]]:
-    """Yields (descriptor, status) of an entry; (-1, None) if it is gone. Its owner has the mode bits `needed` for the block."""
+    """Yields (descriptor, status) of an entry, or (-1, None) if it is gone. For the block, its owner has the mode bits `needed`."""
     try:
         fd, info = _open_anyway(folder, name, flags, needed)
     except OSError as error:
@@ -146,7 +146,7 @@ def _opened(folder: int, name: str, flags: int, needed: int) -> Iterator[tuple[i
 
 
 def _open_anyway(folder: int, name: str, flags: int, needed: int) -> tuple[int, os.stat_result]:
-    """Returns (descriptor, status before) of a file or folder, with the mode bits `needed` added, which the caller removes."""
+    """Opens a file or folder after adding the mode bits `needed`, which the caller removes. Returns (descriptor, status before that)."""
     try:
         fd = os.open(name, flags, dir_fd=folder)
     except PermissionError:
@@ -217,7 +217,7 @@ def _create(entry: Entry, archive: ArchiveReader, folder: int, name: str, source
 # Archives -------------------------------------------------------------------------------------------------------------
 
 FIELD = 100
-"""Bytes of a header for a name, and for a link's target."""
+"""Number of bytes in a header for a name, and for a link's target."""
 MAX_SIZE = 0o77777777777
 FILE, HARD_LINK, LINK, FOLDER_ENTRY = b"0", b"1", b"2", b"5"
 _LONG_NAME = b"x"
@@ -228,7 +228,7 @@ _MAGIC = b"ustar\00000"
 
 
 class Entry:
-    """An entry: name, kind, permission bits, seconds since 1970, bytes of content, and a link's target."""
+    """An entry: name, kind, permission bits, modification time in seconds since 1970, content size in bytes, and link target."""
 
     def __init__(self, name: bytes, kind: bytes, mode: int = 0o777, mtime: int = 0, size: int = 0, target: bytes = b"") -> None:
         self.name, self.kind, self.mode, self.mtime, self.size, self.target = name, kind, mode, mtime, size, target
@@ -257,7 +257,7 @@ class ArchiveWriter:
             self.buffer.clear()
 
     def fill(self, size: int) -> None:
-        """Pads a content of `size` bytes to whole blocks."""
+        """Pads content of `size` bytes to whole blocks."""
         self.buffer += bytes(-size % _BLOCK)
 
     def last(self) -> bytes:

@@ -2,13 +2,13 @@
 
 The server forks the child after a reply. The child still runs as the server's user, so programs that were left running cannot reach it. It
 counts towards the limit on processes. It becomes the snippet or the session that it receives, or launches a program and waits again. No
-child waits while a snippet runs; one waits during a call in a session. The first bytes of its standard input describe its work; the rest is
-the program's input.
+child waits while a snippet runs; one waits during a call in a session. The first bytes of a child's standard input describe its work; the
+rest is the program's input.
 
 If the child became the program, it would discard its copy of the server's memory, which is more work than most programs do. So it launches
-programs with posix_spawn(3), without a copy. If it cannot, it becomes the program. A program must belong to the agent from its first
+programs with posix_spawn(3), without a copy. If that fails, it becomes the program. A program must belong to the agent from its first
 instruction, and may signal every process of the agent. The kernel keeps user ids per thread, and checks signals against the ids of a
-process's first thread. So a second thread takes the agent's ids and starts the program.
+process's first thread. So a second thread assumes the agent's ids and starts the program.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     Argument = tuple[list[str], dict[str, str] | None]
 
 _NOT_STARTED, _FAULT = 126, 1
-"""Exit codes of a child that fails before, or after, it belongs to the agent. The first one tells the server that no program ran."""
+"""Exit codes of a child that fails before, or after, it belongs to the agent. The first code shows the server that no program ran."""
 _WORK_SIZE = struct.Struct("=Q")
 _RUNNERS: dict[str, Callable[[Any], int]] = {"exec": run_argv, "python": run_snippet, "session": run_session}
 
 _SET_IDS = {"x86_64": (119, 117), "aarch64": (149, 147)}.get(os.uname().machine, ())
-"""Numbers of the system calls setresgid and setresuid. The C library's functions of these names change every thread."""
+"""Numbers of the system calls setresgid and setresuid. The C library functions of these names change the ids of every thread."""
 _FEWEST_FILES = 16  # descriptors of the waiting child, which count towards the program's limit, fit in this number
 _STATUS = struct.Struct("=i")
 _BECOMES_PROGRAM = -1
@@ -56,7 +56,7 @@ class Pipes:
             os.set_blocking(fd, False)
 
     def close_theirs(self) -> None:
-        """Closes the program's ends after the program has them."""
+        """Closes the program's ends after the program has received them."""
         for fd in self.theirs:
             os.close(fd)
 
@@ -67,7 +67,7 @@ class Pipes:
 
 
 class WaitingChild:
-    """A child that waits for its work, probably of the kind `likely`. Raises `OSError` if it cannot be forked."""
+    """A child that waits for its work, which is probably of the kind `likely`. Raises `OSError` if it cannot be forked."""
 
     def __init__(self, users: Users, likely: str) -> None:
         self.pipes = Pipes()
@@ -85,7 +85,7 @@ class WaitingChild:
         control.close()
 
     def reuse(self) -> bool:
-        """Sends the pipes of the next program to a child that launched one. Returns False if the child does not accept them."""
+        """Sends the pipes of the next program to a child that has launched a program. Returns False if the child does not accept them."""
         self.pipes = Pipes()
         try:
             socket.send_fds(self.control, [b"\0"], self.pipes.theirs)
@@ -113,7 +113,7 @@ def can_launch(users: Users) -> bool:
 
 
 class Launch:
-    """The server's end: a program that a waiting child launches."""
+    """The server's end of a launch: a program that a waiting child launches."""
 
     def __init__(self, child: WaitingChild) -> None:
         self.control = child.control
@@ -132,7 +132,7 @@ class Launch:
 
 
 class Launcher:
-    """The child's end. No program inherits its descriptors."""
+    """The child's end of a launch. No program inherits its descriptors."""
 
     def __init__(self, users: Users, victim: int, control: int) -> None:
         self.users, self.victim = users, victim
@@ -141,7 +141,7 @@ class Launcher:
         self.nowhere = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
 
     def launch(self, argument: Argument, has_stdin: bool) -> bool:
-        """Runs a program to its end, and receives the next one's pipes. Returns False if this process must become the program."""
+        """Runs a program until it exits, and receives the next program's pipes. Returns False if this process must become the program."""
         pids: list[int] = []
         done = _thread.allocate_lock()
         done.acquire()
@@ -172,7 +172,7 @@ class Launcher:
         return True
 
     def _start(self, argument: Argument, has_stdin: bool) -> int:
-        """Starts the program as the agent, from this thread. Returns its pid, or raises what prevents it."""
+        """Starts the program as the agent, from this thread. Returns its pid. Raises the error that prevents the start."""
         agent, server = self.users.agent, self.users.server
         os.write(self.victim, OOM_SCORE)
         self.users.lower_priority()  # posix_spawn cannot set this policy
@@ -184,7 +184,7 @@ class Launcher:
             os.write(self.victim, self.own_score)
 
     def _wait_for(self, pid: int) -> None:
-        """Waits for the end of the program in the thread that started it, because a program may react to the end of its parent thread."""
+        """Waits for the program to exit, in the thread that started it, because a program may react when its parent thread exits."""
         for number in range(3):  # a pipe ends when the program and the processes that it leaves behind have closed it
             os.dup2(self.nowhere, number)
         _, status = os.waitpid(pid, 0)

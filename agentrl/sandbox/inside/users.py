@@ -1,12 +1,12 @@
-"""The users of the exec server and of its programs, and what both may do.
+"""The users that the exec server and its programs run as, and what each user may do.
 
-If root starts the server, it becomes a separate user with the few `rights` that it needs. Programs run as a different user, the agent,
+If root starts the server, it switches to a separate user with the few `rights` that it needs. Programs run as a different user, the agent,
 without these rights: they cannot signal or trace the server, or change its limits. If there is only one user (bubblewrap without root),
 process 1 still cannot be signalled from inside and is not dumpable.
 
 Some kernel resources are not charged to any sandbox. They are limited before any program runs, or counted while programs run. File locks
 use kernel memory that is neither charged nor limited, and so do the bytes in a loopback connection that is not accepted yet. Both are
-counted several times a second. A sandbox with too many counts as out of memory.
+counted several times a second. A sandbox that holds too many is treated as out of memory.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ SECCOMP_MODE_FILTER = 2
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND = 1, 2, 4, 8, 32, 4096
 MAX_LOCKS = 4096
 MAX_SOCKETS = 1024
-"""TCP and UDP sockets, accepted or not."""
+"""Maximum number of TCP and UDP sockets, accepted or not."""
 CHECK_S = 0.1
 """Interval of the checks while a program runs."""
 IDLE_CHECK_S = 0.5
 """Interval of the checks while no program runs but some process is left."""
 REST_FACTOR = 20
-"""Fraction of the time that checks may take: reading the table of locks blocks it for the entire machine, and the table may be long."""
+"""Minimum pause after a check, as a multiple of its duration. Reading the table of locks, which may be long, blocks it machine-wide."""
 MAX_REST_S = 2.0
 _SETTINGS = "/proc/sys"
 _PAGE = 65536
@@ -58,7 +58,7 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def last_error(action: str) -> OSError:
-    """Returns the error of the last call of the C library."""
+    """Returns the error of the last call into the C library."""
     code = ctypes.get_errno()
     return OSError(code, f"{action}: {os.strerror(code)}")
 
@@ -92,7 +92,7 @@ class Users:
 
     @contextlib.contextmanager
     def as_agent(self) -> Iterator[None]:
-        """Accesses files with the agent's rights in the block. For signals, tracing and limits this process still belongs to the server."""
+        """In the block, accesses files with the agent's rights. For signals, tracing and limits, the process remains the server's."""
         if self.server == self.agent:
             yield
             return
@@ -111,9 +111,9 @@ class Users:
     def lower_priority(self) -> None:
         """Gives this thread, and the processes that it starts, the priority of programs.
 
-        The server is scheduled before them, so that it can end a program that takes all CPU time. In a control group, programs compete
+        The server is scheduled before programs, so that it can kill one that takes all CPU time. In a control group, programs compete
         only with their server, so the kernel's idle policy costs them nothing. Without a control group they also compete with the driver
-        and the learner, and get a niceness that leaves them a share. A program can undo neither, because `RLIMIT_NICE` is 0.
+        and the learner, and get a nice value that leaves them a share. A program can undo neither, because `RLIMIT_NICE` is 0.
         """
         if self.grouped:
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
@@ -121,11 +121,11 @@ class Users:
             os.nice(_NICE)
 
     def limit_program(self) -> None:
-        """Applies the limits of programs to this forked child before it becomes a process of the agent."""
+        """Applies the limits for programs to this forked child before it becomes a process of the agent."""
         resource.setrlimit(resource.RLIMIT_NOFILE, (self.open_files, self.open_files))
 
     def open_oom_score(self) -> int:
-        """Returns the descriptor of this forked child's OOM score (see `OOM_SCORE`)."""
+        """Returns a descriptor for this forked child's OOM score (see `OOM_SCORE`)."""
         prctl(PR_SET_DUMPABLE, 1)  # makes /proc/self accessible for the next line
         fd = os.open("/proc/self/oom_score_adj", os.O_RDWR | os.O_CLOEXEC)
         prctl(PR_SET_DUMPABLE, 0)
@@ -142,14 +142,14 @@ class Users:
 
 
 def _is_mapped(user: int) -> bool:
-    """Whether this user namespace has `user`. The namespace of a rootless Docker has only the first few thousand users."""
+    """Whether this user namespace contains `user`. The namespace of a rootless Docker daemon contains only the first few thousand users."""
     with open("/proc/self/uid_map") as file:
         ranges = [line.split() for line in file]
     return any(int(first) <= user < int(first) + int(count) for first, _, count in ranges)
 
 
 def become_server(options: Request) -> Users:
-    """Gives up root irrevocably, except for `rights`. Returns the users, which are the same if root did not start this process."""
+    """Gives up root irrevocably, except for `rights`. Returns the users, which are the same if this process was not started as root."""
     if os.geteuid() != 0:
         return Users(os.geteuid(), os.geteuid(), options["open_files"], grouped=options["grouped"])
     for path, limit in options.get("tmpfs", {}).items():
@@ -169,13 +169,13 @@ def become_server(options: Request) -> Users:
 
 
 class FilterProgram(ctypes.Structure):
-    """`struct sock_fprog` of the kernel."""
+    """The kernel's `struct sock_fprog`."""
 
     _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
 
 
 def restrict(options: Request) -> None:
-    """Applies limits, cores and the system call filter to this process and all processes that it starts."""
+    """Applies the limits, the set of cores and the system call filter to this process and all processes that it starts."""
     for name, value in options["limits"].items():
         resource.setrlimit(getattr(resource, name), (value, value))
     resource.setrlimit(resource.RLIMIT_NOFILE, (SERVER_FILES, max(SERVER_FILES, options["open_files"])))
@@ -206,7 +206,7 @@ def set_bounds(options: Request) -> None:
 
 
 class Watch:
-    """Counts uncharged resources. A count is 0 if the machine does not show it."""
+    """Counts uncharged resources. A count is 0 if the machine does not provide it."""
 
     def __init__(self) -> None:
         self.locks, self.sockets, self.sockets6 = (_open_count(f"/proc/{name}") for name in ("locks", "net/sockstat", "net/sockstat6"))
@@ -222,7 +222,7 @@ class Watch:
         return over
 
     def too_many_locks(self) -> bool:
-        """Counts the locks of this pid namespace. The kernel also lists other sandboxes' locks of open files, a page at a time."""
+        """Whether this pid namespace holds too many locks. Skips locks of open files, because the kernel lists those of all sandboxes."""
         count = at = 0
         while count <= MAX_LOCKS and (data := _content(self.locks, at)):
             count, at = count + data.count(b"\n") - data.count(b"OFDLCK"), at + len(data)
@@ -234,7 +234,7 @@ class Watch:
 
 
 def sockets_in(text: bytes) -> int:
-    """Returns the number of TCP and UDP sockets in /proc/net/sockstat or sockstat6, which have lines such as `TCP: inuse 3 ...`."""
+    """Returns the number of TCP and UDP sockets from /proc/net/sockstat or sockstat6, which have lines such as `TCP: inuse 3 ...`."""
     fields = (line.split() for line in text.splitlines())
     return sum(int(line[2]) for line in fields if line[:1] and line[0].startswith((b"TCP", b"UDP")))
 

@@ -28,7 +28,7 @@ _MAX_HEADER = 4 << 20
 
 
 class Refused(Exception):
-    """A request that the server refuses; `kind` is not_found, too_large, refused or busy."""
+    """A request that the server refuses; `kind` is not_found, too_large, refused, busy or failed."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -36,7 +36,7 @@ class Refused(Exception):
 
 
 def read_exactly(fd: int, size: int) -> bytes:
-    """Returns the next `size` bytes of a descriptor. Exits if the process at the other end, which is also ours, has closed it."""
+    """Returns the next `size` bytes from a descriptor. Exits if the process at the other end, which is also ours, has closed it."""
     pieces = []
     while size:
         try:
@@ -51,7 +51,7 @@ def read_exactly(fd: int, size: int) -> bytes:
 
 
 class Link:
-    """The connection to the host. The process ends when the host closes it."""
+    """The connection to the host. This process exits when the host closes it."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -65,7 +65,7 @@ class Link:
         return read_exactly(self.sock.fileno(), size)
 
     def request(self) -> Request:
-        """Returns the next header. Its body of `header["body"]` bytes must be read afterwards."""
+        """Returns the header of the next request. The body of `header["body"]` bytes must be read afterwards."""
         header_size, body_size = PREFIX.unpack(self.read(PREFIX.size))
         if header_size > _MAX_HEADER:
             os._exit(1)
@@ -106,7 +106,7 @@ class Body(io.RawIOBase):
 
 
 class Sink(io.RawIOBase):
-    """A file object that sends what is written to the host, one frame per write. Raises `Refused` after `limit` bytes."""
+    """A file object that sends the data written to it to the host, one frame per write. Raises `Refused` after `limit` bytes."""
 
     def __init__(self, link: Link, number: int, limit: int, too_large: str) -> None:
         self.link, self.number, self.left, self.too_large = link, number, limit, too_large

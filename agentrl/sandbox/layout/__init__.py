@@ -1,4 +1,4 @@
-"""The WORKDIR and ENV of a Dockerfile in sandboxes, which have a read-only root and the working directory /home/agent.
+"""Applies the WORKDIR and ENV of a Dockerfile in sandboxes, which have a read-only root and the working directory /home/agent.
 
 The last build step of such an image (`agentrl.sandbox.layout.arrange`) moves the files in the WORKDIR (/app if there is none) to
 /opt/agentrl/start, replaces the WORKDIR with a link to /home/agent, and links /logs, /tests and /solution to folders below /tmp. Each new
@@ -25,7 +25,7 @@ _ARRANGE, BEGIN = ((_FOLDER / f"{name}.py").read_text(encoding="utf-8") for name
 DEFAULT = "/app"
 _BEGIN_S = 60.0
 _MAX_VARIABLES = 128
-_MAX_CHARACTERS = 16_384  # maximum length of all variables together
+_MAX_CHARACTERS = 16_384  # maximum total length of all variables
 _WRITABLE = ("/tmp", "/dev", "/proc", "/sys", "/agentrl", "/opt/agentrl", HOME)
 _SYSTEM = {f"/{name}" for name in ("bin", "boot", "etc", "home", "lib", "lib32", "lib64", "opt", "run", "sbin", "srv", "usr", "var")}
 _SYSTEM |= {f"/usr/{name}" for name in ("bin", "lib", "local", "sbin", "share", "src")}
@@ -36,7 +36,7 @@ _RESERVED = ("HOME", "USER", "LOGNAME", "TMPDIR", "PWD", "OLDPWD", "HOSTNAME", "
 
 
 def environment(declared: Sequence[str], workdir: str) -> dict[str, str]:
-    """Returns the variables of a sandbox's programs, from the `NAME=value` lines of an image. Raises `ValueError` if there are too many."""
+    """Returns the variables for a sandbox's programs from the `NAME=value` lines of an image. Raises `ValueError` if there are too many."""
     pairs = dict(line.partition("=")[::2] for line in declared if "=" in line)
     variables = {name: value for name, value in pairs.items() if name not in _RESERVED and not name.startswith("LD_")}
     if len(variables) > _MAX_VARIABLES or sum(map(len, (*variables, *variables.values()))) > _MAX_CHARACTERS:
@@ -48,7 +48,7 @@ def environment(declared: Sequence[str], workdir: str) -> dict[str, str]:
 
 
 def working_directory(declared: str) -> str:
-    """Returns an image's working directory. Raises `ValueError` if a sandbox cannot have it."""
+    """Returns an image's working directory. Raises `ValueError` if a sandbox cannot use it."""
     path = posixpath.normpath(declared or "/")
     if path == "/":
         return DEFAULT
@@ -63,7 +63,7 @@ def _below(path: str, tops: Sequence[str]) -> bool:
 
 
 def lay_out_image(api: docker.APIClient, tag: str, dockerfile: Path, timeout_s: float) -> None:
-    """Replaces the image `tag` with one that is laid out for sandboxes. Raises `TaskError` with `dockerfile`. Blocking."""
+    """Replaces the image `tag` with one that is laid out for sandboxes. Raises `TaskError`, which names `dockerfile`. Blocking."""
     config: Mapping[str, Any] = api.inspect_image(tag)["Config"] or {}
     try:
         workdir = working_directory(config.get("WorkingDir") or "")
@@ -83,7 +83,7 @@ def lay_out_image(api: docker.APIClient, tag: str, dockerfile: Path, timeout_s: 
 
 
 async def fill_workdir(sandbox: Sandbox) -> None:
-    """Fills a new sandbox's working directory. Raises `TaskError` if the files do not fit, otherwise `SandboxError`."""
+    """Fills a new sandbox's working directory. Raises `TaskError` if the files do not fit, and `SandboxError` after any other failure."""
     result = await sandbox.python(BEGIN, timeout_s=_BEGIN_S)
     if result.ok:
         return

@@ -3,7 +3,7 @@
     python3 -I -c SOURCE '{"workdir": "/app", "environment": {"MODE": "test"}}'     as root, in the build
 
 Moves the files in the working directory to START, from which each new sandbox copies them, and replaces that directory with a link to the
-sandbox's. Replaces /logs, /tests and /solution with links to folders below /tmp. Uses only the standard library of Python 3.9 or later.
+sandbox's own. Replaces /logs, /tests and /solution with links to folders below /tmp. Uses only the standard library of Python 3.9 or later.
 After a failure, the last printed line is the reason.
 """
 
@@ -44,7 +44,7 @@ def check_bounds(top: str) -> None:
 
 
 def make_readable(top: str) -> None:
-    """Makes all files readable for every user, because programs of a sandbox are never root."""
+    """Makes all files readable for every user, because programs in a sandbox are never root."""
     for folder, _, files in os.walk(top):
         os.chmod(folder, stat.S_IMODE(os.stat(folder).st_mode) | 0o755)
         for path in (os.path.join(folder, name) for name in files):
@@ -84,7 +84,7 @@ def link_scratch(path: str) -> None:
 
 
 def main() -> None:
-    """Arranges the image. Exits with 1 on failure."""
+    """Arranges the image. Exits with status 1 on failure."""
     settings = json.loads(sys.argv[1])
     variables = settings["environment"]
     try:
