@@ -154,5 +154,5 @@ async def _mutants(
             if solved not in withheld:
                 mutants.append((MUTATED, solved))
     if not mutants:
-        raise TaskError("no other numbers in the case's files give a different answer", fix="add a method variants to the family")
+        raise TaskError("no other numbers in the case's files give a different answer", fix="add a method `variants` to the family")
     return mutants

@@ -158,8 +158,8 @@ def fingerprints(model: Any) -> dict[str, str]:
 
 
 def check_saved(folder: Path, dtype: str, prints: Mapping[str, str]) -> None:
-    """Loads a written folder as the learner does. Raises `UserError` unless the weights have the same bits and the learner's
-    logprobs agree with the model's."""
+    """Loads a written folder as the learner does. Raises `UserError` unless its weights are bit-identical to the saved model's
+    (`prints`) and the learner's logprobs agree with the model's."""
     from transformers import AutoConfig
 
     from agentrl.learner.token_scorer import TOLERANCE, TokenScorer, check_scorer

@@ -44,7 +44,7 @@ class Sandbox(Protocol):
         If `session` is set, the code runs in the interpreter of that name, which continues to exist: later calls see the names that earlier
         calls defined, and the value of a final expression is printed (its `repr`, unless it is None). `sys.exit`, a timeout, or a kill for
         memory ends the session, as `ExecResult.session_ended` reports; the next call starts a new session. A sandbox has at most four
-        sessions. Raises `ValueError` if the name is a fifth one or invalid. A snapshot does not include sessions."""
+        sessions. Raises `ValueError` if the name is invalid, or new and four sessions exist. A snapshot does not include sessions."""
 
     async def read(self, path: str, *, max_bytes: int) -> bytes:
         """Reads a regular file. Never follows a link. Raises `FileNotFoundError`, or `ValueError` if the file is too large."""
