@@ -53,7 +53,7 @@ def main_prompt(trajectory: LiveTrajectory, task: Task, instructions: str | None
 
 async def refer_prompt(chat: ChatFormat, trajectory: LiveTrajectory, prompt: tuple[Message, ...], *, trusted: bool) -> tuple[Message, ...]:
     """Stores the images in a prompt, and returns the prompt with references to them. Records the prompt if it has images. Raises
-    `TaskError` if an image is invalid or the template rejects the prompt."""
+    `TaskError` if an image is invalid or, for a trusted prompt with images, the chat format rejects the prompt."""
     try:
         stored = tuple([replace(message, content=await chat.refer(message.content)) for message in prompt])
     except InvalidImage as error:

@@ -142,7 +142,7 @@ class _Outbox:
 
 
 class _Lasting(io.FileIO):
-    """A descriptor that is redirected to /dev/null if its reader exits, for all writers in this process and its later children."""
+    """A descriptor that is redirected to /dev/null if its reader is gone, for all writers in this process and its later children."""
 
     outbox: _Outbox | None = None
 

@@ -165,7 +165,9 @@ class Quarantine:
         return None if message is None else Failure(stage="task", blame=Blame.TASK, kind="quarantined", message=message)
 
     def add(self, group: Group) -> None:
-        """Quarantines the task of a group that has a fault; other groups are only counted. Writes to the disk, so call it in a thread.
+        """Quarantines the task of a group that has a fault, once. Other groups are only counted.
+
+        Writes to the disk, so call it in a thread.
 
         Raises:
             TaskError: more than `MAX_QUARANTINED` tasks were added within `QUARANTINE_GROUPS` groups. The message lists the tasks.

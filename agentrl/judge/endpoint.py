@@ -92,7 +92,7 @@ class _Wire:
 class Endpoint:
     """The address and settings of a judge model: `Endpoint(url="http://127.0.0.1:8000/v1", model="qwen3-8b")`.
 
-    Judges with the same endpoint share its connections and its pauses.
+    Judges that share an `Endpoint` object share its connections and its pauses.
     """
 
     url: str | Callable[[], str]  # without /chat/completions; a function (used for the run's own servers) is called before each request

@@ -106,8 +106,8 @@ class GroupJudgeScorer:
         """Returns the scores after a failure that the text of an attempt may have caused. Raises the judge's `InfrastructureError`.
 
         The judge compares each attempt with a control episode. Attempts on which the judge fails receive the lowest value, and the judge
-        compares the other attempts with one another. If the judge also fails on control episodes alone, or fails on none of the attempts,
-        it is broken and there is no value.
+        compares the other attempts with one another. If the judge also fails on each of the control episodes alone, or fails on none of the
+        attempts, it is broken and there is no value.
         """
         unscored = [replace(score, blame=None) for score in failed]
         for answer in CONTROL_ANSWERS:

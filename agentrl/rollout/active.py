@@ -269,7 +269,7 @@ class ActiveEpisode:
 
     @property
     def untouched(self) -> bool:
-        """Whether no code has run in the sandbox, so that its files are still the task's."""
+        """Whether the sandbox was never opened, so that its files are still the task's."""
         return self._box.untouched
 
     def open(self, agent: str, *, parent: Parent | None = None, prompt: Sequence[Message] = (), policy: str = "") -> ActiveTrajectory:

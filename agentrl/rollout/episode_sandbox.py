@@ -45,7 +45,7 @@ class EpisodeSandbox:
 
     @property
     def untouched(self) -> bool:
-        """Whether no code has run in the sandbox, so that its files are the task's."""
+        """Whether the sandbox was never opened, so that its files are the task's."""
         return self._sandbox is None and self._snapshot is None
 
     async def sandbox(self) -> Sandbox:

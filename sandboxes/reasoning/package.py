@@ -1,4 +1,7 @@
-"""The parts of reasoning-gym that the family uses: the registry of datasets, their configurations and their curricula."""
+"""The parts of reasoning-gym that the family uses: the registry of datasets, their configurations and their curricula.
+
+Only this module imports the package. Raises `UserError` at import if the package is missing.
+"""
 
 from __future__ import annotations
 
