@@ -110,7 +110,7 @@ class HttpClient:
     @asynccontextmanager
     async def _answering(self, method: str, path: str, data: Any, headers: Mapping[str, str] | None) -> AsyncIterator[httpx.Response]:
         """Yields a response. If the server postpones the request (429), repeats it after the wait that the server requests."""
-        for tries in range(1, _MOST_TRIES):
+        for tries in range(1, _MOST_TRIES + 1):
             async with self._stream(method, path, data, headers) as response:
                 if response.status_code != 429:
                     yield response
