@@ -29,7 +29,7 @@ class Length(ConfiguredVerifier):
     least: int = Field(1, ge=0)
     most: int = Field(1000, ge=1)
     zero_at: int | None = None
-    """None: an answer longer than `most` scores 0."""
+    """None means that an answer longer than `most` scores 0."""
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:

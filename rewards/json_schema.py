@@ -40,7 +40,7 @@ class JsonSchema(ConfiguredVerifier):
     timeout_s: ClassVar[float] = QUEUE_TIMEOUT_S
 
     json_schema: dict[str, Any] | None = Field(None, alias="schema")
-    """None: the schema is the task's `data["schema"]`."""
+    """None means the schema in the task's `data["schema"]`."""
     fenced: bool = False
     """Whether to unwrap an answer that is a single fenced block (`agentrl.reward.configured.strip_code_fence`)."""
     equal: bool = False

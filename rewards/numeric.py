@@ -93,7 +93,7 @@ class Numeric(ConfiguredVerifier):
     name: ClassVar[str] = "numeric"
 
     relative: float | None = Field(None, ge=0, lt=1)
-    """Relative tolerance. None: 1e-6, but 0 if both numbers are whole."""
+    """Relative tolerance. None means 1e-6, or 0 if both numbers are whole."""
     absolute: float = Field(0.0, ge=0, allow_inf_nan=False)
     """Absolute tolerance in `unit`, or in the truth's unit if `unit` is not set."""
     unit: str = ""

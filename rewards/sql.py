@@ -60,7 +60,7 @@ class Sql(ConfiguredVerifier):
     databases: tuple[str, ...] = ()
     """SQL scripts, each of which creates one database. Empty: the scripts are the task's `data["databases"]`, a string or a list."""
     ordered: bool | None = None
-    """Whether the order of rows matters. None: it matters if the truth has an ORDER BY."""
+    """Whether the order of rows matters. None means that it matters if the truth has an ORDER BY."""
     relative: float = Field(1e-9, ge=0, lt=1)
     after: str = ""
     """The query is the text after the last occurrence of this string. Empty: the query is the full submission."""

@@ -31,7 +31,7 @@ class ToolUse(ConfiguredVerifier):
     never: tuple[str, ...] = ()
     at_most: dict[str, int] = Field(default_factory=dict)
     calls: int | None = Field(None, ge=0)
-    """Maximum total number of calls to all tools. None: no limit."""
+    """Maximum total number of calls to all tools. None means no limit."""
     order: tuple[str, ...] = ()
     """All of these tools must be called, and their first calls must be in this order."""
     succeeded: bool = False

@@ -104,7 +104,7 @@ class LearnerConfig(Section):
     max_tokens_per_microbatch: int = resumable(16384, ge=16)
     """Tokens per forward/backward pass and rank, without padding. Shared tokens count once."""
     gradient_checkpointing: bool | None = resumable(None)
-    """Recomputes layers in the backward pass: less memory, about a third more arithmetic. None: on CUDA only."""
+    """Recomputes layers in the backward pass: less memory, a third more arithmetic. None means on CUDA only."""
     kernels: Literal["torch", "liger"] = "torch"
     """Norms, MLPs and rotary positions. liger: fused GPU kernels (package liger-kernel)."""
     threads: int = resumable(0, ge=0)

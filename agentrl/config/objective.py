@@ -29,7 +29,7 @@ def _weights(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
 class Correction:
     """How `objective.off_policy` handles the difference between the behaviour policy and the proximal policy."""
 
-    recompute: bool | None  # whether the proximal policy is the one at the start of a step; None: if a batch has several optimizer steps
+    recompute: bool | None  # whether the policy at the start of a step is the proximal one; None means only with several optimizer steps
     weights: Literal["truncate", "mask", "second_moment", "none"]
     level: Literal["token", "sequence"] = "token"
     floor: float = 0.0
@@ -55,9 +55,9 @@ class OffPolicyConfig(Section):
     """Denominator of the ratio, and importance weights (docs/objectives.md has the formulas). auto: behaviour, or truncate in batches of
     several optimizer steps."""
     cap: float | None = Field(None, gt=0)
-    """Maximum of importance weights, and of the ratio unless loss=cispo. None: 5 with a mask, infinite with second_moment, else 2."""
+    """Maximum importance weight, and ratio unless loss=cispo. None means 5 with a mask, infinite with second_moment, else 2."""
     floor: float | None = Field(None, ge=0)
-    """Minimum importance weight that a mask keeps. None: 0.5."""
+    """Minimum importance weight that a mask keeps. None means 0.5."""
 
     @property
     def correction(self) -> Correction:
@@ -92,7 +92,7 @@ class ObjectiveConfig(Section):
     credit: Literal["episode", "branches", "roles", "verifier", "counterfactual", "siblings"] = "episode"
     """Advantage of each trajectory if an episode has several (docs/objectives.md)."""
     normalize_std: bool | None = None
-    """Divides by the standard deviation of the group (grpo, rloo) or the batch (reinforce++, gae). None: true, except for rloo."""
+    """Divides by the standard deviation of the group (grpo, rloo) or the batch (reinforce++, gae). None means true, except for rloo."""
     turn_coef: float = Field(0.0, ge=0)
     """Weight of turn-level advantages, from `Score.turn_rewards`."""
     loss: parts.Loss = parts.Part("clip")

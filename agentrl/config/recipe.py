@@ -81,7 +81,7 @@ class Recipe(Section):
     seed: int = Field(0, ge=0)
     """Seed for task order, sampler and learner. Sampling is not bitwise repeatable, because batching is asynchronous."""
     steps: int | None = resumable(16, ge=1)
-    """Learner steps. None: until ctrl-C or SIGTERM."""
+    """Learner steps. None means until ctrl-C or SIGTERM."""
     max_staleness: Annotated[int, _LAGS] = Field(1, ge=0)
     """Maximum lag of an episode, in learner versions. 0: on-policy; rollouts wait for each update."""
     pipeline_depth: Annotated[int | None, _OVERLAPS] = Field(None, ge=1)
@@ -118,7 +118,7 @@ class Recipe(Section):
     judge_servers: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")], JudgeServerConfig] = Field({})
     """Servers that the run starts for its judges, by name. A judge refers to one with `agentrl.judge.served(NAME)`."""
     gate: GateConfig | None = resumable(None)
-    """Evaluates versions on a suite before promotion. None: the last version is promoted."""
+    """Evaluates versions on a suite before promotion. None promotes the last version."""
 
     @property
     def agent(self) -> Part:

@@ -109,7 +109,7 @@ class DelegationConfig(Section):
     turns: int = Field(4, ge=1)
     """Turns per sub-agent. They count towards the task's `Limits.turns` too."""
     tools: tuple[str, ...] | None = None
-    """Tools for sub-agents. None: the task's tools. With `submit`, sub-agents return the submitted answer, otherwise their last message."""
+    """Tools for sub-agents. None uses the task's tools. With `submit`, sub-agents return the submitted answer, else their last message."""
     instruction: str = ""
     """System message of sub-agents. Empty: none."""
     sandbox: Literal["shared", "own"] = "shared"
@@ -141,10 +141,10 @@ class RolloutConfig(Section):
     """Agent of each episode. turns: samples and calls tools until the agent submits or answers. delegating: like turns, with a tool that
     starts sub-agents. players: several roles in one environment (docs/environments.md)."""
     delegation: DelegationConfig | None = None
-    """Limits on sub-agents (agent=delegating). None: the defaults."""
+    """Limits on sub-agents (agent=delegating). None uses the defaults."""
     compaction: float | None = Field(None, gt=0, lt=1)
     """Share of the context (policy.max_model_len, or the task's `Limits.episode_tokens` if lower) at which the agent continues from
-    a summary. None: a full context ends the episode. See docs/agents.md."""
+    a summary. With None, a full context ends the episode."""
     instructions: str | None = Field(None, min_length=1)
     """Replaces the tasks' system messages for the main agent."""
     group: GroupConfig = GroupConfig()

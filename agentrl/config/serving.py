@@ -47,7 +47,7 @@ class PolicyConfig(ModelConfig):
     """Replaces the model's chat template: a shipped name such as `hermes` (docs/chat-formats.md), or a file relative to the project
     root."""
     tool_format: str | None = Field(None, min_length=1)
-    """Tool-call format to parse, such as `hermes`. None: the format of the chat template."""
+    """Tool-call format to parse, such as `hermes`. None uses the chat template's format."""
     rewritten_context: Literal["refuse", "restart"] = "refuse"
     """For chat templates that rewrite earlier context. refuse: an error. restart: a rewritten context starts a new trajectory."""
 
@@ -63,7 +63,7 @@ class ServingConfig(ServerConfig):
     request_timeout_s: float = Field(120.0, gt=0)
     """Seconds that a turn may lose to a slow server, and deadline of a weight swap."""
     probe_max_abs_diff: float | None = Field(None, gt=0)
-    """Maximum logprob difference (nats) in a swap's probe. None: 0.001 in float32 on a CPU, 0.05 on a GPU, 1 in bfloat16."""
+    """Maximum logprob difference (nats) in a swap's probe. None means 0.001 in float32 on a CPU, 0.05 on a GPU, 1 in bfloat16."""
 
     @model_validator(mode="after")
     def _replicas_fit(self) -> ServingConfig:

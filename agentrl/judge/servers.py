@@ -59,7 +59,8 @@ class ServedUrl:
         return _registered[self.name].weights if self.name in _registered else ""
 
     def server(self, *, reward_model: bool) -> JudgeServer:
-        """Returns the registered server. Raises `UserError` if the recipe starts no such server, or if it is of the other kind."""
+        """Returns the registered server. Raises `UserError` if the recipe does not start it, or if it is a reward model
+        and `reward_model` is False, or the reverse."""
         server = _registered.get(self.name)
         if server is None:
             others = f"; its servers are {', '.join(_registered)}" if _registered else ""

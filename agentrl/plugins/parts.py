@@ -69,7 +69,7 @@ class PartKind:
     shipped: Mapping[str, str]  # name of a built-in part -> plug-in reference
     protocol: str  # plug-in reference
     has_defaults: bool = False  # whether methods inherited from the protocol count as implemented
-    arguments: tuple[str, ...] | None = ()  # the factory's arguments, `*` before keyword arguments; None: the part is called directly
+    arguments: tuple[str, ...] | None = ()  # the factory's arguments, `*` before keyword arguments; None if the part is called directly
     with_options: frozenset[str] = frozenset()  # built-in parts that accept options
 
 

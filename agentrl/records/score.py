@@ -26,8 +26,8 @@ class Score(Record):
         tuple[float, ...], ...
     ] = ()  # [trajectory][turn] credit for individual turns, in addition to `value`; empty if there is none
     blame: Blame | None = None  # who caused the missing value, if that is known
-    branches: tuple[float | None, ...] = ()  # [trajectory] score of each trajectory; None: not scored; empty if there are none
-    without: tuple[float | None, ...] = ()  # [trajectory] `value` without this trajectory; None: unknown; empty if there are none
+    branches: tuple[float | None, ...] = ()  # [trajectory] score of each trajectory, None if not scored; empty if not given
+    without: tuple[float | None, ...] = ()  # [trajectory] `value` without this trajectory, None if unknown; empty if not given
     pending: tuple[PendingPart, ...] = ()  # parts that have not arrived; empty for a complete score
     partial: float = 0.0  # weighted sum of the parts that have arrived while other parts are pending
     wall_s: float = field(default=0.0, compare=False)  # seconds that scoring took; 0 if unknown

@@ -36,7 +36,7 @@ class Parent(Record):
 
     trajectory: int  # index in Episode.trajectories, smaller than the index of the child
     turn: int  # index of the turn
-    call: int | None = None  # index of the tool call that started a sub-agent; None: the same agent continues in a new context
+    call: int | None = None  # index of the tool call that started a sub-agent; None if the same agent continues in a new context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,7 +50,7 @@ class Probe(Record):
 
     token_ids: tuple[tuple[int, ...], ...]  # [P][T]
     logprobs: tuple[tuple[float, ...], ...]  # [P][T-1], logprob of token t+1 given tokens <= t, temperature 1
-    next_ids: tuple[tuple[int, ...], ...] = ()  # [P][M] the M most likely tokens after each row; empty: not compared
+    next_ids: tuple[tuple[int, ...], ...] = ()  # [P][M] the M most likely tokens after each row; empty if not compared
     next_logprobs: tuple[tuple[float, ...], ...] = ()  # [P][M] their logprobs, before any truncation
     temperature: float | None = None  # temperature for `next_logprobs`; None means the rollout temperature
 

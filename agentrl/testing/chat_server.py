@@ -31,7 +31,7 @@ class ScriptedAnswer:
     headers: Mapping[str, str] = field(default_factory=dict)
     raw: bytes | None = None
     finish_reason: str = "stop"
-    tokens: tuple[int, int] | None = (100, 10)  # tokens of prompt and answer; None: not reported
+    tokens: tuple[int, int] | None = (100, 10)  # tokens of prompt and answer; None if not reported
     breaks_off: bool = False  # closes the connection in the middle of the body
     hangs: bool = False  # sends nothing until the server is closed
     number: float | None = None  # score of a reward model, instead of text
