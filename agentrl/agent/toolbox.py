@@ -116,9 +116,8 @@ def tool_methods(kind: Any) -> tuple[TypedTool, ...]:
     if not (marked := marked_functions(kind)):
         return ()
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    if any(
-        parameter.default is parameter.empty and parameter.kind not in variadic for parameter in inspect.signature(kind).parameters.values()
-    ):
+    parameters = inspect.signature(kind).parameters.values()
+    if any(parameter.default is parameter.empty and parameter.kind not in variadic for parameter in parameters):
         raise PluginError(
             f"the tools of {kind.__name__} cannot be opened: the class requires arguments", fix="give each argument a default"
         )

@@ -255,11 +255,8 @@ class ClaimBackend(CellBackend):
 def _conditions(claim: Mapping[str, Any] | None) -> list[dict[str, Any]]:
     status = (claim or {}).get("status")
     listed = status.get("conditions") if isinstance(status, dict) else None
-    return (
-        [condition for condition in listed if isinstance(condition, dict) and condition.get("type") == "Ready"]
-        if isinstance(listed, list)
-        else []
-    )
+    conditions = listed if isinstance(listed, list) else []
+    return [condition for condition in conditions if isinstance(condition, dict) and condition.get("type") == "Ready"]
 
 
 def _address(claim: Mapping[str, Any] | None) -> str:
