@@ -157,6 +157,13 @@ def load_command(name: str, command: Command) -> Any:
 
 
 HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
+
+
+def command_group() -> typer.Typer:
+    """Returns a command without commands of its own, such as `agentrl tune`."""
+    return typer.Typer(no_args_is_help=True, add_completion=False, context_settings=HELP_OPTIONS)
+
+
 app = typer.Typer(
     cls=LazyGroup,
     no_args_is_help=True,

@@ -6,23 +6,17 @@ import asyncio
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentrl.cli.running import JsonFlag
-from agentrl.errors import UserError
-
-if TYPE_CHECKING:
-    from agentrl.failure.collection import TraceRow
-    from agentrl.failure.promote import Promotion, UserParts
-    from agentrl.records import EpisodeState
 from agentrl.base.user_code import printable
-from agentrl.cli.running import load_recipe
-from agentrl.cli.traces import OfKind, OfPhase, OfTag, OfVersion, RunFolder, check_ids, open_collection, trace_filter, user_name
+from agentrl.cli.running import JsonFlag, load_recipe, user_name
+from agentrl.cli.traces import OfKind, OfPhase, OfTag, OfVersion, RunFolder, check_ids, open_collection, trace_filter
 from agentrl.config.recipe import Recipe
+from agentrl.errors import UserError
 from agentrl.failure.case import Suite, load_suite
 from agentrl.failure.overlap import WithheldTasks, load_withheld
 from agentrl.failure.practice import save_practice
@@ -30,6 +24,9 @@ from agentrl.session.ending import close_after
 
 if TYPE_CHECKING:
     from agentrl.check.practice import PracticeReport
+    from agentrl.failure.collection import TraceRow
+    from agentrl.failure.promote import Promotion, UserParts
+    from agentrl.records import EpisodeState
 
 
 def promote_failures(
@@ -103,19 +100,7 @@ def _user_parts(verifier: list[str] | None, truths: Path | None, truth_from: str
 def _print_promotions(promotions: Sequence[Promotion], into: Path, *, as_json: bool) -> None:
     written = sum(promotion.path is not None for promotion in promotions)
     if as_json:
-        print(
-            json.dumps(
-                [
-                    {
-                        "trace": promotion.trace,
-                        "case": promotion.case,
-                        "likeness": promotion.likeness,
-                        "path": promotion.path and str(promotion.path),
-                    }
-                    for promotion in promotions
-                ]
-            )
-        )
+        print(json.dumps([asdict(promotion) | {"path": promotion.path and str(promotion.path)} for promotion in promotions]))
     else:
         print("\n".join(promotion.summary for promotion in promotions))
         print(
@@ -152,7 +137,6 @@ def minimize(
 ) -> None:
     """Remove messages, files and lines from a case while the policy still fails it and the gold solution still solves it."""
     from agentrl.check.minimize import minimize_case
-    from agentrl.cli.running import load_recipe
     from agentrl.evaluation.open_policy import prepare_evaluation
     from agentrl.evaluation.policies import find_policy
     from agentrl.failure.case import load_case, save_case
@@ -196,11 +180,7 @@ def practice(
         path = save_practice(suite, mutants.tasks, about)
     by_case = {case: dict(how) for case, how in mutants.by_case().items()}
     if as_json:
-        print(
-            json.dumps(
-                {"file": None if path is None else str(path), "tasks": len(mutants.tasks), "cases": by_case, "refused": mutants.rejected}
-            )
-        )
+        print(json.dumps({"file": path and str(path), "tasks": len(mutants.tasks), "cases": by_case, "refused": mutants.rejected}))
     else:
         print(render_report(mutants, path))
     raise typer.Exit(0 if by_case.keys() == {case.id for case in cases.cases} else 1)

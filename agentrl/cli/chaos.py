@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentrl.cli import HELP_OPTIONS
+from agentrl.cli import command_group
 from agentrl.cli.running import JsonFlag
 from agentrl.errors import UserError
 
 if TYPE_CHECKING:
     from agentrl.chaos import Result
 
-chaos_app = typer.Typer(no_args_is_help=True, add_completion=False, context_settings=HELP_OPTIONS)
+chaos_app = command_group()
 
 
 @chaos_app.command("list", epilog="Example: agentrl chaos list --json")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -13,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agentrl.cli.running import JsonFlag, load_recipe, project_root
-from agentrl.config.recipe import SandboxConfig, TasksConfig
+from agentrl.cli.running import JsonFlag, all_overrides, load_recipe, project_root
+from agentrl.config.recipe import Recipe, SandboxConfig, TasksConfig
 from agentrl.errors import UserError
 from agentrl.plugins.parts import Part
 from agentrl.plugins.references import add_project_root
@@ -41,15 +40,16 @@ def check(
     parallel: Annotated[int, typer.Option(min=1, help="Number of tasks checked in parallel.")] = 8,
     as_json: JsonFlag = False,
 ) -> None:
-    """Check in real sandboxes that a task family's gold solutions score 1, cheats score 0, splits do not overlap, and answers are
-    hidden."""
+    """Check in real sandboxes that a task family's gold solutions score 1, cheats score 0, splits do not overlap, and answers are hidden.
+
+    An environment or a family that needs options is checked through a recipe that sets tasks.family.options.
+    """
     from agentrl.check.check import check_family
     from agentrl.check.report import render
     from agentrl.session.judge_servers import standalone_judge_servers
 
-    source, config = open_target(target, sandbox, overrides or [])
+    source, config, recipe = open_target(target, sandbox, overrides or [])
     wanted = count if count is not None or Path(target).is_dir() else 24
-    recipe = None if is_family(target) else load_recipe(Path(target), overrides or [])[1]
 
     async def checked() -> CheckReport:
         async with standalone_judge_servers(recipe, root=source.root):
@@ -112,25 +112,24 @@ def sandbox_attack(
     raise typer.Exit(0 if results and not bad else 1)
 
 
-def is_family(target: str) -> bool:
-    """Whether a target is a folder of tasks, or a reference to a family or environment, as opposed to a recipe file."""
-    return os.path.isdir(target) or (":" in target and not os.path.exists(target))
-
-
-def open_target(target: str, backend: str | None, overrides: Sequence[str] = ()) -> tuple[FamilySource, SandboxConfig]:
-    """Returns the task family and the sandbox settings for a folder of task folders, a recipe file, or a reference."""
+def open_target(target: str, backend: str | None, overrides: Sequence[str] = ()) -> tuple[FamilySource, SandboxConfig, Recipe | None]:
+    """Returns the task family, the sandbox settings and the recipe of a recipe file; without a recipe for a folder of task folders or a
+    plug-in reference."""
     from agentrl.check.check import sandbox_configs
     from agentrl.check.purity import FamilySource
 
     path = Path(target)
-    if is_family(target):
+    if path.is_dir() or (":" in target and not path.exists()):
         if overrides:
-            raise UserError(f"{overrides[0]}: {target} takes no overrides", fix="set tasks.family in a recipe and check the recipe")
+            raise UserError(
+                f"{overrides[0]}: {target} takes no overrides",
+                fix="set tasks.family and tasks.family.options in a recipe, and check the recipe",
+            )
         root = project_root((path.resolve() if path.is_dir() else Path.cwd()) / "task")
         add_project_root(root)
         family = str(path.resolve()) if path.is_dir() else target  # a `Path` would collapse the two slashes of openenv:http://HOST
         source = FamilySource(tasks=TasksConfig(family=Part(family)), root=root)
         source.open()  # report errors in the folder before those in the backend
-        return source, sandbox_configs(backend or "auto")[0]
-    root, loaded = load_recipe(path, [*overrides, *([f"sandbox.backend={backend}"] if backend else [])])
-    return FamilySource(tasks=loaded.tasks, root=root, seed=loaded.seed, mcp=loaded.mcp, tools=loaded.tools), loaded.sandbox
+        return source, sandbox_configs(backend or "auto")[0], None
+    root, recipe = load_recipe(path, all_overrides(overrides, sandbox=backend))
+    return FamilySource(tasks=recipe.tasks, root=root, seed=recipe.seed, mcp=recipe.mcp, tools=recipe.tools), recipe.sandbox, recipe

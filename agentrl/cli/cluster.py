@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentrl.cli import HELP_OPTIONS
-from agentrl.cli.running import JsonFlag, load_recipe
+from agentrl.cli import command_group
+from agentrl.cli.running import JsonFlag, all_overrides, load_recipe
 from agentrl.errors import UserError
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from agentrl.cluster.plan import ClusterPlan
     from agentrl.config import Recipe
 
-cluster_app = typer.Typer(no_args_is_help=True, add_completion=False, context_settings=HELP_OPTIONS)
+cluster_app = command_group()
 
 RecipeFile = Annotated[Path, typer.Argument(help="Recipe file: a Python file with a module-level `recipe`.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Dotted overrides, such as serving.replicas=4.")]
@@ -45,7 +45,7 @@ def plan(
     """
     from agentrl.cluster.plan import plan_here
 
-    _, loaded = load_recipe(recipe, [*(overrides or []), *([f"cluster.address={json.dumps(cluster)}"] if cluster else [])])
+    _, loaded = load_recipe(recipe, all_overrides(overrides, cluster=cluster))
     if loaded.cluster.is_local:
         _show_plan(plan_here(loaded), as_json=as_json)
         return

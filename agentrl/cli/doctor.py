@@ -74,11 +74,6 @@ def render(results: list[Check]) -> str:
     return "\n".join(lines)
 
 
-def to_json(results: list[Check]) -> str:
-    """Returns the results as a JSON list of objects with the fields of `Check`."""
-    return json.dumps([asdict(check) for check in results], indent=2)
-
-
 def _check(name: str, ok: bool, detail: str, fix: str, *, required: bool = True) -> Check:
     return Check(name=name, ok=ok, detail=detail, fix="" if ok else fix, required=required)
 
@@ -318,11 +313,9 @@ def _run(command: list[str]) -> tuple[int, str]:
 
 def doctor(as_json: JsonFlag = False) -> None:
     """Check this machine and print how to fix what is missing."""
-    from agentrl.cli import doctor as examine
-
-    checks = examine.checks()
-    print(examine.to_json(checks) if as_json else examine.render(checks))
-    raise typer.Exit(0 if all(item.ok or not item.required for item in checks) else 1)
+    results = checks()
+    print(json.dumps([asdict(check) for check in results], indent=2) if as_json else render(results))
+    raise typer.Exit(0 if all(check.ok or not check.required for check in results) else 1)
 
 
 def init(

@@ -11,12 +11,12 @@ from typing import Annotated
 
 import typer
 
-from agentrl.cli import HELP_OPTIONS
+from agentrl.cli import command_group
 from agentrl.cli.running import JsonFlag, project_root, undoing
 from agentrl.environment import building, venvs
 from agentrl.errors import UserError
 
-env_app = typer.Typer(no_args_is_help=True, add_completion=False, context_settings=HELP_OPTIONS)
+env_app = command_group()
 
 
 @env_app.command(

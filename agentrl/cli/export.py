@@ -9,11 +9,11 @@ from typing import Annotated, Literal
 
 import typer
 
-from agentrl.cli.running import JsonFlag
+from agentrl.cli.running import JsonFlag, RunFolder, progress_bar
 
 
 def export(
-    run_dir: Annotated[Path, typer.Argument(help="Run folder.")],
+    run_dir: RunFolder,
     to: Annotated[
         Literal["eval", "parquet", "atif", "jsonl"],
         typer.Option(help="eval: logs for `inspect view`, one file per step; parquet and jsonl: one row per episode; atif: documents."),
@@ -37,9 +37,6 @@ def export(
 
     Files of an earlier export with the same names are replaced.
     """
-    from rich.console import Console
-    from rich.progress import Progress
-
     from agentrl.experience.episode_query import EpisodeQuery
     from agentrl.session.exports import export_episodes
 
@@ -55,11 +52,8 @@ def export(
         max_score=max_score,
         text=text,
     )
-    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task("episodes", total=None)
-        exported = export_episodes(
-            run_dir, to, out, query=query, progress=lambda done, total: bar.update(task, completed=done, total=total)
-        )
+    with progress_bar("episodes") as progress:
+        exported = export_episodes(run_dir, to, out, query=query, progress=progress)
     if not exported.is_complete:
         print("the episodes of older steps are not exported: they were deleted because of store.options.keep_steps", file=sys.stderr)
     if as_json:

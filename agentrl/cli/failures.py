@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentrl.cli import HELP_OPTIONS
+from agentrl.cli import command_group
 from agentrl.cli.cases import minimize, promote_failures
-from agentrl.cli.running import JsonFlag
+from agentrl.cli.running import JsonFlag, user_name
 from agentrl.cli.traces import (
     OfKind,
     OfPhase,
@@ -29,7 +29,6 @@ from agentrl.cli.traces import (
     each_trace,
     open_collection,
     trace_filter,
-    user_name,
     user_rules,
 )
 from agentrl.errors import UserError
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from agentrl.failure.collection import Collection, TraceFilter
     from agentrl.failure.triage import TriageRule
 
-failures_app = typer.Typer(no_args_is_help=True, add_completion=False, context_settings=HELP_OPTIONS)
+failures_app = command_group()
 
 _MIN_QUESTION = 12  # characters of a question worth showing
 _SHOWN = 20  # unreadable documents

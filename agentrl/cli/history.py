@@ -12,7 +12,7 @@ import typer
 
 from agentrl.base.user_code import one_line
 from agentrl.cli.running import JsonFlag
-from agentrl.cli.suites import evaluation
+from agentrl.cli.suites import differing_settings, evaluation
 from agentrl.errors import UserError
 from agentrl.evaluation import results
 from agentrl.evaluation.results import EvaluationInfo, SuiteResults
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from agentrl.observe.evaluations import SuiteHistory
 
 _NAME = 60  # characters
-_SAME = ("suite_sha256", "sampling", "threshold", "thresholds", "repeats")
-"""Settings that two evaluations must share to be comparable."""
 
 
 def history(
@@ -77,7 +75,7 @@ def histories(evaluations: Sequence[tuple[str, SuiteResults]]) -> list[SuiteHist
             seconds=sum(attempt.wall_s for attempt in one.attempts if not attempt.again) / attempts,
             attempts=figures.attempts,
             unscored=figures.unscored,
-            changed=_changed(before.get(about.suite), about),
+            changed=", ".join(name.removesuffix("_sha256") for name in differing_settings(before.get(about.suite, about), about)),
         )
         rows.setdefault(about.suite, []).append(row)
         before[about.suite] = about
@@ -108,9 +106,3 @@ def _expanded(named: str) -> Iterator[tuple[str, Path]]:
         yield from ((run.name, path) for path in several)
     else:
         yield (Path(named).name if run.exists() else named, evaluation(named))
-
-
-def _changed(before: EvaluationInfo | None, now: EvaluationInfo) -> str:
-    if before is None:
-        return ""
-    return ", ".join(name.removesuffix("_sha256") for name in _SAME if getattr(before, name) != getattr(now, name))

@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import getpass
 import json
 import sys
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from agentrl.base.files import sha256_file, write_atomically
-from agentrl.cli import HELP_OPTIONS
-from agentrl.cli.running import JsonFlag, load_recipe, project_root
+from agentrl.cli import command_group
+from agentrl.cli.running import JsonFlag, load_recipe, project_root, user_name
 from agentrl.errors import PluginError, UserError
 from agentrl.plugins.references import add_project_root, resolve
 
 if TYPE_CHECKING:
     from agentrl.judge.calibrate import CalibrationReport
 
-judge_app = typer.Typer(no_args_is_help=True, add_completion=False, context_settings=HELP_OPTIONS)
-
-
-@judge_app.callback()
-def judges() -> None:
-    """Measure judges, and correct success rates for judge errors."""
+judge_app = command_group()
 
 
 @judge_app.command(
@@ -54,6 +48,7 @@ def calibrate(
     from agentrl.judge.calibration import save_calibration
     from agentrl.judge.labels import read_labels
     from agentrl.judge.report import render_report, render_svg, report_data
+    from agentrl.session.judge_servers import standalone_judge_servers
 
     root = project_root((recipe or Path.cwd() / "x").absolute())
     add_project_root(root)
@@ -61,21 +56,25 @@ def calibrate(
     if not callable(resolved):
         raise PluginError(f"{judge!r} is not callable", fix="give a judge, or async def score(task, episode) -> Score")
     labelled = read_labels(labels)
+    served = None if recipe is None else load_recipe(recipe, [])[1]
+    if served is not None and not served.judge_servers:
+        raise UserError(f"{recipe} has no section judge_servers", fix="omit --recipe, or add the section")
 
-    def measured() -> Coroutine[Any, Any, CalibrationReport]:
-        return measure(
-            resolved,
-            labelled,
-            reference=judge,
-            labels_sha256=",".join(sha256_file(path) for path in labels),
-            root=root,
-            threshold=threshold,
-            parallel=parallel,
-            ledger=cache,
-            progress=_progress,
-        )
+    async def measured() -> CalibrationReport:
+        async with standalone_judge_servers(served, root=root):
+            return await measure(
+                resolved,
+                labelled,
+                reference=judge,
+                labels_sha256=",".join(sha256_file(path) for path in labels),
+                root=root,
+                threshold=threshold,
+                parallel=parallel,
+                ledger=cache,
+                progress=_progress,
+            )
 
-    report: CalibrationReport = asyncio.run(measured() if recipe is None else _served(recipe, root, measured))
+    report = asyncio.run(measured())
     if out is not None:
         save_calibration(out, report.calibration, report_data(report))
         write_atomically(out.with_suffix(".svg"), render_svg(report))
@@ -128,7 +127,7 @@ def label(
         raise UserError("no run folder is given", fix="agentrl label RUN, or agentrl label --agreement A B")
     from agentrl.judge.labelling import LabellingSession, labels_file, run_answers
 
-    by = by or getpass.getuser()
+    by = by or user_name()
     path = labels_file(run, by) if out is None else out
     session = LabellingSession(items=run_answers(run, phase=phase), path=path, by=by, blind=blind)
     with _keys() as keys:
@@ -183,17 +182,6 @@ def _keys() -> Iterator[Iterator[str]]:
         yield pressed
     finally:
         termios.tcsetattr(handle, termios.TCSADRAIN, before)
-
-
-async def _served(path: Path, root: Path, measured: Callable[[], Coroutine[Any, Any, CalibrationReport]]) -> CalibrationReport:
-    """Runs a measurement while the judge servers of a recipe are running."""
-    from agentrl.session.judge_servers import standalone_judge_servers
-
-    _, recipe = load_recipe(path, [])
-    if not recipe.judge_servers:
-        raise UserError(f"{path} has no section judge_servers", fix="omit --recipe, or add the section")
-    async with standalone_judge_servers(recipe, root=root):
-        return await measured()
 
 
 def _progress(done: int, total: int) -> None:

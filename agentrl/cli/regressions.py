@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,18 +14,15 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from agentrl.base import files
-from agentrl.cli.running import loading
+from agentrl.cli.running import loading, reporting_errors
 from agentrl.cli.suites import rates, with_judge_costs
-from agentrl.cli.terminal import outlasting_terminal
 from agentrl.errors import UserError
-from agentrl.failure.case import Suite, load_suites
+from agentrl.failure.case import load_suites
 from agentrl.failure.timeline import one_line
-from agentrl.session.ending import ended_by_user, report_error
 
 if TYPE_CHECKING:
     from agentrl.config.recipe import Recipe
     from agentrl.evaluation.open_policy import PreparedEvaluation
-    from agentrl.evaluation.outcomes import CaseOutcome
     from agentrl.evaluation.policies import NamedPolicy
     from agentrl.evaluation.suites import SuiteEvaluation
 
@@ -49,7 +47,7 @@ def evaluate_suites_command(
     Args:
         policy: None means the policy recorded in the suites.
     """
-    suites = suites_in(named)
+    suites = list({suite.folder.resolve(): suite for folder in named for suite in load_suites(Path(folder))}.values())
     if junit_file is not None and (junit_file.is_dir() or not junit_file.parent.is_dir()):
         raise UserError(f"--junit {junit_file}: cannot write there", fix="give a file in an existing folder")
     with loading():
@@ -96,13 +94,8 @@ def _evaluated(prepared: PreparedEvaluation, *, as_json: bool) -> tuple[SuiteEva
     from agentrl.session.measure import judge_costs
 
     folder = prepared.start.folder
-    try:
-        with outlasting_terminal():
-            evaluations = asyncio.run(evaluate_suites(prepared, console=not as_json))
-    except BaseException as error:
-        if ended_by_user(error):
-            raise
-        raise typer.Exit(report_error(error, folder=folder)) from None
+    with reporting_errors(folder):
+        evaluations = asyncio.run(evaluate_suites(prepared, console=not as_json))
     judge_calls = judge_costs(folder)
     print(
         json.dumps(summary(evaluations, folder) | {"judges": judge_calls})
@@ -110,12 +103,6 @@ def _evaluated(prepared: PreparedEvaluation, *, as_json: bool) -> tuple[SuiteEva
         else with_judge_costs(table(evaluations, folder), judge_calls)
     )
     return evaluations
-
-
-def suites_in(folders: Sequence[str]) -> list[Suite]:
-    """Loads the suites in folders, without duplicates. Raises `UserError` for a folder without a suite."""
-    by_folder = {suite.folder.resolve(): suite for folder in folders for suite in load_suites(Path(folder))}
-    return list(by_folder.values())
 
 
 def summary(evaluations: Sequence[SuiteEvaluation], folder: Path) -> dict[str, Any]:
@@ -147,22 +134,16 @@ def table(evaluations: Sequence[SuiteEvaluation], folder: Path) -> str:
     outcomes = worst_first(outcome for evaluation in evaluations for outcome in evaluation.outcomes)
     lines: list[str] = []
     for number, evaluation in enumerate(outcomes[:_LISTED]):
-        lines.append(f"{evaluation.status:9} {name_of(evaluation, several)}  {summary_line(evaluation)}")
+        name = f"{one_line(evaluation.suite, 60)}/{evaluation.case.id}" if several else evaluation.case.id
+        lines.append(f"{evaluation.status:9} {name}  {summary_line(evaluation)}")
         if evaluation.status is not CaseStatus.PASSED and number < _SHOWN:
             lines += [f"          {row}" for row in [*detail_lines(evaluation), show_command(evaluation, folder)]]
     if len(outcomes) > _LISTED:
         lines.append(f"and {len(outcomes) - _LISTED} more cases: see --json")
     for suite in evaluations:
-        counts = [
-            sum(evaluation.status is kind for evaluation in suite.outcomes)
-            for kind in (CaseStatus.PASSED, CaseStatus.FAILED, CaseStatus.UNSCORED)
-        ]
-        unscored = f", {counts[2]} unscored" if counts[2] else ""
-        lines += ["", f"{one_line(suite.suite.name, 80)}: {counts[0]} of {len(suite.outcomes)} cases passed, {counts[1]} failed{unscored}"]
+        counts = Counter(evaluation.status for evaluation in suite.outcomes)
+        unscored = f", {counts[CaseStatus.UNSCORED]} unscored" if counts[CaseStatus.UNSCORED] else ""
+        passed = f"{counts[CaseStatus.PASSED]} of {len(suite.outcomes)} cases passed, {counts[CaseStatus.FAILED]} failed"
+        lines += ["", f"{one_line(suite.suite.name, 80)}: {passed}{unscored}"]
         lines += [*rates(suite.results.figures()), f"evaluation {suite.folder}"]
     return "\n".join(lines)
-
-
-def name_of(one: CaseOutcome, several: bool) -> str:
-    """Returns the name of a case, prefixed with its suite if there are several suites."""
-    return f"{one_line(one.suite, 60)}/{one.case.id}" if several else one.case.id

@@ -1,25 +1,34 @@
-"""Contexts for commands that run something (interrupts, the run folder, and error reports), loading of a command's recipe, and options that
-several commands share.
+"""Contexts for commands that run something (interrupts, the run folder, progress and error reports), loading of a command's recipe, and
+options that several commands share.
 """
 
 from __future__ import annotations
 
+import getpass
+import json
 import os
 import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from agentrl.base.installation import install_command
 from agentrl.base.processes import process_age_s
+from agentrl.base.user_code import one_line
 from agentrl.cli.terminal import outlasting_terminal
-from agentrl.config.recipe import Recipe, apply_overrides
+from agentrl.config.recipe import Recipe
+from agentrl.errors import RecipeError, UserError
+from agentrl.evaluation.policies import version_folder
+from agentrl.plugins.references import add_project_root, resolve
+from agentrl.plugins.references import project_root as project_root
 from agentrl.session.ending import append_driver_log, ended_by_user, report_error
 from agentrl.session.folder import (
     RunStart,
@@ -33,13 +42,12 @@ from agentrl.session.folder import (
 
 if TYPE_CHECKING:
     from agentrl.session.preflight import PreflightResult
-import json
-from typing import Annotated
 
-from agentrl.errors import RecipeError
-from agentrl.evaluation.policies import version_folder
-from agentrl.plugins.references import add_project_root, resolve
-from agentrl.plugins.references import project_root as project_root
+RunFolder = Annotated[Path, typer.Argument(help="Run folder.")]
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+SandboxChoice = Annotated[
+    str | None, typer.Option("--sandbox", help="Sandbox backend: auto, docker, bubblewrap or module:attr. Overrides the recipe.")
+]
 
 
 @contextmanager
@@ -110,7 +118,7 @@ def run_folder(
         wanted: the run folder; None means the first free folder name.
         verb: the command: `train`, `eval`, `sample` or `profile`. Only `train` and `sample` can be resumed.
     """
-    named = written if resume else apply_overrides(written, list(given))  # report a wrong override before creating a folder
+    named = written if resume else written.but(*given)  # report a wrong override before creating a folder
     name = next((item.partition("=")[2] for item in reversed(given) if item.startswith("name=")), named.name)
     suffix, resumable = "" if verb == "train" else f"-{verb}", verb in ("train", "sample")
     doing = shlex.join(["agentrl", verb, str(recipe), *given])
@@ -122,7 +130,7 @@ def run_folder(
             check_same_command(folder, verb)
         overrides = merge_overrides(recorded_overrides(folder) if resume else (), given)
         start = RunStart(recipe=recipe, folder=folder, verb=verb, overrides=overrides, began=time.monotonic() - process_age_s())
-        loaded = apply_overrides(written, list(start.overrides))
+        loaded = written.but(*start.overrides)
         if resume and (changes := check_resumed_recipe(folder, loaded)):
             print(f"resuming with {', '.join(changes)}", file=sys.stderr)
         with loading():
@@ -142,7 +150,7 @@ def run_folder(
             raise typer.Exit(report_error(error, folder=folder, go_on=go_on)) from None
 
 
-def load_recipe(path: Path, overrides: list[str]) -> tuple[Path, Recipe]:
+def load_recipe(path: Path, overrides: Sequence[str]) -> tuple[Path, Recipe]:
     """Loads a recipe file with overrides. Returns the root of its project, which is added to `sys.path`, and the recipe."""
     if not path.is_file():
         raise RecipeError(f"there is no recipe file {path}", fix="give the path of a Python file with a module-level `recipe`")
@@ -151,19 +159,66 @@ def load_recipe(path: Path, overrides: list[str]) -> tuple[Path, Recipe]:
     recipe = resolve(f"{path.resolve()}:recipe")
     if not isinstance(recipe, Recipe):
         raise RecipeError(f"{path}: `recipe` is {type(recipe).__name__}, not agentrl.Recipe", fix="write recipe = Recipe(...)")
-    return root, apply_overrides(recipe, overrides)
+    return root, recipe.but(*overrides)
 
 
-JsonFlag = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-SandboxChoice = Annotated[
-    str | None, typer.Option("--sandbox", help="Sandbox backend: auto, docker, bubblewrap or module:attr. Overrides the recipe.")
-]
+def all_overrides(
+    arguments: Sequence[str] | None, *, sandbox: str | None = None, cluster: str | None = None, model: str | None = None
+) -> tuple[str, ...]:
+    """Returns the recipe overrides of a command: its arguments, followed by those that its options set.
+
+    Args:
+        model: a folder, a version of a run (RUN@VERSION), or a model id.
+    """
+    if model is not None:
+        version = version_folder(model)
+        model = str(version[1] if version is not None else Path(model).resolve() if Path(model).is_dir() else model)
+    return (
+        *(arguments or ()),
+        *([f"sandbox.backend={sandbox}"] if sandbox else []),
+        *([f"cluster.address={json.dumps(cluster)}"] if cluster else []),
+        *([f"policy.model={json.dumps(model)}"] if model is not None else []),
+    )
 
 
-def model_override(model: str | None) -> tuple[str, ...]:
-    """Returns the recipe override for `--model`: a folder, a version of a run (RUN@VERSION), or a model id."""
-    if model is None:
-        return ()
-    if (version := version_folder(model)) is not None:
-        return (f"policy.model={json.dumps(str(version[1]))}",)
-    return (f"policy.model={json.dumps(str(Path(model).resolve()) if Path(model).is_dir() else model)}",)
+@contextmanager
+def reporting_errors(folder: Path) -> Iterator[None]:
+    """Context for an evaluation in a run folder. It survives the loss of its terminal. An error is reported and exits the command."""
+    try:
+        with outlasting_terminal():
+            yield
+    except BaseException as error:
+        if ended_by_user(error):
+            raise
+        raise typer.Exit(report_error(error, folder=folder)) from None
+
+
+@contextmanager
+def progress_bar(unit: str, *, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
+    """Shows a progress bar on a terminal. Yields a function to call with the number of finished units and the total number."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True, disable=quiet or not sys.stderr.isatty()) as bar:
+        task = bar.add_task(unit, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def require_web_server(needed_for: str) -> None:
+    """Raises `UserError` if a package that serves web pages is not installed."""
+    if missing := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
+        raise UserError(f"{needed_for} needs {' and '.join(missing)}", fix=install_command("gateway"))
+
+
+def user_name(default: str = "unknown") -> str:
+    """Returns the name of the user, or `default` if the user id has no name."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return default
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """Returns the first `most` names on one line, and the number of the other names."""
+    more = f", and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(map(one_line, names[:most]))}{more}"

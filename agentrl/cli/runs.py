@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from agentrl.base.user_code import one_line
-from agentrl.cli.running import JsonFlag
+from agentrl.cli.running import JsonFlag, RunFolder, progress_bar
 from agentrl.errors import StoreError, UserError
 from agentrl.observe.run_folders import RUN_FILES, is_run, run_state
 
@@ -20,7 +20,7 @@ _FOLLOW_S = 5.0  # seconds between two checks of a run
 
 
 def report(
-    run_dir: Annotated[Path, typer.Argument(help="Run folder.")],
+    run_dir: RunFolder,
     follow: Annotated[bool, typer.Option("--follow", help="Rewrite the report whenever the run changes, until the run ends.")] = False,
 ) -> None:
     """Write report.html from the files of a run folder."""
@@ -74,16 +74,12 @@ _CLAIM = "no episode read notes from its own group, a later version, a different
 _SHOWN = 10  # episodes that read an answer
 
 
-def memory(run_dir: Annotated[Path, typer.Argument(help="Run folder.")], as_json: JsonFlag = False) -> None:
+def memory(run_dir: RunFolder, as_json: JsonFlag = False) -> None:
     """Show the notes that a run's agents wrote. Check in the run's episodes that no agent read a note from an attempt at the same task."""
-    from rich.console import Console
-    from rich.progress import Progress
-
     from agentrl.memory.proof import audit_memory
 
-    with Progress(console=Console(stderr=True), transient=True, disable=as_json or not sys.stderr.isatty()) as progress:
-        bar = progress.add_task("groups", total=None)
-        report = audit_memory(run_dir, on_progress=lambda done, total: progress.update(bar, completed=done, total=total))
+    with progress_bar("groups", quiet=as_json) as progress:
+        report = audit_memory(run_dir, on_progress=progress)
     if as_json:
         print(json.dumps(report.to_data()))
         raise typer.Exit(0 if report.ok else 1)

@@ -8,12 +8,12 @@ from typing import Annotated
 import typer
 
 from agentrl.base.secrets import read_secret
-from agentrl.cli import HELP_OPTIONS
+from agentrl.cli import command_group
 from agentrl.cli.check import sandbox_attack, sandbox_check
 from agentrl.cli.running import JsonFlag
 from agentrl.errors import UserError
 
-sandbox_app = typer.Typer(no_args_is_help=True, add_completion=False, context_settings=HELP_OPTIONS)
+sandbox_app = command_group()
 sandbox_app.command("check", epilog="Example: agentrl sandbox check --backend all")(sandbox_check)
 sandbox_app.command("attack", epilog="Example: agentrl sandbox attack --backend all --only fork")(sandbox_attack)
 

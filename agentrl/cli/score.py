@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import getpass
 import json
 import secrets
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from agentrl.base.user_code import one_line
-from agentrl.cli.running import JsonFlag
+from agentrl.cli.running import JsonFlag, RunFolder, require_web_server, user_name
 from agentrl.cli.store import open_run_store
 from agentrl.errors import UserError
 from agentrl.protocols import ExperienceStore
@@ -27,7 +25,7 @@ _PAGE = 500
 
 
 def score(
-    run_dir: Annotated[Path, typer.Argument(help="Run folder.")],
+    run_dir: RunFolder,
     episode: Annotated[str | None, typer.Argument(help="Id of the episode.")] = None,
     part: Annotated[str | None, typer.Argument(help="Name of the pending part.")] = None,
     value: Annotated[float | None, typer.Argument(help="The score. Write -- before a negative number.")] = None,
@@ -68,22 +66,15 @@ def score(
         if list_all:
             _list(store, as_json=as_json)
         elif import_file is not None:
-            _import(store, import_file, by or _user(), as_json=as_json)
+            _import(store, import_file, by or user_name(""), as_json=as_json)
         elif serve:
-            asyncio.run(_serve(store, run_dir, host, port, blind=blind, user=by or _user()))
+            asyncio.run(_serve(store, run_dir, host, port, blind=blind, user=by or user_name("")))
         elif any(option is None for option in single):
             raise UserError("EPISODE, PART and VALUE must be given together", fix="agentrl score RUN EPISODE PART VALUE")
         else:
             key = key or (secrets.token_hex(16) if replace else "")  # a person may correct a score back and forth
             sent = {"episode_id": episode, "part": part, "value": value, "key": key or None, "replace": replace}
-            _send(store, sent, by or _user(), as_json=as_json)
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a user id without a name
-        return ""
+            _send(store, sent, by or user_name(""), as_json=as_json)
 
 
 def _list(store: ExperienceStore, *, as_json: bool) -> None:
@@ -133,10 +124,7 @@ def _import(store: ExperienceStore, path: Path, by: str, *, as_json: bool) -> No
 
 
 async def _serve(store: ExperienceStore, run_dir: Path, host: str, port: int, *, blind: bool, user: str) -> None:
-    from agentrl.base.installation import install_command
-
-    if missing := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
-        raise UserError(f"--serve needs {' and '.join(missing)}", fix=install_command("gateway"))
+    require_web_server("--serve")
     from agentrl.gateway.http_server import HttpServer
     from agentrl.session.score_server import TOKEN_FILE, ScoreServer, run_token
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -17,9 +16,9 @@ from typing import Annotated, Literal
 import typer
 
 from agentrl.base.user_code import one_line
-from agentrl.cli.running import JsonFlag
+from agentrl.cli.running import JsonFlag, RunFolder, progress_bar
 from agentrl.errors import UserError
-from agentrl.experience.audit import LedgerCounts, Progress
+from agentrl.experience.audit import LedgerCounts
 from agentrl.protocols import ExperienceStore
 from agentrl.records import LedgerEntry
 from agentrl.records.late_score import LAST_EXPIRY
@@ -29,7 +28,7 @@ _SHOWN = 20  # groups or problems printed without --all
 
 
 def store(
-    run_dir: Annotated[Path, typer.Argument(help="Run folder.")],
+    run_dir: RunFolder,
     state: Annotated[
         Literal["issued", "running", "parked", "ready", "assigned", "trained", "excluded"] | None,
         typer.Option(help="List only groups in this state."),
@@ -55,7 +54,7 @@ def store(
     if index:
         _index(run_dir)
         return
-    with _opened(run_dir) as (opened, bar):
+    with open_run_store(run_dir) as opened, progress_bar("groups") as bar:
         if opened.parked():
             opened.expire_scores(now=time.time())
         entries = opened.entries()
@@ -97,7 +96,7 @@ def _index(run_dir: Path) -> None:
     """Builds `episodes.sqlite`, unless the store itself contains a table of episodes."""
     from agentrl.experience.index_copy import OlderStore, copy_episodes
 
-    with _progress() as bar:
+    with progress_bar("groups") as bar:
         if (path := run_dir / "experience.sqlite").is_file():
             with closing(OlderStore(path)) as older:
                 groups = None if older.has_index else copy_episodes(run_dir, older, progress=bar)
@@ -137,22 +136,6 @@ def _print_groups(entries: Sequence[LedgerEntry], *, hidden: int) -> None:
 
 
 @contextmanager
-def _opened(run_dir: Path) -> Iterator[tuple[ExperienceStore, Progress]]:
-    with open_run_store(run_dir) as opened, _progress() as bar:
-        yield opened, bar
-
-
-@contextmanager
-def _progress() -> Iterator[Progress]:
-    from rich.console import Console
-    from rich.progress import Progress as Bar
-
-    with Bar(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task("groups", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-@contextmanager
 def open_run_store(run_dir: Path) -> Iterator[ExperienceStore]:
     """Opens the store of a run for one command. Raises `UserError` if the folder contains no run or no group has been stored yet."""
     from agentrl.config import recipe
@@ -168,8 +151,5 @@ def open_run_store(run_dir: Path) -> Iterator[ExperienceStore]:
         raise UserError(
             f"{run_dir} has no stored groups yet", fix="wait until the first group is stored, or give the folder of a different run"
         )
-    opened = open_store(run_dir, loaded)
-    try:
+    with closing(open_store(run_dir, loaded)) as opened:
         yield opened
-    finally:
-        opened.close()

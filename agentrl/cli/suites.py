@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from agentrl.base.user_code import one_line
-from agentrl.cli.running import JsonFlag, loading, run_folder
+from agentrl.cli.running import JsonFlag, listed, loading, run_folder
 from agentrl.errors import UserError
 from agentrl.evaluation import results, statistics
 from agentrl.evaluation.comparison import ALPHA, MARGIN, Comparison, compare
-from agentrl.evaluation.results import EvaluationFigures, SuiteResults, attempt_passes
-from agentrl.failure.case import Suite, check_attempt_options, load_suite
+from agentrl.evaluation.results import EvaluationFigures, EvaluationInfo, SuiteResults, attempt_passes
+from agentrl.failure.case import Suite
 from agentrl.gate.verdict import evaluation_folder
 
 if TYPE_CHECKING:
@@ -29,12 +29,6 @@ _CASES_SHOWN = 12
 _NAME = 80  # characters of a case name
 _PLANNED = (1, 2, 4, 8)  # attempts per case
 _CHANCE = 0.8  # power of a planned comparison
-
-
-def open_suite(folder: Path, *, repeats: int | None, threshold: float) -> Suite:
-    """Checks the options for attempts and loads a suite. Raises `UserError`."""
-    check_attempt_options(repeats=repeats, threshold=threshold)
-    return load_suite(folder)
 
 
 def evaluate_suite(
@@ -275,16 +269,16 @@ def render_comparison(
             lines.append(f"{what}: {len(cases) - _CASES_SHOWN} more cases")
     for what, named in (("only in one evaluation", comparison.unpaired), ("changed", tuple(changed))):
         if named:
-            more = f", and {len(named) - _CASES_SHOWN} more" if len(named) > _CASES_SHOWN else ""
-            lines.append(f"{what}: {', '.join(one_line(case, _NAME) for case in named[:_CASES_SHOWN])}{more}")
-    apart = [
-        name
-        for name in ("suite_sha256", "sampling", "threshold", "thresholds", "repeats")
-        if getattr(first.about, name) != getattr(second.about, name)
-    ]
-    if apart:
+            lines.append(f"{what}: {listed([one_line(case, _NAME) for case in named], _CASES_SHOWN)}")
+    if apart := differing_settings(first.about, second.about):
         lines.append(f"the evaluations differ in {', '.join(apart)}")
     return "\n".join(lines)
+
+
+def differing_settings(first: EvaluationInfo, second: EvaluationInfo) -> list[str]:
+    """Returns the names of the settings in which two evaluations differ. Results are comparable if there are none."""
+    names = ("suite_sha256", "sampling", "threshold", "thresholds", "repeats")
+    return [name for name in names if getattr(first, name) != getattr(second, name)]
 
 
 def _mean(scores: Sequence[float | None]) -> str:

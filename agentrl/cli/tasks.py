@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from agentrl.base.user_code import one_line
-from agentrl.cli import HELP_OPTIONS
-from agentrl.cli.running import JsonFlag, loading
+from agentrl.cli import command_group
+from agentrl.cli.running import JsonFlag, RunFolder, loading
 from agentrl.errors import UserError
 
 if TYPE_CHECKING:
     from agentrl.task.changes import LoggedChange
 
-tasks_app = typer.Typer(no_args_is_help=True, add_completion=False, context_settings=HELP_OPTIONS)
+tasks_app = command_group()
 
-RunFolder = Annotated[Path, typer.Argument(help="Run folder.")]
 Name = Annotated[str, typer.Argument(help="Task family, kind or task, as printed by `agentrl tasks list`.")]
 _ROWS = 50
 

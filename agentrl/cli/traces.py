@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -89,11 +88,3 @@ def user_rules(references: Sequence[str] | None) -> tuple[TriageRule, ...]:
 
     add_project_root(Path.cwd())
     return load_rules(tuple(references or ()))
-
-
-def user_name() -> str:
-    """Returns the name of the user, for tags and cases."""
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a user id without a name
-        return "unknown"

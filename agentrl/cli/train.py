@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -13,12 +15,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from agentrl.base.user_code import printable
 from agentrl.cli.regressions import evaluate_recipe, evaluate_suites_command
-from agentrl.cli.running import JsonFlag, SandboxChoice, load_recipe, loading, model_override, run_folder
-from agentrl.cli.suites import evaluate_suite, open_suite
-from agentrl.config.recipe import apply_overrides
+from agentrl.cli.running import JsonFlag, SandboxChoice, all_overrides, load_recipe, loading, run_folder
+from agentrl.cli.suites import evaluate_suite
 from agentrl.errors import UserError
 from agentrl.evaluation.policies import RequestOptions, find_policy
+from agentrl.failure.case import check_attempt_options, load_suite
 from agentrl.session.ending import is_disk_full, pause_until_room
 from agentrl.session.folder import claim_run_folder, finished_summary
 
@@ -26,12 +29,6 @@ if TYPE_CHECKING:
     from agentrl.config.recipe import Recipe
     from agentrl.evaluation.policies import NamedPolicy
     from agentrl.observe import Summary
-import shlex
-from typing import TYPE_CHECKING
-
-from agentrl.base.user_code import printable
-
-if TYPE_CHECKING:
     from agentrl.run.sample import SampleResult, SampleTotals
 
 _REASONS_SHOWN = 5  # why episodes were excluded
@@ -60,13 +57,10 @@ def train(
     a reference to your own part: module:attr, ./file.py:attr, or an entry point in the group agentrl.plugins.
     """
     root, written = load_recipe(recipe, [])
-    chosen = [f"sandbox.backend={sandbox}"] * bool(sandbox) + [f"cluster.address={json.dumps(cluster)}"] * bool(cluster)
-    all_overrides = (*(overrides or []), *chosen)
+    changes = all_overrides(overrides, sandbox=sandbox, cluster=cluster)
     if restarts:
-        raise typer.Exit(
-            _train_supervised(root, recipe, written, all_overrides, run_dir, resume=resume, restarts=restarts, as_json=as_json)
-        )
-    with run_folder(root, recipe, written, all_overrides, run_dir, resume=resume) as (start, loaded, checked):
+        raise typer.Exit(_train_supervised(root, recipe, written, changes, run_dir, resume=resume, restarts=restarts, as_json=as_json))
+    with run_folder(root, recipe, written, changes, run_dir, resume=resume) as (start, loaded, checked):
         summary = finished_summary(start.folder, loaded) if resume else None
         if summary is not None:
             print(f"{start.folder} is already finished. To train more steps, add steps=N", file=sys.stderr)
@@ -104,7 +98,7 @@ def _train_supervised(
     """Runs the command in another process, and restarts that process if it is killed or fails. Returns the exit code."""
     from agentrl.cli.supervised import supervise
 
-    name = (written if resume else apply_overrides(written, list(overrides))).name
+    name = (written if resume else written.but(*overrides)).name
     with claim_run_folder(run_dir, root / "runs", name, resume=resume, command=f"agentrl train {recipe}") as folder:
         pass  # the next command in this folder is the driver
     options = ["--run-dir", str(folder), *["--resume"] * resume, *["--json"] * as_json]
@@ -154,20 +148,21 @@ def evaluate(
     target = None if policy is None else find_policy(policy, model_name=model or "", key_env=key_env, requests=requests)
     if target is not None and target.served and recipe.is_file() and not (junit or pin):
         model, policy = policy, None  # the same as --model
-    all_overrides = [*(overrides or []), *([f"sandbox.backend={sandbox}"] if sandbox else [])]
     if policy is not None or without_recipe:
+        arguments = all_overrides(overrides, sandbox=sandbox)
         _evaluate_policy(
-            target, recipe, all_overrides, repeats=repeats, threshold=threshold, run_dir=run_dir, junit=junit, pin=pin, as_json=as_json
+            target, recipe, arguments, repeats=repeats, threshold=threshold, run_dir=run_dir, junit=junit, pin=pin, as_json=as_json
         )
         return
     of_policy = junit is not None or pin or bool(key_env or request or header or tokens_name)
     _check_recipe_options(recipe, of_policy=of_policy, of_suite=suite is None and (repeats is not None or threshold != 1.0))
-    changes = (*all_overrides, *model_override(model))
+    changes = all_overrides(overrides, sandbox=sandbox, model=model)
     if suite is None:
         _evaluate_held_out(recipe, changes, run_dir, as_json=as_json)
     else:
         root, written = load_recipe(recipe, [])
-        cases = open_suite(suite, repeats=repeats, threshold=threshold)
+        check_attempt_options(repeats=repeats, threshold=threshold)
+        cases = load_suite(suite)
         evaluate_suite(root, recipe, written, changes, run_dir, cases, repeats=repeats, threshold=threshold, as_json=as_json)
 
 
@@ -201,7 +196,7 @@ def _evaluate_held_out(recipe: Path, overrides: tuple[str, ...], run_dir: Path |
 def _evaluate_policy(
     target: NamedPolicy | None,
     path: Path,
-    arguments: list[str],
+    arguments: Sequence[str],
     *,
     repeats: int | None,
     threshold: float,
@@ -250,12 +245,12 @@ def _print_rates(results: dict[str, dict[str, Any]]) -> None:
 
 def describe(summary: Summary, folder: Path) -> str:
     """Returns the result of a run as text: success before and after training, cost, and the paths of the report and the model."""
-    lines = []
     from agentrl.experience.audit import token_balance
     from agentrl.judge import JudgeUsage
     from agentrl.observe.exclusions import printable_text
     from agentrl.observe.stats import rate_difference
 
+    lines = []
     pairs = (
         ("held-out", summary.heldout_before, summary.heldout_after),
         ("real tables", summary.heldout_real_before, summary.heldout_real_after),
@@ -275,8 +270,7 @@ def describe(summary: Summary, folder: Path) -> str:
     broken += f"{summary.groups_stopped} groups stopped early, " if summary.groups_stopped else ""
     minutes = sum(summary.wall_s.values()) / 60
     lines.append(
-        f"{summary.steps} steps, {summary.episodes} episodes ({summary.episodes_left_out} excluded), "
-        f"{broken}"
+        f"{summary.steps} steps, {summary.episodes} episodes ({summary.episodes_left_out} excluded), {broken}"
         f"{summary.tokens_trained:,} tokens trained, {summary.weight_swaps} weight swaps{stall}, {minutes:.1f} minutes"
     )
     if summary.tokens:
@@ -327,8 +321,8 @@ def sample(
     immediately.
     """
     root, written = load_recipe(recipe, [])
-    all_overrides = (*(overrides or []), *([f"sandbox.backend={sandbox}"] if sandbox else []), *model_override(model))
-    with run_folder(root, recipe, written, all_overrides, run_dir, resume=resume, verb="sample") as (start, loaded, checked):
+    changes = all_overrides(overrides, sandbox=sandbox, model=model)
+    with run_folder(root, recipe, written, changes, run_dir, resume=resume, verb="sample") as (start, loaded, checked):
         with loading():
             from agentrl.run import sample as sampling
 

@@ -8,19 +8,18 @@ from typing import Annotated
 
 import typer
 
-from agentrl.cli import HELP_OPTIONS
+from agentrl.cli import command_group
+from agentrl.cli.store import open_run_store
 from agentrl.cli.terminal import outlasting_terminal
 from agentrl.config import recipe
 from agentrl.errors import UserError
-from agentrl.experience import open_store
 from agentrl.judge.labels import TextPreference
 from agentrl.judge.rendering import PromptField
-from agentrl.plugins.references import add_project_root
 from agentrl.records import Group
 from agentrl.supervised.select import Preference, select_demonstrations, select_preferences
 from agentrl.version.model_folder import write_chat_template
 
-tune_app = typer.Typer(no_args_is_help=True, add_completion=False, context_settings=HELP_OPTIONS)
+tune_app = command_group()
 
 SHOWS = "question,answer"
 MARGIN = 0.5
@@ -166,14 +165,10 @@ def _labelled_pairs(labels: list[Path], shows: tuple[PromptField, ...], per_task
 
 
 def _groups(run: Path) -> Iterator[Group]:
-    add_project_root(Path.cwd())  # for a user-supplied store
-    store = open_store(run, recipe.load(run / "recipe.json"))
-    try:
+    with open_run_store(run) as store:
         for entry in store.entries(first=0):
             if entry.has_episodes and not entry.is_residual:  # its scores are only the late parts
                 yield from store.groups([entry.index])
-    finally:
-        store.close()
 
 
 def _done(run: Path, out: Path, loss: float) -> None:

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from agentrl.base.user_code import one_line
-from agentrl.cli import HELP_OPTIONS
-from agentrl.cli.running import JsonFlag, SandboxChoice, loading
-from agentrl.cli.terminal import outlasting_terminal
+from agentrl.cli import command_group
+from agentrl.cli.running import JsonFlag, RunFolder, SandboxChoice, all_overrides, listed, loading, reporting_errors
 from agentrl.errors import UserError
 
 if TYPE_CHECKING:
@@ -25,9 +24,8 @@ if TYPE_CHECKING:
     from agentrl.session.versions import EvaluationDifference, VersionRecord
     from agentrl.version.tensor_diff import TensorChange
 
-versions_app = typer.Typer(no_args_is_help=True, add_completion=False, context_settings=HELP_OPTIONS)
+versions_app = command_group()
 
-RunFolder = Annotated[Path, typer.Argument(help="Run folder.")]
 Number = Annotated[int, typer.Argument(min=0, help="Number of a version, as printed by `agentrl versions list`.")]
 
 _TENSORS_SHOWN = 12
@@ -167,10 +165,9 @@ def _print_evaluation(one: EvaluationDifference) -> None:
     print(f"{one_line(one.what)}: {compared.before:.3f} -> {compared.after:.3f}, {compared.verdict}")
     interval = f"95% interval [{100 * compared.low:+.1f}, {100 * compared.high:+.1f}]"
     print(f"  effect {100 * compared.effect:+.1f} points  {interval}  p = {compared.p_value:.3g}  ({compared.cases} cases)")
-    for what, cases in (("lower", compared.lost), ("higher", compared.gained), ("content changed", tuple(one.changed))):
+    for what, cases in (("lower", compared.lost), ("higher", compared.gained), ("content changed", one.changed)):
         if cases:
-            more = f", and {len(cases) - _CASES_SHOWN} more" if len(cases) > _CASES_SHOWN else ""
-            print(f"  {what}: {', '.join(map(one_line, cases[:_CASES_SHOWN]))}{more}")
+            print(f"  {what}: {listed(cases, _CASES_SHOWN)}")
 
 
 @versions_app.command("compare", epilog="Example: agentrl versions compare runs/quickstart 4 8 --suite evals/pricing --repeats 2")
@@ -206,12 +203,12 @@ def compare_versions(
         from agentrl.evaluation.versus import prepare_comparison, try_blocks
         from agentrl.failure.case import load_suite
 
-    all_overrides = (*(overrides or []), *([f"sandbox.backend={sandbox}"] if sandbox else []))
+    changes = all_overrides(overrides, sandbox=sandbox)
     loaded = None if suite is None else load_suite(suite)
     if canary is not None:
         check_canary(run, before, after)
     with prepare_comparison(
-        run, (before, after), loaded, overrides=all_overrides, cases=cases, repeats=repeats, alpha=alpha, margin=margin, folder=run_dir
+        run, (before, after), loaded, overrides=changes, cases=cases, repeats=repeats, alpha=alpha, margin=margin, folder=run_dir
     ) as comparison:
         if canary is None:
             difference = _try_versions(comparison, try_blocks, as_json=as_json, text=_comparison_text)
@@ -228,15 +225,9 @@ def _try_versions(
 ) -> Result:
     """Serves both versions for `trial`, prints its result and returns it."""
     from agentrl.evaluation.versus import run_comparison
-    from agentrl.session.ending import ended_by_user, report_error
 
-    try:
-        with outlasting_terminal():
-            done = asyncio.run(run_comparison(comparison, trial, console=not as_json))
-    except BaseException as error:
-        if ended_by_user(error):
-            raise
-        raise typer.Exit(report_error(error, folder=comparison.prepared.start.folder)) from None
+    with reporting_errors(comparison.prepared.start.folder):
+        done = asyncio.run(run_comparison(comparison, trial, console=not as_json))
     folders = [str(folder) for folder in comparison.folders]
     print(json.dumps(asdict(done) | {"folders": folders}) if as_json else text(done, comparison))  # type: ignore[call-overload]
     return done
@@ -287,8 +278,7 @@ def _comparison_text(difference: DifferenceSoFar, comparison: VersionComparison)
         lines.append(f"excluded {difference.unscored} pairs of attempts with only one score")
     for what, named in (("lower", difference.lost), ("higher", difference.gained)):
         if named:
-            more = f", and {len(named) - _CASES_SHOWN} more" if len(named) > _CASES_SHOWN else ""
-            lines.append(f"{what}: {', '.join(map(one_line, named[:_CASES_SHOWN]))}{more}")
+            lines.append(f"{what}: {listed(named, _CASES_SHOWN)}")
     return "\n".join([*lines, *(f"attempts {folder}" for folder in comparison.folders)])
 
 

@@ -6,14 +6,12 @@ import asyncio
 import contextlib
 import sys
 import webbrowser
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentrl.cli.traces import user_name
-from agentrl.errors import UserError
+from agentrl.cli.running import require_web_server, user_name
 
 if TYPE_CHECKING:
     from agentrl.view import ViewServer
@@ -32,10 +30,7 @@ def view(
 
     The printed address contains the access token for the pages. Press ctrl-C to stop.
     """
-    from agentrl.base.installation import install_command
-
-    if missing := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
-        raise UserError(f"agentrl view needs {' and '.join(missing)}", fix=install_command("gateway"))
+    require_web_server("agentrl view")
     from agentrl.view import RunLibrary, ViewServer
 
     server = ViewServer(library=RunLibrary(runs), host=host, port=port, user=user_name(), read_only=read_only)

@@ -28,7 +28,7 @@ def test_a_recipe_file_must_hold_a_recipe(tmp_path: Path) -> None:
 def test_check_applies_overrides_to_a_recipe_and_rejects_them_for_a_folder() -> None:
     from agentrl.cli.check import open_target
 
-    source, config = open_target("recipes/quickstart.py", "bubblewrap", ['tasks.verifiers=["rewards.close:close_number"]'])
+    source, config, _ = open_target("recipes/quickstart.py", "bubblewrap", ['tasks.verifiers=["rewards.close:close_number"]'])
     assert source.open().task(Split.TRAIN, 0).verifiers == ("rewards.close:close_number",) and config.backend.ref == "bubblewrap"
     with pytest.raises(UserError, match="sandboxes/chores takes no overrides"):
         open_target("sandboxes/chores", None, ["tasks.verifiers=[]"])

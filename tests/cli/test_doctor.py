@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -39,7 +39,7 @@ def test_every_failed_check_has_a_fix_and_all_checks_are_quick() -> None:
 
 def test_text_and_json_have_the_same_content() -> None:
     checks = doctor.checks()
-    data = json.loads(doctor.to_json(checks))
+    data = [asdict(check) for check in checks]
     assert all(set(item) == FIELDS for item in data)
     text = doctor.render(checks)
     assert all(item["detail"] in text and item["fix"] in text for item in data)

@@ -103,3 +103,14 @@ def test_with_json_progress_goes_to_standard_error(tmp_path: Path, capsys: pytes
         out, err = capsys.readouterr()
         assert "server and learner" in (out if console else err) and not (err if console else out)
     assert json.loads((tmp_path / "metrics.jsonl").read_text() or "{}") == {}
+
+
+def test_a_user_id_without_a_name_can_label(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container may run under a user id that has no entry in /etc/passwd."""
+
+    def nameless() -> str:
+        raise KeyError("getpwuid(): uid not found: 4711")
+
+    monkeypatch.setattr("getpass.getuser", nameless)
+    result = CliRunner().invoke(app, ["label", str(tmp_path)])
+    assert isinstance(result.exception, UserError), "the folder has no run, which is the only problem"
