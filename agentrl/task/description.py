@@ -63,7 +63,7 @@ class AgentSection(_Table):
 class EnvironmentSection(_Table):
     """The sandbox. Programs reach only the hosts in `network`."""
 
-    network: tuple[str, ...] = ()
+    network: tuple[str, ...] = Field((), strict=False)
     """Hosts that programs may reach, such as "pypi.org:443", also during grading."""
     docker_image: str = ""
     """Harbor's name of a prebuilt image; ignored, because the image is built from the Dockerfile."""
@@ -81,11 +81,6 @@ class EnvironmentSection(_Table):
     """Open files per program."""
     runtime: str = ""
     """Container runtime, such as runsc."""
-
-    @field_validator("network", mode="before")
-    @classmethod
-    def _list(cls, value: Any) -> Any:
-        return tuple(value) if isinstance(value, list) else value
 
     @field_validator("network")
     @classmethod
@@ -108,11 +103,11 @@ class TaskDescription(_Table):
 
     version: Literal["1.0", "1.1", "1.2", "1.3", "1.4"] = "1.0"
     """Version of the format; Harbor's schema_version."""
-    outputs: tuple[str, ...] | None = Field(None, min_length=1, max_length=64)
+    outputs: tuple[str, ...] | None = Field(None, strict=False, min_length=1, max_length=64)
     """Patterns of the files that are graded. Default in mode harbor: every change of the agent in the working directory."""
-    tools: tuple[str, ...] = Field(("python", "submit"), min_length=1)
+    tools: tuple[str, ...] = Field(("python", "submit"), strict=False, min_length=1)
     """Tools that the agent may call."""
-    split: Split | None = None
+    split: Split | None = Field(None, strict=False)
     """train, heldout or heldout_real. Default: drawn with the family's seed."""
     metadata: dict[str, Any] = {}
     agent: AgentSection = AgentSection()
@@ -123,20 +118,6 @@ class TaskDescription(_Table):
     @classmethod
     def _harbor(cls, value: Any) -> Any:
         return harbor.translate_keys(value) if isinstance(value, dict) else value
-
-    @field_validator("outputs", "tools", mode="before")
-    @classmethod
-    def _list(cls, value: Any) -> Any:
-        return tuple(value) if isinstance(value, list) else value
-
-    @field_validator("split", mode="before")
-    @classmethod
-    def _split(cls, value: Any) -> Any:
-        if isinstance(value, str) and value in list(Split):
-            return Split(value)
-        if isinstance(value, str):
-            raise ValueError(f"must be one of {', '.join(Split)}")
-        return value
 
     @field_validator("outputs")
     @classmethod
@@ -199,7 +180,7 @@ def _line(kind: type[BaseModel], item: Any) -> str:
     if item["type"] == harbor.UNSUPPORTED_KEY:
         return str(item["msg"])
     if item["type"] == "extra_forbidden":
-        return f"{key}: unknown key; known here: {', '.join(sorted(_table(kind, item['loc'][:-1]).model_fields))}"
+        return f"{key}: unknown key; available: {', '.join(sorted(_table(kind, item['loc'][:-1]).model_fields))}"
     if item["type"] == "missing":
         return f"{key}: is missing"
     message = item["msg"].removeprefix("Value error, ")

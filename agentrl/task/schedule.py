@@ -22,6 +22,7 @@ from agentrl.plugins.parts import ENVIRONMENT_FAMILY, environment_kind
 from agentrl.plugins.references import resolve
 from agentrl.protocols import GoldFamily, TaskFamily, VariedFamily
 from agentrl.records import SandboxSpec, Split, Task
+from agentrl.task.changes import TaskChanges
 from agentrl.task.folders import TaskFolders
 from agentrl.task.weighting import Weights
 
@@ -44,9 +45,8 @@ def open_family(config: TasksConfig, *, seed: int, root: Path | None = None) -> 
 def _open(config: TasksConfig, *, seed: int, root: Path) -> TaskFamily:
     reference, options = config.family.ref, config.family.options
     if ":" not in reference and ("/" in reference or (root / reference).is_dir()):
-        known = {"heldout"}
-        if unknown := sorted(set(options) - known):
-            raise RecipeError(f"tasks.family.options.{unknown[0]}: unknown option of task folders; the options are {', '.join(known)}")
+        if unknown := sorted(set(options) - {"heldout"}):
+            raise RecipeError(f"tasks.family.options.{unknown[0]}: unknown option of task folders; the only option is heldout")
         return TaskFolders(root / reference, root=root, seed=seed, heldout=_share(options.get("heldout", 0.25)))
     kind = environment_kind(reference)
     factory = resolve(reference if kind is None else kind.family)
@@ -159,26 +159,6 @@ class ReservedGroups(Protocol):
         ...
 
 
-class WeightedTasks(Protocol):
-    """Weights of the tasks of a family; `agentrl.task.changes.TaskMix`."""
-
-    def weight_of(self, task: Task) -> float:
-        """Returns the weight of a task; 0 if the task must not be used."""
-        ...
-
-    def accepts(self, task: Task, *, seed: int, group: int, turn: int) -> bool:
-        """Whether the group uses this task after the group has skipped `turn` tasks; deterministic."""
-        ...
-
-
-class ChangingFamilies(Protocol):
-    """Chooses the family of each group; `agentrl.task.changes.TaskChanges`."""
-
-    def draw(self, position: int, group: int) -> tuple[TaskFamily, int, WeightedTasks]:
-        """Returns the family of a group, the group's position in the family's schedule, and the weights of the family's tasks."""
-        ...
-
-
 @dataclass(frozen=True)
 class GroupSchedule:
     """Maps each group index to a training task. A finite split is shuffled in each epoch; an endless split is used in order.
@@ -195,7 +175,7 @@ class GroupSchedule:
     seed: int
     withheld: Container[Task] = ()
     practice: ReservedGroups | None = None
-    changes: ChangingFamilies | None = None
+    changes: TaskChanges | None = None
     _orders: dict[tuple[int, int], list[int]] = field(default_factory=dict, repr=False)
 
     def task(self, group_index: int, weights: Weights | None = None, *, slot: int | None = None) -> Task:
