@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import learner, stored
+from benchmarks import learner, stored, updates
 
 MODEL = "recipes/models/tables-base"
 
@@ -19,7 +19,7 @@ def ours() -> learner.Ours:
 
 
 def test_a_group_shares_its_prompt_and_nothing_else() -> None:
-    case = learner.group(300, 64, vocabulary=640)
+    case = updates.group(300, 64, vocabulary=640)
     assert len(case.samples) == 8 and case.trained == 8 * 64
     prompts = {sample.token_ids[:300] for sample in case.samples}
     assert len(prompts) == 1 and len({sample.token_ids[300:] for sample in case.samples}) == 8
@@ -27,13 +27,13 @@ def test_a_group_shares_its_prompt_and_nothing_else() -> None:
 
 
 def test_the_shape_is_read_from_the_model_folder() -> None:
-    expected = learner.Shape(hidden=128, layers=4, heads=4, kv_heads=2, mlp=384, width=32, vocabulary=640)
-    assert learner.shape_of(MODEL) == expected == learner.shape_of("small")
+    expected = updates.Shape(hidden=128, layers=4, heads=4, kv_heads=2, mlp=384, width=32, vocabulary=640)
+    assert updates.shape_of(MODEL) == expected == updates.shape_of("small")
 
 
 @pytest.mark.slow
 def test_behaviour_logprobs_are_the_models_and_both_loops_compute_the_same_update(ours: learner.Ours) -> None:
-    guessed = learner.group(30, 8, vocabulary=640)
+    guessed = updates.group(30, 8, vocabulary=640)
     case, plain = learner.on_policy(guessed, ours.scorer), learner.Padded(MODEL)
     for sample in case.samples:
         ids = torch.tensor([sample.token_ids])
@@ -42,7 +42,7 @@ def test_behaviour_logprobs_are_the_models_and_both_loops_compute_the_same_updat
         torch.testing.assert_close(torch.tensor(sample.logprobs[30:]), expected[29:], atol=1e-4, rtol=1e-4)
         assert set(sample.logprobs[:30]) == {0.0}
 
-    def strength(scored_case: learner.Case) -> Tensor:
+    def strength(scored_case: updates.Case) -> Tensor:
         return learner.gradient(ours, scored_case).norm()
 
     learner.check_same_update([ours, plain], [case])
@@ -54,13 +54,13 @@ def test_behaviour_logprobs_are_the_models_and_both_loops_compute_the_same_updat
 )
 def test_a_missing_model_or_a_group_that_does_not_fit_is_an_error(folder: str, prompt: int, error: str) -> None:
     with pytest.raises(SystemExit, match=error):
-        learner.folder_cases(folder, prompt, [64])
+        updates.folder_cases(folder, prompt, [64])
 
 
 @pytest.mark.slow
 def test_the_peer_is_timed_with_its_fastest_batch_on_each_case() -> None:
     """The clock advances least for batches of two, so they are the fastest. Gradients do not depend on the batch."""
-    case, trl = learner.group(30, 8, vocabulary=640), learner.Trl(MODEL)
+    case, trl = updates.group(30, 8, vocabulary=640), learner.Trl(MODEL)
     now = 0.0
 
     def clock() -> float:
