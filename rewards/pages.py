@@ -11,7 +11,7 @@ from rewards.tables import says
 LONGEST = 4000  # maximum length of an answer in characters; true answers are far shorter
 
 
-async def found(task: Task, episode: Episode) -> Score:
+async def correct_number(task: Task, episode: Episode) -> Score:
     """Scores 1.0 if the submitted number is correct, else 0.0.
 
     A sub-agent with one page scores 1.0 if it answers with the number on the page. If the number is on a different page, it scores 1.0 for

@@ -59,7 +59,7 @@ class Pages:
             prompt=(Message(role="user", content=question),),
             tools=("sandboxes.pages:read", "submit"),
             sandbox=SANDBOX,
-            verifiers=("rewards.pages:found",),
+            verifiers=("rewards.pages:correct_number",),
             data={"kind": "pages", "answer": str(numbers[sought]), "name": names[sought], "page": sought % self.pages + 1},
             split=split,
             files=texts,

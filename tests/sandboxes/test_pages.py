@@ -18,7 +18,7 @@ from agentrl.records.sampling import Sampling
 from agentrl.rollout import EpisodeRunner
 from agentrl.testing import ReadingPolicy, ScriptedSandboxes, byte_tokenizer
 from agentrl.testing.sandboxes import printing
-from rewards.pages import found
+from rewards.pages import correct_number
 from sandboxes.pages import Pages
 from sandboxes.pages.scripted import NOWHERE, alone, noting, splitting
 from tests.agent.trees import asked, call
@@ -52,7 +52,7 @@ async def attempts(runner: EpisodeRunner, count: int) -> list[tuple[Episode, flo
     for index in range(count):
         task = FAMILY.task(Split.TRAIN, index)
         episode = await runner.run(task, episode_id=f"e{index}")
-        score = await found(task, episode)
+        score = await correct_number(task, episode)
         assert not episode.left_out and score.value is not None
         results.append((episode, score.value))
     return results
@@ -80,7 +80,7 @@ async def test_verifier_scores_each_sub_agent(make_runner: Callable[..., Episode
     scored = []
     for name, strategy in (("good", splitting), ("lazy", saying("777", page % 5 + 1)), ("blind", saying(NOWHERE, page))):
         episode = await make_runner(strategy).run(task, episode_id=name)
-        scored.append(ScoredEpisode(episode=episode, score=await found(task, episode)))
+        scored.append(ScoredEpisode(episode=episode, score=await correct_number(task, episode)))
     good, wrong, missed = (attempt.score for attempt in scored)
     assert good.branches == (None, *[1.0] * 5) and good.without == (None, *[0.0 if at == page else 1.0 for at in range(1, 6)])
     assert wrong.branches == (None, *[0.0 if at == page % 5 + 1 else 1.0 for at in range(1, 6)])
