@@ -20,8 +20,8 @@ import sympy
 
 from agentrl.base.numbers import is_whole
 from rewards.asked import names_percent, names_unit
-from rewards.notation import is_assignment
-from rewards.scalars import Node, symbols
+from rewards.notation import SEQUENCES, is_assignment, of_same_function, standard
+from rewards.scalars import Node, has_decimal, literal, percentage, symbols
 from rewards.units import unit
 
 DIGITS = 50  # precision of constants, in decimal digits
@@ -56,7 +56,7 @@ class Comparison:
         if answer.kind == "unit":
             known = _same_unit(truth.value, answer.value) if truth.kind == "unit" else names_unit(self._prompt, str(answer.value))
             return known and self.same(truth.parts[0] if truth.kind == "unit" else truth, answer.parts[0])
-        truth_percent, answer_percent = _percentage(truth), _percentage(answer)
+        truth_percent, answer_percent = percentage(truth), percentage(answer)
         if (truth_percent is None) is not (answer_percent is None) and names_percent(self._prompt):  # 18 and 18%
             if self._same_scalar(truth_percent or truth, answer_percent or answer):
                 return True
@@ -66,7 +66,7 @@ class Comparison:
             return self.same(truth.parts[0], answer)
         if truth.kind == answer.kind == "relation" and truth.value != "=" and symbols(truth) != symbols(answer):
             return False
-        truth, answer = _standard(truth), _standard(answer)
+        truth, answer = standard(truth), standard(answer)
         if "relation" in (truth.kind, answer.kind):
             return self._same_relation(truth, answer)
         if "ratio" in (truth.kind, answer.kind) and truth.kind != answer.kind:  # 3:2 and 3/2
@@ -83,7 +83,7 @@ class Comparison:
         if alike(truth, answer):
             return True
         if is_assignment(truth) and is_assignment(answer):
-            if (renamed := _of_same_function(truth, answer)) is not None:
+            if (renamed := of_same_function(truth, answer)) is not None:
                 return self.same(renamed.parts[1], answer.parts[1])
             if "applied" in (truth.parts[0].kind, answer.parts[0].kind):
                 return False
@@ -110,13 +110,9 @@ class Comparison:
         ordered = "tuple" in (truth.kind, answer.kind)
         if ordered and "set" in (truth.kind, answer.kind):
             return False
-        truth_parts = list(truth.parts) if truth.kind in _SEQUENCES else [truth]
-        answer_parts = list(answer.parts) if answer.kind in _SEQUENCES else [answer]
-        if (
-            len(truth_parts) != len(answer_parts)
-            or len(truth_parts) > MOST_ELEMENTS
-            or (ordered and {truth.kind, answer.kind} - _SEQUENCES)
-        ):
+        truth_parts = list(truth.parts) if truth.kind in SEQUENCES else [truth]
+        answer_parts = list(answer.parts) if answer.kind in SEQUENCES else [answer]
+        if len(truth_parts) != len(answer_parts) or len(truth_parts) > MOST_ELEMENTS or (ordered and {truth.kind, answer.kind} - SEQUENCES):
             return False
         if "list" in (truth.kind, answer.kind) and len(truth_parts) == 1 and {truth.kind, answer.kind} != {"list"}:
             return False
@@ -145,7 +141,7 @@ class Comparison:
         if truth_number is not None and answer_number is not None:
             if truth_number == answer_number:
                 return True
-            inexact = not (is_whole(truth_number) and is_whole(answer_number)) and (_decimal(truth) or _decimal(answer))
+            inexact = not (is_whole(truth_number) and is_whole(answer_number)) and (has_decimal(truth) or has_decimal(answer))
             return inexact and self._close(sympy.Rational(truth_number), sympy.Rational(answer_number))
         ordered = _matrices(truth)
         try:
@@ -170,7 +166,7 @@ class Comparison:
         known = [(first, second) for first, second in pairs if first is not None and second is not None]
         if len(known) < (len(pairs) + 1) // 2 or any((first is None) is not (second is None) for first, second in pairs):
             return bool(true_value == given_value)
-        if not _decimal(truth) and not _decimal(answer):
+        if not has_decimal(truth) and not has_decimal(answer):
             return all(_equal_numbers(first, second) for first, second in known)
         if len(pairs) == 1:
             return all(self._close(first, second) for first, second in known)
@@ -186,97 +182,12 @@ class Comparison:
         return bool(abs(sympy.N(wanted - given, DIGITS)) <= sympy.Float(10, DIGITS) ** -places / 2)
 
 
-_SEQUENCES = {"list", "set", "tuple"}
 _OTHERS = {"interval", "matrix", "ratio", "union", "intersection", "difference", "word", "numeral"}
 _WORK = frozenset({"function", "factorial", "binomial", "floor", "ceiling", "degrees", "abs", "arithmetic"})
 
 
 class NoScalar(ValueError):
     """A tree that is not a scalar, such as a word or a set."""
-
-
-def _of_same_function(truth: Node, answer: Node) -> Node | None:
-    """Returns the truth in the answer's variable if both define the same function, as f(t) = t^2 and f(x) = x^2 do; None if they do not."""
-    names = truth.parts[0], answer.parts[0]
-    if names[0] == names[1]:
-        return truth
-    if names[0].kind == names[1].kind == "applied":
-        (first, old), (second, new) = (str(name.value)[:-1].split("(") for name in names)
-        if first != second or old.isdigit() or new.isdigit() or new in symbols(truth.parts[1]):
-            return None
-        return _renamed(truth, old, new)
-    if {name.kind for name in names} != {"applied", "symbol"}:
-        return None
-    function, variable = names if names[0].kind == "applied" else names[::-1]
-    argument = str(function.value)[:-1].rpartition("(")[2]
-    return None if argument.isdigit() or argument == variable.value else truth
-
-
-def _renamed(node: Node, old: str, new: str) -> Node:
-    return (
-        Node("symbol", value=new)
-        if node == Node("symbol", value=old)
-        else node._replace(parts=tuple(_renamed(part, old, new) for part in node.parts))
-    )
-
-
-_INFINITE = Node("constant", value="infty")
-_EVERYTHING = Node("tuple", (Node("neg", (_INFINITE,)), _INFINITE))  # the open interval that contains all real numbers
-_ALL_REALS = ("all real numbers", "real numbers", "the real numbers", "all reals", "every real number", "the set of all real numbers")
-
-
-def _reals(node: Node) -> Node:
-    """Replaces notations for all real numbers, or for all except some points, with intervals: R, R without {1}, x != 1."""
-    if node == Node("symbol", value="mathbb R") or (node.kind == "word" and str(node.value).casefold() in _ALL_REALS):
-        return _EVERYTHING
-    if node.kind == "relation" and node.value == "\\ne" and node.parts[0].kind == "symbol" and not symbols(node.parts[1]):
-        return _without([node.parts[1]]) or node
-    if node.kind == "difference" and len(node.parts) == 2 and _reals(_standard(node.parts[0])) == _EVERYTHING:
-        points = node.parts[1]
-        return _without(points.parts if points.kind == "set" else [points]) or node
-    return node
-
-
-def _without(points: Sequence[Node]) -> Node | None:
-    """Returns all real numbers except the given points, as a union of open intervals; None if the points are not numbers."""
-    known = [(value, point) for point in points if (value := literal(point)) is not None]
-    if len(known) < len(points) or not points or len({value for value, _ in known}) < len(points):
-        return None
-    ends = [Node("neg", (_INFINITE,)), *(point for _, point in sorted(known, key=lambda entry: entry[0])), _INFINITE]
-    return Node("union", tuple(Node("interval", pair, "()") for pair in pairwise(ends)))
-
-
-def _standard(node: Node) -> Node:
-    """Returns the same tree for equivalent notations: x > 3 becomes an interval, an open interval a tuple, ± a list, {a} its element."""
-    node = _reals(node)
-    if node.kind == "relation" and node.value in ("<", ">", "\\le", "\\ge"):
-        left, right = node.parts
-        sign = str(node.value)
-        if right.kind == "symbol":
-            left, right, sign = right, left, {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le"}[sign]
-        if left.kind == "symbol" and literal(right) is not None:
-            ends = {"<": "()", "\\le": "(]", ">": "()", "\\ge": "[)"}[sign]
-            infinite = Node("constant", value="infty")
-            parts: tuple[Node, ...] = (right, infinite) if sign in (">", "\\ge") else (Node("neg", (infinite,)), right)
-            node = Node("interval", parts, ends)
-    if node.kind == "interval" and node.value == "()":
-        return Node("tuple", node.parts)
-    if node.kind in ("list", "set") and len(node.parts) > 1:
-        parts = tuple(element for part in node.parts for element in (_standard(part).parts if _has(part, "pm") else (part,)))
-        return Node(node.kind, parts)
-    if _has(node, "pm"):
-        return Node("list", tuple(_signed(node, plus) for plus in (True, False)))
-    return _standard(node.parts[0]) if node.kind == "set" and len(node.parts) == 1 else node
-
-
-def _has(node: Node, kind: str) -> bool:
-    return node.kind == kind or (node.kind not in _SEQUENCES and any(_has(part, kind) for part in node.parts))
-
-
-def _signed(node: Node, plus: bool) -> Node:
-    if node.kind == "pm":
-        return node.parts[0] if plus else Node("neg", node.parts)
-    return node._replace(parts=tuple(_signed(part, plus) for part in node.parts))
 
 
 def _is_name(node: Node) -> bool:
@@ -294,52 +205,6 @@ def _letters(node: Node) -> str:
 def _same_unit(truth: Fraction | str, answer: Fraction | str) -> bool:
     first, second = str(truth).strip(), str(answer).strip()
     return first == second or (unit(first) is not None and unit(first) == unit(second))
-
-
-def literal(node: Node) -> Fraction | None:
-    """Returns the value of a number that has at most a sign, a fraction line, a power of ten or a percent sign; None for other nodes."""
-    if node.kind == "neg":
-        return None if (inner := literal(node.parts[0])) is None or node.parts[0].kind == "neg" else -inner
-    if node.kind in ("number", "decimal", "mixed"):
-        assert isinstance(node.value, Fraction)
-        return node.value
-    if node.kind == "percent":
-        bare = node.parts[0]
-        value = literal(bare) if (bare.parts[0] if bare.kind == "neg" else bare).kind in ("number", "decimal", "mixed") else None
-        return None if value is None else value / 100
-    if node.kind == "div":
-        above, below = node.parts
-        if (above.kind == "neg") is not (below.kind == "neg"):
-            bare = tuple(part.parts[0] if part.kind == "neg" else part for part in node.parts)
-            return None if any(part.kind == "neg" for part in bare) or (inner := literal(Node("div", bare))) is None else -inner
-        if above.kind == below.kind == "number" and isinstance(above.value, Fraction) and isinstance(below.value, Fraction) and below.value:
-            return None if (value := above.value / below.value).denominator == 1 else value
-        return None
-    return _power_of_ten(node)
-
-
-def _power_of_ten(node: Node) -> Fraction | None:
-    """Returns the value of 10^n or a * 10^n; None for other nodes."""
-    if node.kind == "mul" and len(node.parts) == 2:
-        mantissa = node.parts[0]
-        power = _power_of_ten(node.parts[1]) if node.parts[1].kind == "pow" else None
-        known = power is not None and mantissa.kind in ("number", "decimal") and isinstance(mantissa.value, Fraction)
-        return Fraction(mantissa.value) * Fraction(power or 0) if known else None
-    if node.kind != "pow" or node.parts[0] != Node("number", value=Fraction(10)):
-        return None
-    exponent = literal(node.parts[1])
-    return None if exponent is None or exponent.denominator != 1 or abs(exponent) > 1000 else Fraction(10) ** int(exponent)
-
-
-def _percentage(node: Node) -> Node | None:
-    """Returns the number before a percent sign, with its sign; None for other nodes."""
-    if node.kind == "percent":
-        return node.parts[0]
-    return Node("neg", node.parts[0].parts) if node.kind == "neg" and node.parts[0].kind == "percent" else None
-
-
-def _decimal(node: Node) -> bool:
-    return node.kind == "decimal" or any(map(_decimal, node.parts))
 
 
 def _matrices(node: Node) -> bool:

@@ -1,14 +1,19 @@
-"""Parses mathematical notation into a tree of scalars (`rewards.scalars`), lists, sets, intervals, matrices, relations, words and units."""
+"""Parses mathematical notation into a tree of scalars (`rewards.scalars`), lists, sets, intervals, matrices, relations, words and units.
+
+`standard` replaces equivalent notations with one form, so that `rewards.algebra` compares only that form.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 
-from rewards.scalars import NUMERAL, Node, Scalar, numeral, symbols
+from rewards.scalars import NUMERAL, Node, Scalar, literal, numeral, symbols
 from rewards.signs import CLOSE, FUNCTIONS, OPEN, Token, Unreadable, plain, split, tokenized
 
 _MATRIX = re.compile(r"\\begin\{([pb]?matrix|array)\}(?:\{[lcr|]*\})?(.*)\\end\{\1\}", re.DOTALL)
+SEQUENCES = {"list", "set", "tuple"}
 _RELATIONS = ("=", "<", ">", "\\le", "\\ge", "\\ne", "\\in")
 
 _MONTHS = "january february march april may june july august september october november december".split()  # noqa: SIM905
@@ -226,3 +231,87 @@ def _matrix(text: str) -> Node:
     if len({len(row) for row in cells}) != 1:
         raise Unreadable("a matrix with rows of different lengths")
     return Node("matrix", tuple(cell for row in cells for cell in row), str(len(cells[0])))
+
+
+def of_same_function(truth: Node, answer: Node) -> Node | None:
+    """Returns the truth in the answer's variable if both define the same function, as f(t) = t^2 and f(x) = x^2 do; None if they do not."""
+    names = truth.parts[0], answer.parts[0]
+    if names[0] == names[1]:
+        return truth
+    if names[0].kind == names[1].kind == "applied":
+        (first, old), (second, new) = (str(name.value)[:-1].split("(") for name in names)
+        if first != second or old.isdigit() or new.isdigit() or new in symbols(truth.parts[1]):
+            return None
+        return _renamed(truth, old, new)
+    if {name.kind for name in names} != {"applied", "symbol"}:
+        return None
+    function, variable = names if names[0].kind == "applied" else names[::-1]
+    argument = str(function.value)[:-1].rpartition("(")[2]
+    return None if argument.isdigit() or argument == variable.value else truth
+
+
+def _renamed(node: Node, old: str, new: str) -> Node:
+    return (
+        Node("symbol", value=new)
+        if node == Node("symbol", value=old)
+        else node._replace(parts=tuple(_renamed(part, old, new) for part in node.parts))
+    )
+
+
+_INFINITE = Node("constant", value="infty")
+_MINUS_INFINITE = Node("neg", (_INFINITE,))
+_EVERYTHING = Node("tuple", (_MINUS_INFINITE, _INFINITE))  # the open interval that contains all real numbers
+_ALL_REALS = ("all real numbers", "real numbers", "the real numbers", "all reals", "every real number", "the set of all real numbers")
+
+
+def _reals(node: Node) -> Node:
+    """Replaces notations for all real numbers, or for all except some points, with intervals: R, R without {1}, x != 1."""
+    if node == Node("symbol", value="mathbb R") or (node.kind == "word" and str(node.value).casefold() in _ALL_REALS):
+        return _EVERYTHING
+    if node.kind == "relation" and node.value == "\\ne" and node.parts[0].kind == "symbol" and not symbols(node.parts[1]):
+        return _without([node.parts[1]]) or node
+    if node.kind == "difference" and len(node.parts) == 2 and _reals(standard(node.parts[0])) == _EVERYTHING:
+        points = node.parts[1]
+        return _without(points.parts if points.kind == "set" else [points]) or node
+    return node
+
+
+def _without(points: Sequence[Node]) -> Node | None:
+    """Returns all real numbers except the given points, as a union of open intervals; None if the points are not numbers."""
+    known = [(value, point) for point in points if (value := literal(point)) is not None]
+    if len(known) < len(points) or not points or len({value for value, _ in known}) < len(points):
+        return None
+    ends = [_MINUS_INFINITE, *(point for _, point in sorted(known, key=lambda entry: entry[0])), _INFINITE]
+    return Node("union", tuple(Node("interval", pair, "()") for pair in pairwise(ends)))
+
+
+def standard(node: Node) -> Node:
+    """Returns the same tree for equivalent notations: x > 3 becomes an interval, an open interval a tuple, ± a list, {a} its element."""
+    node = _reals(node)
+    if node.kind == "relation" and node.value in ("<", ">", "\\le", "\\ge"):
+        left, right = node.parts
+        sign = str(node.value)
+        if right.kind == "symbol":
+            left, right, sign = right, left, {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le"}[sign]
+        if left.kind == "symbol" and literal(right) is not None:
+            ends = {"<": "()", "\\le": "(]", ">": "()", "\\ge": "[)"}[sign]
+            parts: tuple[Node, ...] = (right, _INFINITE) if sign in (">", "\\ge") else (_MINUS_INFINITE, right)
+            node = Node("interval", parts, ends)
+    if node.kind == "interval" and node.value == "()":
+        return Node("tuple", node.parts)
+    if node.kind in ("list", "set") and len(node.parts) > 1:
+        parts = tuple(element for part in node.parts for element in (standard(part).parts if _has(part, "pm") else (part,)))
+        return Node(node.kind, parts)
+    if _has(node, "pm"):
+        return Node("list", tuple(_signed(node, plus) for plus in (True, False)))
+    return standard(node.parts[0]) if node.kind == "set" and len(node.parts) == 1 else node
+
+
+def _has(node: Node, kind: str) -> bool:
+    return node.kind == kind or (node.kind not in SEQUENCES and any(_has(part, kind) for part in node.parts))
+
+
+def _signed(node: Node, plus: bool) -> Node:
+    if node.kind == "pm":
+        return node.parts[0] if plus else Node("neg", node.parts)
+    return node._replace(parts=tuple(_signed(part, plus) for part in node.parts))

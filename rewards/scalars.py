@@ -1,4 +1,5 @@
-"""Parses scalar notation into a tree. Nothing is evaluated, so the tree shows the form in which a value was written."""
+"""Parses scalar notation into a tree, and finds the numbers in it. Nothing is evaluated, so the tree shows the form in which a value was
+written."""
 
 from __future__ import annotations
 
@@ -47,6 +48,53 @@ def numeral(sign: str, digits: str, base: str) -> Node | None:
 def symbols(node: Node) -> set[Fraction | str]:
     """Returns the names of the variables in a tree."""
     return ({node.value} if node.kind == "symbol" else set()).union(*map(symbols, node.parts))
+
+
+def literal(node: Node) -> Fraction | None:
+    """Returns the value of a number that has at most a sign, a fraction line, a power of ten or a percent sign; None for other nodes."""
+    if node.kind == "neg":
+        return None if (inner := literal(node.parts[0])) is None or node.parts[0].kind == "neg" else -inner
+    if node.kind in ("number", "decimal", "mixed"):
+        assert isinstance(node.value, Fraction)
+        return node.value
+    if node.kind == "percent":
+        bare = node.parts[0]
+        value = literal(bare) if (bare.parts[0] if bare.kind == "neg" else bare).kind in ("number", "decimal", "mixed") else None
+        return None if value is None else value / 100
+    if node.kind == "div":
+        above, below = node.parts
+        if (above.kind == "neg") is not (below.kind == "neg"):
+            bare = tuple(part.parts[0] if part.kind == "neg" else part for part in node.parts)
+            return None if any(part.kind == "neg" for part in bare) or (inner := literal(Node("div", bare))) is None else -inner
+        if above.kind == below.kind == "number" and isinstance(above.value, Fraction) and isinstance(below.value, Fraction) and below.value:
+            return None if (value := above.value / below.value).denominator == 1 else value
+        return None
+    return _power_of_ten(node)
+
+
+def _power_of_ten(node: Node) -> Fraction | None:
+    """Returns the value of 10^n or a * 10^n; None for other nodes."""
+    if node.kind == "mul" and len(node.parts) == 2:
+        mantissa = node.parts[0]
+        power = _power_of_ten(node.parts[1]) if node.parts[1].kind == "pow" else None
+        known = power is not None and mantissa.kind in ("number", "decimal") and isinstance(mantissa.value, Fraction)
+        return Fraction(mantissa.value) * Fraction(power or 0) if known else None
+    if node.kind != "pow" or node.parts[0] != Node("number", value=Fraction(10)):
+        return None
+    exponent = literal(node.parts[1])
+    return None if exponent is None or exponent.denominator != 1 or abs(exponent) > 1000 else Fraction(10) ** int(exponent)
+
+
+def percentage(node: Node) -> Node | None:
+    """Returns the number before a percent sign, with its sign; None for other nodes."""
+    if node.kind == "percent":
+        return node.parts[0]
+    return Node("neg", node.parts[0].parts) if node.kind == "neg" and node.parts[0].kind == "percent" else None
+
+
+def has_decimal(node: Node) -> bool:
+    """Whether a tree contains a number that is written with a decimal point."""
+    return node.kind == "decimal" or any(map(has_decimal, node.parts))
 
 
 def _number(text: str) -> Node:

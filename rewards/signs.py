@@ -65,7 +65,7 @@ _COMMAS = re.compile(r"(?<![\d.^_,])[1-9]\d{0,2}(?:,\d{3})+(?![\d,])", re.ASCII)
 NUMBER = re.compile(r"(\d+\.\d+|\d+|\.\d+)(?:\\overline\{(\d+)\})?(?:[eE]([+-]?\d{1,4})(?![\d.]))?", re.ASCII)
 REPEATING = re.compile(r"(\d+)\.\\overline\{(\d+)\}", re.ASCII)
 _ROW = re.compile(r"\\\\\s*\[\s*-?[\d.]+\s*(?:pt|em|ex|mm|cm|in)\s*\]")
-OPEN, CLOSE = {"(": ")", "[": "]", "\\{": "\\}", "{": "}", "\\langle": "\\rangle", "\\lfloor": "\\rfloor", "\\lceil": "\\rceil"}, set()
+OPEN = {"(": ")", "[": "]", "\\{": "\\}", "{": "}", "\\langle": "\\rangle", "\\lfloor": "\\rfloor", "\\lceil": "\\rceil"}
 CLOSE = set(OPEN.values())
 
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from agentrl.records import Message
 from rewards.mathematics import Mathematics, expression, mathematics, verdict
 from rewards.notation import read
+from rewards.scalars import literal
 from rewards.signs import Unreadable
 from tests.judging import episode, judged, task, value
 
@@ -119,8 +120,6 @@ literals = st.one_of(
 
 
 def known(text: str) -> Fraction | None:
-    from rewards.algebra import literal  # imports sympy
-
     return literal(read(text))
 
 
