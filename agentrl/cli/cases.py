@@ -126,7 +126,7 @@ def minimize(
     suite: Annotated[Path, typer.Argument(help="Folder of the suite.")],
     case: Annotated[str, typer.Argument(help="Id of a case in the suite. The smaller case replaces it.")],
     recipe: Annotated[Path, typer.Argument(help="Recipe file with the task family. Its gold solution must solve the smaller tasks.")],
-    policy: Annotated[str, typer.Option(help="Policy that fails the case: a model folder, RUN@VERSION, or module:attr.")],
+    policy: Annotated[str, typer.Option(help="Policy that fails the case: a model folder or id, RUN@VERSION, or module:attr.")],
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Dotted overrides of the evaluation, such as evaluation.sampling.temperature=0.")
     ] = None,

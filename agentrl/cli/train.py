@@ -110,7 +110,7 @@ def evaluate(
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Dotted overrides, such as evaluation.heldout=64. With --policy, more suites.")
     ] = None,
-    policy: Annotated[str | None, typer.Option(help="Policy to evaluate: a model folder, RUN@VERSION, URL, or module:attr.")] = None,
+    policy: Annotated[str | None, typer.Option(help="Policy to evaluate: a model folder or id, RUN@VERSION, URL, or module:attr.")] = None,
     suite: Annotated[Path | None, typer.Option(help="Folder of a suite, whose cases replace the held-out tasks.")] = None,
     repeats: Annotated[int | None, typer.Option(help="Attempts per case. Default: as set in the case or its suite.")] = None,
     threshold: Annotated[float, typer.Option(help="Lowest score of a passing attempt, for cases without a threshold.")] = 1.0,

@@ -42,13 +42,14 @@ _SAID_ELSEWHERE = {
     "max_completion_tokens": "limits.turn_tokens sets the number of tokens; --tokens-name max_completion_tokens sends it under this name",
 }
 """Request key that cannot be set as an option -> what sets it instead."""
-_FIX = "use a model folder, RUN@VERSION, http(s)://HOST/v1, or module:attr of a policy factory"
+_FIX = "use a model folder or id, RUN@VERSION, http(s)://HOST/v1, or module:attr of a policy factory"
+_MODEL_ID = re.compile(r"(?P<owner>[\w-][\w.-]*)/[\w-][\w.-]*")
 
 
 class PolicySource(StrEnum):
     """The source of a policy."""
 
-    FOLDER = "folder"  # a model folder, served here
+    FOLDER = "folder"  # a model folder or the id of a model on the Hugging Face Hub, served here
     VERSION = "version"  # a version of a run, served here with that run's settings
     ENDPOINT = "endpoint"  # a third-party chat completions server
     PLUGIN = "part"  # a user-supplied plug-in
@@ -108,7 +109,7 @@ class NamedPolicy:
 
     source: PolicySource
     name: str  # as the user typed it
-    model: str  # absolute folder, URL or plug-in reference
+    model: str  # absolute folder, model id, URL or plug-in reference
     run: Path | None = None  # run whose recipe configures its server
     model_name: str = ""  # name of the model at the endpoint
     key_env: str = ""  # environment variable with the endpoint's key; empty if the endpoint needs no key
@@ -146,6 +147,8 @@ def find_policy(named: str, *, model_name: str = "", key_env: str = "", requests
         return NamedPolicy(source=PolicySource.FOLDER, name=named, model=str(Path(named).resolve()))
     if ":" in named:
         return NamedPolicy(source=PolicySource.PLUGIN, name=named, model=named)
+    if (model_id := _MODEL_ID.fullmatch(named)) and not Path(model_id["owner"]).exists():  # runs/mistyped is not an id
+        return NamedPolicy(source=PolicySource.FOLDER, name=named, model=named)
     raise UserError(f"--policy {named}: no such folder or version of a run", fix=_FIX)
 
 

@@ -54,6 +54,17 @@ def test_a_version_has_the_same_sampling_by_folder_and_by_number(tmp_path: Path)
     assert samplings == [SamplingConfig(temperature=0.7, top_k=20)] * 2
 
 
+def test_a_model_id_is_a_policy_and_a_mistyped_path_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--policy` accepts every model that `--model` accepts, but the message for a mistyped run must not be about the Hub."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    policy = find_policy("Qwen/Qwen3-0.6B")
+    assert policy.served and recipe_for(policy, [make_suite(tmp_path / "suite", make_case("a"))]).policy.model == "Qwen/Qwen3-0.6B"
+    for mistyped in ("runs/quikstart", "./Qwen/Qwen3-0.6B", "Qwen", str(tmp_path / "nowhere")):
+        with pytest.raises(UserError, match="no such folder or version of a run"):
+            find_policy(mistyped)
+
+
 def test_a_third_party_model_uses_the_default_sampling(tmp_path: Path) -> None:
     assert sampling_of(model_of(tmp_path / "m"), tmp_path) == SamplingConfig()
 
