@@ -47,7 +47,7 @@ class Claim:
 
 def claims() -> list[Claim]:
     """Returns the claims of all stored results."""
-    all_claims = [Claim(text=_attacks(), source="agentrl/check/attacks"), _real_model()]
+    all_claims = [Claim(text=_attacks(), source="agentrl/sandbox/attacks"), _real_model()]
     for name, text in _TEXTS.items():
         if (path := stored.RESULTS / f"{name}.json").exists():
             result = json.loads(path.read_text())

@@ -9,7 +9,6 @@ tokenizer and then the model on them with TRL's SFTTrainer, and saves a folder t
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import sys
@@ -27,6 +26,7 @@ sys.path.insert(0, str(ROOT))  # as the command line does, because content is im
 
 from agentrl.agent import load_tools  # noqa: E402
 from agentrl.agent.chat import ChatFormat  # noqa: E402
+from agentrl.base.files import sha256_file  # noqa: E402
 from agentrl.records import Split, Task  # noqa: E402
 from sandboxes.tables import Tables  # noqa: E402
 from sandboxes.tables.demonstrations import Act, demonstrate  # noqa: E402
@@ -201,7 +201,7 @@ def save(model: Any, tokenizer: Any, out: Path, card: str) -> None:
     tokenizer.save_pretrained(out)
     (out / "README.md").write_text(card)
     files = sorted(path for path in out.iterdir() if path.is_file() and path.name != "SHA256SUMS")
-    (out / "SHA256SUMS").write_text("".join(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in files))
+    (out / "SHA256SUMS").write_text("".join(f"{sha256_file(path)}  {path.name}\n" for path in files))
 
 
 def model_card(facts: dict[str, Any]) -> str:

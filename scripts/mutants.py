@@ -115,7 +115,7 @@ LAWS = {
     ),
     "liveness": Law(files=("agentrl/base/liveness.py",), tests=("tests/base/test_liveness.py",)),
     "values": Law(
-        files=("agentrl/base/numbers.py", "agentrl/base/numbers.py"),
+        files=("agentrl/base/numbers.py",),
         tests=("tests/base/test_numbers.py", "tests/rewards/test_whole_numbers.py", "tests/base/test_scores.py"),
     ),
 }

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from agentrl.base.files import write_atomically
 from agentrl.base.untrusted_files import read_bytes
 from sandboxes.networks.state import Comparator, Outputs, label, parse
 
@@ -74,12 +74,7 @@ class Archive:
             for key, entry in self.states.items()
         }
         path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_name(f"{path.name}.new")
-        with new.open("w", encoding="utf-8") as file:
-            json.dump({"channels": self.channels, "states": states}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(path)
+        write_atomically(path, json.dumps({"channels": self.channels, "states": states}), durable=True)
 
     @classmethod
     def load(cls, path: Path) -> Archive:

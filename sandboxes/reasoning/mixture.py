@@ -18,7 +18,7 @@ from agentrl.errors import UserError
 
 MOST_WEIGHT = 1000
 _ENTRY = re.compile(r"\s*([A-Za-z0-9_]+)\s*(?:@(\d{1,3}))?\s*(?:\(([^()]*)\))?\s*(?::(\d{1,5}))?\s*(?:,|$)")
-_FORM = "write them as in tasks.family.options.datasets='chain_sum, gcd:2, products(max_terms=2 max_digits=3)@1'"
+_FORM = "write them as in tasks.family.options.datasets='chain_sum, gcd:2, products@1(max_terms=2 max_digits=3)'"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -130,27 +130,12 @@ def _cached_entry(origin: str) -> Mapping[str, Any]:
 
 def dataset(source: Source, seed: int) -> Any:
     """Returns a dataset object from the package. Raises `UserError` if the name, the level or a key is unknown."""
-    keys = tuple(sorted((key, repr(value)) for key, value in source.keys.items()))
-    return _dataset(_Hashed(source=source, identity=(source.name, source.level, keys)), seed)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Hashed:
-    """A hashable source, as a cache key."""
-
-    source: Source
-    identity: tuple[Any, ...]
-
-    def __hash__(self) -> int:
-        return hash(self.identity)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Hashed) and other.identity == self.identity
+    return _dataset(source.name, source.level, json.dumps(dict(source.keys), sort_keys=True), seed)
 
 
 @lru_cache(maxsize=256)
-def _dataset(key: _Hashed, seed: int) -> Any:
-    return _create(key.source, seed=seed, size=CHUNK)
+def _dataset(name: str, level: int | None, keys: str, seed: int) -> Any:
+    return _create(Source(name=name, level=level, keys=json.loads(keys)), seed=seed, size=CHUNK)
 
 
 def check(source: Source) -> None:

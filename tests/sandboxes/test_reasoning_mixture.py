@@ -42,6 +42,13 @@ def test_unparsable_text_is_reported_with_its_position(text: str, message: str) 
     assert message in str(error.value) and error.value.fix
 
 
+def test_the_form_in_an_error_message_can_be_parsed() -> None:
+    with pytest.raises(UserError) as error:
+        parse("chain_sum gcd", "datasets")
+    first, _, last = parse(error.value.fix.partition("'")[2].removesuffix("'"), "datasets")
+    assert first.name == "chain_sum" and (last.name, last.level, dict(last.keys)) == ("products", 1, {"max_terms": 2, "max_digits": 3})
+
+
 @given(st.text())
 def test_any_text_is_parsed_or_raises(text: str) -> None:
     try:
