@@ -160,7 +160,7 @@ HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
 
 
 def command_group() -> typer.Typer:
-    """Returns a command without commands of its own, such as `agentrl tune`."""
+    """Returns an empty group of commands, such as `agentrl tune`."""
     return typer.Typer(no_args_is_help=True, add_completion=False, context_settings=HELP_OPTIONS)
 
 

@@ -173,20 +173,20 @@ def practice(
     """
     root, loaded = load_recipe(recipe, overrides or [])
     cases = load_suite(suite)
-    mutants = asyncio.run(_make(suite, cases, loaded, root, count=count, seed=seed, parallel=parallel, quiet=as_json))
+    report = asyncio.run(_generate(suite, cases, loaded, root, count=count, seed=seed, parallel=parallel, quiet=as_json))
     path = None
-    if mutants.tasks:
+    if report.tasks:
         about = {"suite": cases.name, "family": loaded.tasks.family.ref, "recipe": loaded.name, "seed": seed, "count": count}
-        path = save_practice(suite, mutants.tasks, about)
-    by_case = {case: dict(how) for case, how in mutants.by_case().items()}
+        path = save_practice(suite, report.tasks, about)
+    by_case = {case: dict(how) for case, how in report.by_case().items()}
     if as_json:
-        print(json.dumps({"file": path and str(path), "tasks": len(mutants.tasks), "cases": by_case, "refused": mutants.rejected}))
+        print(json.dumps({"file": path and str(path), "tasks": len(report.tasks), "cases": by_case, "refused": report.rejected}))
     else:
-        print(render_report(mutants, path))
+        print(render_report(report, path))
     raise typer.Exit(0 if by_case.keys() == {case.id for case in cases.cases} else 1)
 
 
-async def _make(
+async def _generate(
     suite: Path, cases: Suite, recipe: Recipe, root: Path, *, count: int, seed: int, parallel: int, quiet: bool
 ) -> PracticeReport:
     from agentrl.check.practice import check_count, generate_practice

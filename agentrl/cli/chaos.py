@@ -8,6 +8,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -62,10 +63,7 @@ def chaos_run(
     if numbers is None and minutes:
         chosen = ()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # stops the run under test, as ctrl-C does
-
-    def report(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
+    report = partial(print, file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="agentrl-chaos-") as scratch:
         folder = (work or Path(scratch)).resolve()
         if folder.is_dir() and any(folder.iterdir()):

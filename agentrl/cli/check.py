@@ -113,8 +113,8 @@ def sandbox_attack(
 
 
 def open_target(target: str, backend: str | None, overrides: Sequence[str] = ()) -> tuple[FamilySource, SandboxConfig, Recipe | None]:
-    """Returns the task family, the sandbox settings and the recipe of a recipe file; without a recipe for a folder of task folders or a
-    plug-in reference."""
+    """Returns the task family, the sandbox settings and the recipe of a target: a folder of task folders, a recipe file, or a plug-in
+    reference. The recipe is None unless the target is a recipe file."""
     from agentrl.check.check import sandbox_configs
     from agentrl.check.purity import FamilySource
 

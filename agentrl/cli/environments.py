@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from agentrl.cli import command_group
-from agentrl.cli.running import JsonFlag, project_root, undoing
+from agentrl.cli.running import JsonFlag, project_root, timed_progress, undoing
 from agentrl.environment import building, venvs
 from agentrl.errors import UserError
 
@@ -40,7 +37,7 @@ def env_add(
     Commit the lock file. If a lock file with the same requirements exists, exactly its versions are installed.
     """
     with undoing():
-        lock = building.add_environment(_root(), packages, name=name, python=python, upgrade=upgrade, report=_progress())
+        lock = building.add_environment(_root(), packages, name=name, python=python, upgrade=upgrade, report=timed_progress())
     _print_built(lock, as_json=as_json)
 
 
@@ -52,7 +49,7 @@ def env_sync(
     """Build environments exactly from their lock files."""
     for name in names or venvs.read_locks(_root()):
         with undoing():
-            lock = building.sync_environment(_root(), name, report=_progress())
+            lock = building.sync_environment(_root(), name, report=timed_progress())
         _print_built(lock, as_json=as_json)
 
 
@@ -82,11 +79,6 @@ def env_remove(names: Annotated[list[str], typer.Argument(metavar="NAME...")]) -
 
 def _root() -> Path:
     return project_root(Path.cwd() / "recipe.py")
-
-
-def _progress() -> Callable[[str], None]:
-    began = time.monotonic()
-    return lambda text: print(f"{time.monotonic() - began:5.1f} s  {text}", file=sys.stderr, flush=True)
 
 
 def _print_built(lock: venvs.Lock, *, as_json: bool) -> None:

@@ -144,17 +144,17 @@ def tag_failures(
                     collection.tag(row.id, (*trace.tags, by_hand))
                     changed[row.id] = by_hand.name
             else:
-                changed = asyncio.run(_named(collection, wanted, user_rules(rules), judge))
+                changed = asyncio.run(_tag_traces(collection, wanted, user_rules(rules), judge))
     finally:  # tags set before an interrupt or a failing judge are kept
         write_digest(run)
     if as_json:
         print(json.dumps(changed))
         return
-    counts = {tag: list(changed.values()).count(tag) for tag in dict.fromkeys(changed.values())}
-    print("\n".join(f"{times:6}  {one}" for one, times in sorted(counts.items(), key=lambda item: -item[1])) or "no traces to tag")
+    counts = Counter(changed.values()).most_common()
+    print("\n".join(f"{times:6}  {tag_name}" for tag_name, times in counts) or "no traces to tag")
 
 
-async def _named(collection: Collection, wanted: TraceFilter, rules: Sequence[TriageRule], reference: str) -> dict[str, str]:
+async def _tag_traces(collection: Collection, wanted: TraceFilter, rules: Sequence[TriageRule], reference: str) -> dict[str, str]:
     """Tags all selected traces with the rules, and with the judge if no rule is sure. Returns trace id -> tag."""
     from agentrl.failure.triage import UNCLASSIFIED, merge_tags, tag_by_judge, tag_by_rules
     from agentrl.judge.failure_judge import load_failure_judge
@@ -216,12 +216,12 @@ def cluster(
 
     embedding = load_minilm() if embed else None
     with open_collection(run) as collection:
-        some = [
+        features = [
             trace_features(trace, describe_trace(trace) if embed else "")
             for _, trace in each_trace(collection, trace_filter(tag=tag, kind=kind, phase=phase), "read")
         ]
     least = alike if alike is not None else MIN_EMBEDDING_SIMILARITY if embed else MIN_SIMILARITY
-    clusters = cluster_traces(some, alike=least, embed=embedding)
+    clusters = cluster_traces(features, alike=least, embed=embedding)
     if as_json:
         print(json.dumps([asdict(group) for group in clusters]))
         return
@@ -291,8 +291,8 @@ def export_failures(
     from agentrl.failure.formats import write
 
     with open_collection(run) as collection:
-        some = each_trace(collection, trace_filter(tag=tag, kind=kind, phase=phase, ids=traces), "written")
-        number = write((trace for _, trace in some), path, form)
+        selected = each_trace(collection, trace_filter(tag=tag, kind=kind, phase=phase, ids=traces), "written")
+        number = write((trace for _, trace in selected), path, form)
     print(json.dumps({"documents": number}) if as_json else f"{number} documents in {path}")
     raise typer.Exit(0 if number else 1)
 

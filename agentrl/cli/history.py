@@ -57,8 +57,8 @@ def histories(evaluations: Sequence[tuple[str, SuiteResults]]) -> list[SuiteHist
 
     rows: dict[str, list[HistoryRow]] = {}
     before: dict[str, EvaluationInfo] = {}
-    for name, one in evaluations:
-        about, figures = one.about, one.figures()
+    for name, evaluated in evaluations:
+        about, figures = evaluated.about, evaluated.figures()
         attempts = max(figures.attempts, 1)
         row = HistoryRow(
             of=one_line(name, _NAME),
@@ -72,26 +72,26 @@ def histories(evaluations: Sequence[tuple[str, SuiteResults]]) -> list[SuiteHist
             pass_at_k=figures.pass_at_k,
             tokens=figures.tokens / attempts,
             turns=figures.turns or 0.0,
-            seconds=sum(attempt.wall_s for attempt in one.attempts if not attempt.again) / attempts,
+            seconds=sum(attempt.wall_s for attempt in evaluated.attempts if not attempt.again) / attempts,
             attempts=figures.attempts,
             unscored=figures.unscored,
             changed=", ".join(name.removesuffix("_sha256") for name in differing_settings(before.get(about.suite, about), about)),
         )
         rows.setdefault(about.suite, []).append(row)
         before[about.suite] = about
-    return [SuiteHistory(suite=one_line(suite, _NAME), rows=tuple(some)) for suite, some in rows.items()]
+    return [SuiteHistory(suite=one_line(suite, _NAME), rows=tuple(suite_rows)) for suite, suite_rows in rows.items()]
 
 
-def table(one: SuiteHistory) -> str:
+def table(suite_history: SuiteHistory) -> str:
     """Returns a history as a text table."""
-    contents = one.table()
+    contents = suite_history.table()
     lines = [(contents.title, *contents.columns), *((name, *cells) for name, cells in contents.rows)]
     widths = [max(len(line[place]) for line in lines) for place in range(len(lines[0]))]
     shown = (
         "  ".join([line[0].ljust(widths[0]), *(cell.rjust(wide) for cell, wide in zip(line[1:], widths[1:], strict=True))])
         for line in lines
     )
-    return "\n".join([one.suite, *(line.rstrip() for line in shown)])
+    return "\n".join([suite_history.suite, *(line.rstrip() for line in shown)])
 
 
 def _expanded(named: str) -> Iterator[tuple[str, Path]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +12,7 @@ import typer
 
 from agentrl.agent.template import SHIPPED_TEMPLATES
 from agentrl.cli import command_group
-from agentrl.cli.running import JsonFlag, undoing
+from agentrl.cli.running import JsonFlag, timed_progress, undoing
 from agentrl.model.importing import Dtype, import_model
 
 model_app = command_group()
@@ -44,12 +43,12 @@ def import_(
     as_json: JsonFlag = False,
 ) -> None:
     """Import a model that is already installed or downloaded. Fails if the model cannot be served and trained exactly."""
-    began = time.monotonic()
+    show = timed_progress()
     with undoing() as step, redirect_stdout(sys.stderr):  # libraries print to stdout, which is for the result
 
         def report(stage: str) -> None:
             step()
-            print(f"{time.monotonic() - began:5.1f} s  {stage}", file=sys.stderr, flush=True)
+            show(stage)
 
         imported = import_model(source, folder, chat_template=chat_template, dtype=dtype, force=force, on_stage=report)
     record = imported.record

@@ -204,6 +204,12 @@ def progress_bar(unit: str, *, quiet: bool = False) -> Iterator[Callable[[int, i
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
+def timed_progress() -> Callable[[str], None]:
+    """Returns a function that prints a message on standard error, after the seconds since this call."""
+    began = time.monotonic()
+    return lambda text: print(f"{time.monotonic() - began:5.1f} s  {text}", file=sys.stderr, flush=True)
+
+
 def require_web_server(needed_for: str) -> None:
     """Raises `UserError` if a package that serves web pages is not installed."""
     if missing := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:

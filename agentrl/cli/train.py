@@ -276,7 +276,7 @@ def describe(summary: Summary, folder: Path) -> str:
     if summary.tokens:
         lines.append(f"{token_balance(summary.tokens)} (agentrl store {folder})")
     if len(summary.sessions) > 1:
-        ends = ", ".join(f"after step {later.step}: {one.ended}" for one, later in pairwise(summary.sessions))
+        ends = ", ".join(f"after step {later.step}: {earlier.ended}" for earlier, later in pairwise(summary.sessions))
         lines.append(f"{len(summary.sessions) - 1:>8} resumed    {ends}")
     if summary.attempts_failed:
         lines.append(f"{summary.attempts_failed:>8} attempts   ended in a fault that the policy did not cause, including retried attempts")
@@ -365,11 +365,11 @@ def worker(
 
 def render_result(result: SampleResult, *, group_size: int) -> str:
     """Returns the result as text: a row for each kind of task, the reasons why attempts were excluded, and the next command."""
-    rows = [(" ".join(printable(kind, _NAME).split()) or "-", came) for kind, came in result.by_kind.items()]
+    rows = [(" ".join(printable(kind, _NAME).split()) or "-", totals) for kind, totals in result.by_kind.items()]
     rows = [*(rows if len(rows) > 1 else []), ("all", result.totals)]
     wide = max(4, *(len(name) for name, _ in rows))
     lines = [f"{'kind':{wide}}  {'tasks':>5}  {'attempts':>8}  {'mean score':24}  {'solved':>6}  {'differ':>6}"]
-    lines += [f"{name:{wide}}  {_row(came)}" for name, came in rows]
+    lines += [f"{name:{wide}}  {_row(totals)}" for name, totals in rows]
     lines += ["solved: tasks that at least one attempt solved; differ: groups whose attempts have different scores"]
     lines += [f"{count:>8} excluded  {reason}" for reason, count in result.totals.left_out_reasons.items()]
     if result.totals.solved:
@@ -380,7 +380,8 @@ def render_result(result: SampleResult, *, group_size: int) -> str:
     return "\n".join(lines)
 
 
-def _row(came: SampleTotals) -> str:
-    rate = came.rate
+def _row(totals: SampleTotals) -> str:
+    rate = totals.rate
     mean = "-" if rate is None else f"{rate.value:.3f} [{rate.ci_low:.3f}, {rate.ci_high:.3f}]"
-    return f"{came.tasks:>5}  {came.attempts:>8}  {mean:24}  {came.solved if came.all_have_thresholds else '-':>6}  {came.differ:>6}"
+    solved = totals.solved if totals.all_have_thresholds else "-"
+    return f"{totals.tasks:>5}  {totals.attempts:>8}  {mean:24}  {solved:>6}  {totals.differ:>6}"

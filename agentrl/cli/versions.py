@@ -58,36 +58,36 @@ def list_versions(run: RunFolder, as_json: JsonFlag = False) -> None:
                 )
 
 
-def _row(one: VersionRecord) -> str:
-    version, mean = one.version, one.metrics.get("staleness_mean")
-    staleness = "-" if mean is None else f"{mean:.1f} to {one.metrics.get('staleness_max', mean):.0f}"
-    checkpoint = "-" if one.checkpoint_bytes is None else _size(one.checkpoint_bytes)
+def _row(record: VersionRecord) -> str:
+    version, mean = record.version, record.metrics.get("staleness_mean")
+    staleness = "-" if mean is None else f"{mean:.1f} to {record.metrics.get('staleness_max', mean):.0f}"
+    checkpoint = "-" if record.checkpoint_bytes is None else _size(record.checkpoint_bytes)
     rates = {name: f"{value:.3f}" for name, value in version.evals.items()}
-    rates |= {split: f"{rate.value:.3f} [{rate.ci_low:.3f}, {rate.ci_high:.3f}]" for split, rate in one.held_out.items()}
-    figures = None if one.verdict is None else one.verdict.figures
+    rates |= {split: f"{rate.value:.3f} [{rate.ci_low:.3f}, {rate.ci_high:.3f}]" for split, rate in record.held_out.items()}
+    figures = None if record.verdict is None else record.verdict.figures
     if figures is not None and figures.pass_at_1 is not None:
         rates["gate"] = f"{figures.pass_at_1:.3f} [{figures.low:.3f}, {figures.high:.3f}]"
     shown = [f"{one_line(name)} {rate}" for name, rate in rates.items()]
     if version.parent is not None and version.parent != version.number - 1:
         shown.append(f"restored from version {version.parent}")
     parent = "-" if version.parent is None else str(version.parent)
-    name = f"{'*' if one.pinned else ''}{version.number}"
-    columns = f"{name:>7} {parent:>6}  {version.state:11}  {version.sha256[:12]:12}  {staleness:>10} {_size(one.weights_bytes):>8}"
+    name = f"{'*' if record.pinned else ''}{version.number}"
+    columns = f"{name:>7} {parent:>6}  {version.state:11}  {version.sha256[:12]:12}  {staleness:>10} {_size(record.weights_bytes):>8}"
     return f"{columns} {checkpoint:>10}  {'  '.join(shown)}"
 
 
-def _as_data(one: VersionRecord) -> dict[str, Any]:
+def _as_data(record: VersionRecord) -> dict[str, Any]:
     from agentrl.records import codec
 
-    data: dict[str, Any] = codec.to_data(one.version)
+    data: dict[str, Any] = codec.to_data(record.version)
     return data | {
-        "pinned": one.pinned,
-        "weights_bytes": one.weights_bytes,
-        "checkpoint_bytes": one.checkpoint_bytes,
-        "gate": one.verdict and codec.to_data(one.verdict),
-        "held_out": {split: asdict(rate) for split, rate in one.held_out.items()},
-        "phase": one.phase,
-        "metrics": dict(one.metrics),
+        "pinned": record.pinned,
+        "weights_bytes": record.weights_bytes,
+        "checkpoint_bytes": record.checkpoint_bytes,
+        "gate": record.verdict and codec.to_data(record.verdict),
+        "held_out": {split: asdict(rate) for split, rate in record.held_out.items()},
+        "phase": record.phase,
+        "metrics": dict(record.metrics),
     }
 
 
@@ -160,12 +160,12 @@ def _print_tensors(tensors: Sequence[TensorChange], *, most: int) -> None:
         print(f"  and {len(changed) - most} more; --all lists them")
 
 
-def _print_evaluation(one: EvaluationDifference) -> None:
-    compared = one.comparison
-    print(f"{one_line(one.what)}: {compared.before:.3f} -> {compared.after:.3f}, {compared.verdict}")
+def _print_evaluation(difference: EvaluationDifference) -> None:
+    compared = difference.comparison
+    print(f"{one_line(difference.what)}: {compared.before:.3f} -> {compared.after:.3f}, {compared.verdict}")
     interval = f"95% interval [{100 * compared.low:+.1f}, {100 * compared.high:+.1f}]"
     print(f"  effect {100 * compared.effect:+.1f} points  {interval}  p = {compared.p_value:.3g}  ({compared.cases} cases)")
-    for what, cases in (("lower", compared.lost), ("higher", compared.gained), ("content changed", one.changed)):
+    for what, cases in (("lower", compared.lost), ("higher", compared.gained), ("content changed", difference.changed)):
         if cases:
             print(f"  {what}: {listed(cases, _CASES_SHOWN)}")
 
@@ -266,19 +266,19 @@ def _apply_canary(run: Path, before: int, after: int, canary: CanaryResult, *, q
 
 
 def _comparison_text(difference: DifferenceSoFar, comparison: VersionComparison) -> str:
-    one, other = comparison.numbers
+    before, after = comparison.numbers
     interval = f"{1 - comparison.alpha:.0%} interval [{100 * difference.interval.low:+.1f}, {100 * difference.interval.high:+.1f}]"
     lines = [
-        f"before  {difference.before:.3f}  version {one}",
-        f"after   {difference.after:.3f}  version {other}",
+        f"before  {difference.before:.3f}  version {before}",
+        f"after   {difference.after:.3f}  version {after}",
         f"effect  {100 * difference.interval.value:+.1f} points  {interval}, valid at any number of cases",
         f"verdict {difference.verdict}  ({difference.cases} of at most {difference.most} cases, margin {100 * comparison.margin:g} points)",
     ]
     if difference.unscored:
         lines.append(f"excluded {difference.unscored} pairs of attempts with only one score")
-    for what, named in (("lower", difference.lost), ("higher", difference.gained)):
-        if named:
-            lines.append(f"{what}: {listed(named, _CASES_SHOWN)}")
+    for what, cases in (("lower", difference.lost), ("higher", difference.gained)):
+        if cases:
+            lines.append(f"{what}: {listed(cases, _CASES_SHOWN)}")
     return "\n".join([*lines, *(f"attempts {folder}" for folder in comparison.folders)])
 
 

@@ -84,9 +84,8 @@ class SubprocessWorker:
         processes: int = 1,
     ) -> None:
         names = [_reference(function), _reference(prepare) if prepare is not None else ""]
-        self._command = [sys.executable, "-W", "ignore", "-m", "agentrl.reward.worker", *names, str(deadline_s), str(memory)]
-        self._deadline_s = deadline_s
-        self._children = [_Child(self._command, deadline_s) for _ in range(processes)]
+        command = [sys.executable, "-W", "ignore", "-m", "agentrl.reward.worker", *names, str(deadline_s), str(memory)]
+        self._children = [_Child(command, deadline_s) for _ in range(processes)]
         self._free: SimpleQueue[_Child] = SimpleQueue()
         for child in self._children:
             self._free.put(child)

@@ -187,7 +187,7 @@ class TaskChanges:
             position: position of the group in the schedule of the families.
             group: number of the group; for an extra group, the number of the first group of its block.
         """
-        segment = self._segments[bisect_right(self._segments, group, key=lambda one: one.first) - 1]
+        segment = self._segments[bisect_right(self._segments, group, key=lambda segment: segment.first) - 1]
         for name, before, drawn in segment.mix.split(position - self._position(segment.first)):
             if drawn:
                 return self._families[name], segment.used.get(name, 0) + before, segment.mix

@@ -122,13 +122,11 @@ def find_leaks(files: Mapping[str, bytes], wanted: Iterable[Truth]) -> list[Leak
         text = data[:MAX_FILE].decode("utf-8", "replace")
         stripped = text.strip()
         labelled = list(_labelled_texts(stripped)) if known else []
-        for truth in known:
-            if leak := _leak(path, stripped, labelled, truth):
-                readable.append(leak)
+        readable += filter(None, (_leak(path, stripped, labelled, truth) for truth in known))
     return readable
 
 
-def _leak(path: str, text: str, beside: list[str], truth: Truth) -> Leak | None:
+def _leak(path: str, text: str, labelled: list[str], truth: Truth) -> Leak | None:
     wanted = truth.text
     if truth.is_source:
         return Leak(path=path, how="contains a copy of", truth=truth, certain=True) if wanted in text else None
@@ -136,7 +134,7 @@ def _leak(path: str, text: str, beside: list[str], truth: Truth) -> Leak | None:
         named = _FILE_NAME.fullmatch(path.rpartition("/")[2].partition(".")[0]) is not None
         sure = named or (len(wanted) >= LONG and not truth.is_compared)
         return Leak(path=path, how="contains only", truth=truth, certain=sure) if sure or len(wanted) >= LONG else None
-    if any(_begins(rest, wanted) for rest in beside):
+    if any(_begins(rest, wanted) for rest in labelled):
         return Leak(path=path, how="contains, next to its key,", truth=truth, certain=True)
     if len(wanted) >= LONG and (wanted in text or wanted in path):
         return Leak(path=path, how="contains, among other text,", truth=truth, certain=False)
