@@ -26,7 +26,7 @@ from random import Random
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from agentrl.agent.tools import PythonTool  # noqa: E402
+from agentrl.agent.tools import PYTHON  # noqa: E402
 from agentrl.protocols import Sandbox  # noqa: E402
 from agentrl.records import ExecResult, Split, Task  # noqa: E402
 from recipes.quickstart import recipe as quickstart  # noqa: E402
@@ -37,15 +37,13 @@ WAIT_FILE = "wait.txt"
 ORDERS = ("in_order", "oldest_first")
 
 
-class WaitingPython(PythonTool):
-    """The tool `python`, which first sleeps in the sandbox for the seconds in the task's `WAIT_FILE`."""
-
-    async def run(self, sandbox: Sandbox, text: str, *, timeout_s: float, output_bytes: int) -> ExecResult:
-        sleep = f"import time; time.sleep(float(open({WAIT_FILE!r}).read()))\n"
-        return await super().run(sandbox, sleep + text, timeout_s=timeout_s, output_bytes=output_bytes)
+async def _wait_and_run(sandbox: Sandbox, code: str, *, timeout_s: float, output_bytes: int) -> ExecResult:
+    sleep = f"import time; time.sleep(float(open({WAIT_FILE!r}).read()))\n"
+    return await sandbox.python(sleep + code, timeout_s=timeout_s, output_bytes=output_bytes)
 
 
-python = WaitingPython()
+python = replace(PYTHON, run=_wait_and_run)
+"""The tool `python`, which first sleeps in the sandbox for the seconds in the task's `WAIT_FILE`."""
 
 
 class WaitingTables(Tables):

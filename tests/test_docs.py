@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.agent.calls import read_calls
+from agentrl.agent.forms.json_calls import read_hermes
 from agentrl.cli import COMMANDS
 from agentrl.cli.project import init_project
 from agentrl.config import Recipe
@@ -219,8 +219,8 @@ def test_the_failure_judge_example_loads(project: Path) -> None:
 def test_the_policy_example_answers_the_cases_of_a_suite(project: Path) -> None:
     write_examples("failures.md", project)
     policy = load_policy_plugin(find_policy(f"{project}/policies/sure.py:policy"))
-    calls, errors, _ = read_calls(policy.script(0, "any episode"))
-    assert [(call.name, call.arguments) for call in calls] == [("submit", {"answer": "97"})] and not errors
+    reading = read_hermes(policy.script(0, "any episode"), ())
+    assert [(call.name, call.arguments) for call in reading.calls] == [("submit", {"answer": "97"})] and not reading.errors
 
 
 @pytest.mark.slow

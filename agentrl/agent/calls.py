@@ -1,8 +1,4 @@
-"""Parses tool calls in text that a model wrote. This module defines the bounds of a call and reads the Hermes form:
-
-    <tool_call>{"name": "python", "arguments": {"code": "print(1)"}}</tool_call>
-
-`agentrl.agent.forms` reads the forms of other models and builds their calls with the functions of this module.
+"""Parses and builds one tool call in text that a model wrote, within bounds. `agentrl.agent.forms` reads the turns of each model.
 
 A call that is too long or nested too deeply, or that contains a non-finite number or invalid Unicode, becomes an error that the model sees,
 like any other mistake. The grammar of the arguments determines where a call ends, so a closing tag inside a JSON string is text. Parsing
@@ -46,43 +42,6 @@ class InvalidJson(CallError):
 
 class UnclosedCall(CallError):
     """A part of the call is not closed, so all text after it may belong to the call."""
-
-
-def read_calls(text: str) -> tuple[tuple[ToolCall, ...], tuple[str, ...], str]:
-    """Returns the valid tool calls in a string in the Hermes form, the errors in the other calls, and the text outside the calls."""
-    return read_tagged(text, OPEN, CLOSE, scan_json, call_from_object)
-
-
-def read_tagged(
-    text: str, opening: str, closing: str, scan: Callable[[str, int], tuple[T, int]], make: Callable[[T], ToolCall]
-) -> tuple[tuple[ToolCall, ...], tuple[str, ...], str]:
-    """Returns the same three values as `read_calls`, for calls between the tags `opening` and `closing`.
-
-    Args:
-        scan: parses the body that starts at a position in the text, and returns the body and the position of its end. May raise
-            `CallError`.
-        make: builds a call from a body. May raise `CallError`.
-    """
-    calls: list[ToolCall] = []
-    errors: list[str] = []
-    outside: list[str] = []
-    bodies, at = 0, 0
-    while (opened := text.find(opening, at)) >= 0:
-        body = opened + len(opening)
-        call, end = call_at(text, body, closing, scan, make) if bodies < MAX_CALLS else (None, after(text, closing, body))
-        if end < 0:
-            errors.append(str(call) if isinstance(call, UnclosedCall) else NOT_CLOSED)
-            break
-        bodies += 1
-        outside.append(text[at:opened])
-        at = end
-        if isinstance(call, ToolCall):
-            calls.append(call)
-        elif call is not None:
-            errors.append(str(call))
-    if bodies > MAX_CALLS:
-        errors.append(too_many(bodies))
-    return tuple(calls), tuple(errors), "".join((*outside, text[at:])).strip()
 
 
 def call_at(

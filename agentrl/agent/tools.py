@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import abc
 import copy
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -148,63 +147,55 @@ def function_schema(name: str, description: str, parameter: str, meaning: str) -
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 
-class ProgramTool(abc.ABC):
+@dataclass(slots=True, eq=False, kw_only=True)
+class ProgramTool:
     """A tool that runs the text of its one argument in the episode's sandbox."""
+
+    name: str
+    schema: Mapping[str, Any]
+    argument: str
+    run: Callable[..., Awaitable[ExecResult]]  # called with (sandbox, text, timeout_s=, output_bytes=)
 
     needs_sandbox = True
 
-    def __init__(self, name: str, description: str, argument: str, meaning: str) -> None:
-        self.name = name
-        self.schema = function_schema(name, description, argument, meaning)
-        self._argument = argument
-
     async def __call__(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, limits: Limits) -> ToolOutcome:
-        text = arguments.get(self._argument)
+        """Runs the text, unless it is missing or too long."""
+        text = arguments.get(self.argument)
         if not isinstance(text, str):
-            return ToolOutcome(output=f'error: {self.name} needs {{"{self._argument}": "..."}}', ok=False)
+            return ToolOutcome(output=f'error: {self.name} needs {{"{self.argument}": "..."}}', ok=False)
         if "\0" in text or len(text) > MAX_TEXT:
             return ToolOutcome(output=f"error: {self.name} accepts up to {MAX_TEXT} characters without NUL", ok=False)
         assert sandbox is not None, "needs_sandbox is True"
         result = await self.run(sandbox, text, timeout_s=limits.tool_timeout_s, output_bytes=4 * limits.tool_output_chars)
         return ToolOutcome(output=render_result(result, limits), ok=result.ok)
 
-    @abc.abstractmethod
-    async def run(self, sandbox: Sandbox, text: str, *, timeout_s: float, output_bytes: int) -> ExecResult:
-        """Runs the agent's text."""
 
-
-class PythonTool(ProgramTool):
-    """Runs code in a new interpreter for each call."""
-
-    def __init__(self) -> None:
-        super().__init__("python", "Run Python code in the sandbox and return what it prints.", "code", "Python source")
-
-    async def run(self, sandbox: Sandbox, text: str, *, timeout_s: float, output_bytes: int) -> ExecResult:
-        """See `ProgramTool.run`."""
-        return await sandbox.python(text, timeout_s=timeout_s, output_bytes=output_bytes)
-
-
-class PythonSessionTool(ProgramTool):
-    """Runs code in one interpreter per episode, which keeps its variables and shows the value of the last expression."""
-
-    def __init__(self) -> None:
-        description = "Run Python code in a session that keeps its variables, and return what it prints and the value of its last line."
-        super().__init__("python_session", description, "code", "Python source")
-
-    async def run(self, sandbox: Sandbox, text: str, *, timeout_s: float, output_bytes: int) -> ExecResult:
-        """See `ProgramTool.run`."""
-        return await sandbox.python(text, timeout_s=timeout_s, output_bytes=output_bytes, session="agent")
-
-
-class ShellTool(ProgramTool):
-    """Runs a command line in a new shell for each call."""
-
-    def __init__(self) -> None:
-        super().__init__("shell", "Run a shell command in the sandbox and return what it prints.", "command", "a command for sh")
-
-    async def run(self, sandbox: Sandbox, text: str, *, timeout_s: float, output_bytes: int) -> ExecResult:
-        """See `ProgramTool.run`."""
-        return await sandbox.exec(["sh", "-c", text], timeout_s=timeout_s, output_bytes=output_bytes)
+PYTHON = ProgramTool(
+    name="python",
+    schema=function_schema("python", "Run Python code in the sandbox and return what it prints.", "code", "Python source"),
+    argument="code",
+    run=lambda sandbox, code, **bounds: sandbox.python(code, **bounds),
+)
+"""Runs code in a new interpreter for each call."""
+PYTHON_SESSION = ProgramTool(
+    name="python_session",
+    schema=function_schema(
+        "python_session",
+        "Run Python code in a session that keeps its variables, and return what it prints and the value of its last line.",
+        "code",
+        "Python source",
+    ),
+    argument="code",
+    run=lambda sandbox, code, **bounds: sandbox.python(code, **bounds, session="agent"),
+)
+"""Runs code in one interpreter per episode, which keeps its variables and shows the value of the last expression."""
+SHELL = ProgramTool(
+    name="shell",
+    schema=function_schema("shell", "Run a shell command in the sandbox and return what it prints.", "command", "a command for sh"),
+    argument="command",
+    run=lambda sandbox, command, **bounds: sandbox.exec(["sh", "-c", command], **bounds),
+)
+"""Runs a command line in a new shell for each call."""
 
 
 class SubmitTool:
@@ -221,7 +212,7 @@ class SubmitTool:
         return ToolOutcome(output="submitted", ok=True, answer=str(answer)[: limits.tool_output_chars])
 
 
-BUILT_IN: Mapping[str, Tool] = {tool.name: tool for tool in (PythonTool(), PythonSessionTool(), ShellTool(), SubmitTool())}
+BUILT_IN: Mapping[str, Tool] = {tool.name: tool for tool in (PYTHON, PYTHON_SESSION, SHELL, SubmitTool())}
 
 
 def definition_problem(tool: Any) -> str:

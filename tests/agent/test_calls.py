@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.agent.calls import CLOSE, MAX_CALLS, MAX_CHARS, MAX_NAME, OPEN, read_calls
+from agentrl.agent.calls import CLOSE, MAX_CALLS, MAX_CHARS, MAX_NAME, OPEN
+from agentrl.agent.forms.json_calls import read_hermes
 from agentrl.records import ToolCall, codec
 from agentrl.records.fields import MAX_DEPTH, MAX_DIGITS
 
@@ -42,10 +43,10 @@ def closed(*bodies: str) -> str:
     ],
 )
 def test_calls_out_of_bounds_are_errors(body: str, error: str) -> None:
-    calls, errors, content = read_calls("so " + closed(body, CALL))
-    assert len(errors) == 1 and error in errors[0] and len(errors[0]) < 600
-    errors[0].encode()
-    assert calls == (ToolCall(name="python", arguments={"code": "1"}),) and content == "so"
+    reading = read_hermes("so " + closed(body, CALL), ())
+    assert len(reading.errors) == 1 and error in reading.errors[0] and len(reading.errors[0]) < 600
+    reading.errors[0].encode()
+    assert reading.calls == (ToolCall(name="python", arguments={"code": "1"}),) and reading.content == "so"
 
 
 def test_calls_just_within_bounds_are_accepted() -> None:
@@ -53,15 +54,15 @@ def test_calls_just_within_bounds_are_accepted() -> None:
     for _ in range(MAX_DEPTH - 1):
         deep = [deep]
     arguments = {"deep": deep, "long": int("9" * MAX_DIGITS), "tiny": 5e-324, "": "\0\u2028\U0001f600", "none": None}
-    calls, errors, _ = read_calls(closed(json.dumps({"name": "f" * MAX_NAME, "arguments": arguments})))
-    assert errors == () and calls[0].arguments == arguments
-    assert codec.from_json(ToolCall, codec.to_json(calls[0])) == calls[0]
+    reading = read_hermes(closed(json.dumps({"name": "f" * MAX_NAME, "arguments": arguments})), ())
+    assert reading.errors == () and reading.calls[0].arguments == arguments
+    assert codec.from_json(ToolCall, codec.to_json(reading.calls[0])) == reading.calls[0]
 
 
 def test_the_number_of_calls_in_a_turn_is_bounded() -> None:
-    calls, errors, content = read_calls("a" + closed(*["x", CALL] * MAX_CALLS) + "z")
-    assert len(calls) == MAX_CALLS // 2 and content == "az"
-    assert len(errors) == MAX_CALLS // 2 + 1 and f"the {MAX_CALLS} after them were not run" in errors[-1]
+    reading = read_hermes("a" + closed(*["x", CALL] * MAX_CALLS) + "z", ())
+    assert len(reading.calls) == MAX_CALLS // 2 and reading.content == "az"
+    assert len(reading.errors) == MAX_CALLS // 2 + 1 and f"the {MAX_CALLS} after them were not run" in reading.errors[-1]
 
 
 @pytest.mark.parametrize(
@@ -75,9 +76,9 @@ def test_the_number_of_calls_in_a_turn_is_bounded() -> None:
     ],
 )
 def test_openings_and_ends_delimit_calls(text: str, content: str, calls: int, error: str) -> None:
-    parsed_calls, errors, outside = read_calls(text)
-    assert (len(parsed_calls), outside) == (calls, content)
-    assert [True] * bool(error) == [error in message for message in errors]
+    reading = read_hermes(text, ())
+    assert (len(reading.calls), reading.content) == (calls, content)
+    assert [True] * bool(error) == [error in message for message in reading.errors]
 
 
 PIECES = [
@@ -102,8 +103,8 @@ PIECES = [
 
 @given(st.lists(st.sampled_from(PIECES) | st.text(max_size=5), max_size=30).map("".join))
 def test_any_text_gives_calls_that_can_be_stored_or_errors(text: str) -> None:
-    calls, errors, content = read_calls(text)
-    for call in calls:
+    reading = read_hermes(text, ())
+    for call in reading.calls:
         assert codec.from_json(ToolCall, codec.to_json(call)) == call
-    assert all(len(error) < 1000 for error in errors) and len(calls) + len(errors) <= MAX_CALLS + 2
-    assert not content or text.count(OPEN) or content == text.strip()
+    assert all(len(error) < 1000 for error in reading.errors) and len(reading.calls) + len(reading.errors) <= MAX_CALLS + 2
+    assert not reading.content or text.count(OPEN) or reading.content == text.strip()

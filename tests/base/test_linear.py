@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from agentrl.agent.calls import CLOSE, OPEN, read_calls
+from agentrl.agent.calls import CLOSE, OPEN
 from agentrl.agent.forms import FORMS, deepseek
+from agentrl.agent.forms.json_calls import read_hermes
 from agentrl.agent.tools import render_result
 from agentrl.base.user_code import clip
 from agentrl.observe import write_report
@@ -117,7 +118,7 @@ def call_of(unit: str) -> Callable[[int], str]:
 def test_text_functions(unit: str) -> None:
     limits = Limits()
     for work in (
-        read_calls,
+        lambda text: read_hermes(text, ()),
         CHAT.escape_text,
         visible,
         lambda text: Message(role="assistant", content=text),
@@ -156,7 +157,7 @@ def test_every_tool_call_format(unit: str) -> None:
 
 @units('"\\u00e9",', "9" * 3999 + ",", slow=["1,", "1e5,", '{"a":1},', "[],", '[{"b":[0]}],'])
 def test_tool_calls(unit: str) -> None:
-    assert_linear(read_calls, call_of(unit))
+    assert_linear(lambda text: read_hermes(text, ()), call_of(unit))
 
 
 @units(OPEN, slow=[f"{OPEN}{{}}{CLOSE}", "a b "])

@@ -4,11 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from agentrl.agent.arguments import Allowed, Parameters
-from agentrl.agent.calls import MAX_CALLS, CallError, InvalidJson, read_json, too_many
+from agentrl.agent.calls import (
+    CLOSE,
+    MAX_CALLS,
+    NOT_CLOSED,
+    OPEN,
+    CallError,
+    InvalidJson,
+    UnclosedCall,
+    after,
+    call_at,
+    read_json,
+    too_many,
+)
 from agentrl.records import ToolCall
+
+T = TypeVar("T")
 
 Schemas = Sequence[Mapping[str, Any]]
 """Function schemas of a task's tools."""
@@ -90,6 +104,28 @@ class Collected:
         errors = [*self.errors, *([too_many(self.tried)] if self.tried > MAX_CALLS else [])]
         ids = tuple(self.ids) if any(self.ids) else ()
         return Reading(calls=tuple(self.calls), errors=tuple(errors), content=content.strip(), ids=ids, thinking=thinking.strip())
+
+
+def read_tagged(text: str, scan: Callable[[str, int], tuple[T, int]], make: Callable[[T], ToolCall]) -> Reading:
+    """Reads the calls between `<tool_call>` tags.
+
+    Args:
+        scan: parses the body that starts at a position in the text, and returns the body and the position of its end. May raise
+            `CallError`.
+        make: builds a call from a body. May raise `CallError`.
+    """
+    collected, outside, at = Collected(), list[str](), 0
+    call: ToolCall | CallError | None
+    while (opened := text.find(OPEN, at)) >= 0:
+        body = opened + len(OPEN)
+        call, end = call_at(text, body, CLOSE, scan, make) if collected.tried < MAX_CALLS else (None, after(text, CLOSE, body))
+        if end < 0:
+            collected.errors.append(str(call) if isinstance(call, UnclosedCall) else NOT_CLOSED)
+            break
+        collected.add(call)
+        outside.append(text[at:opened])
+        at = end
+    return collected.reading("".join((*outside, text[at:])))
 
 
 def declared(schemas: Schemas, name: str) -> Parameters:

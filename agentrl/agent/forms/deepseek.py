@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from agentrl.agent.calls import MAX_CALLS, MAX_NAME, NOT_CLOSED, CallError, after, build_call, call_at, scan_json, skip_space
@@ -18,11 +19,7 @@ _IN_A_BLOCK = "tool call must have its arguments between ```json and ```, each o
 _MOST_HEAD = MAX_NAME + 64  # characters
 
 
-def _reader(scan: Callable[[str, int], tuple[tuple[str, Any], int]]) -> Callable[[str, Schemas], Reading]:
-    return lambda text, schemas: _read(text, scan)
-
-
-def _read(text: str, scan: Callable[[str, int], tuple[tuple[str, Any], int]]) -> Reading:
+def _read(text: str, schemas: Schemas, *, scan: Callable[[str, int], tuple[tuple[str, Any], int]]) -> Reading:
     content, opened, _ = text.partition(CALLS[0])
     collected = Collected()
     call: ToolCall | CallError | None
@@ -85,12 +82,12 @@ def _until(text: str, at: int, mark: str) -> tuple[str, int]:
 DEEPSEEK_V3 = CallForm(
     name="deepseek_v3",
     about="between control tokens: `function`, the name, and arguments in a JSON block (V3, R1)",
-    read=_reader(_v3),
+    read=partial(_read, scan=_v3),
     opens=(CALLS[0], CALL[0]),
 )
 DEEPSEEK_V31 = CallForm(
     name="deepseek_v31",
     about="between control tokens: the name and bare JSON (V3.1, V3.2)",
-    read=_reader(_v31),
+    read=partial(_read, scan=_v31),
     opens=(CALLS[0], CALL[0]),
 )

@@ -6,8 +6,8 @@ import re
 from functools import partial
 from typing import Any
 
-from agentrl.agent.calls import MAX_CALLS, OPEN, CallError, InvalidJson, call_from_object, read_calls, scan_json
-from agentrl.agent.forms.base import CallForm, Collected, Frame, Reading, Schemas
+from agentrl.agent.calls import MAX_CALLS, OPEN, CallError, InvalidJson, call_from_object, scan_json
+from agentrl.agent.forms.base import CallForm, Collected, Frame, Reading, Schemas, read_tagged
 from agentrl.records import ToolCall
 
 PYTHON_TAG = "<|python_tag|>"
@@ -18,8 +18,7 @@ _SPACE = re.compile(r"[\s;]*")
 
 def read_hermes(text: str, schemas: Schemas) -> Reading:
     """Parses calls between `<tool_call>` tags."""
-    calls, errors, content = read_calls(text)
-    return Reading(calls=calls, errors=errors, content=content)
+    return read_tagged(text, scan_json, call_from_object)
 
 
 def read_llama3(text: str, schemas: Schemas) -> Reading:

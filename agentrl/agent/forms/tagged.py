@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from agentrl.agent.arguments import Allowed
-from agentrl.agent.calls import CLOSE, MAX_CHARS, MAX_NAME, NOT_CLOSED, OPEN, CallError, UnclosedCall, build_call, read_tagged, scan_json
-from agentrl.agent.forms.base import CallForm, Frame, Reading, Schemas, declared, value_of
+from agentrl.agent.calls import MAX_CHARS, MAX_NAME, NOT_CLOSED, OPEN, CallError, UnclosedCall, build_call, scan_json
+from agentrl.agent.forms.base import CallForm, Frame, Reading, Schemas, declared, read_tagged, value_of
 from agentrl.records import ToolCall
 
 _Body = tuple[str, Sequence[tuple[str, str, Allowed]]]
@@ -27,11 +27,7 @@ _QWEN_NEXT = re.compile(r"<parameter=[^<>\n]+>")
 
 
 def _reader(scan: Callable[[str, int, Schemas], tuple[_Body, int]]) -> Callable[[str, Schemas], Reading]:
-    def read(text: str, schemas: Schemas) -> Reading:
-        calls, errors, content = read_tagged(text, OPEN, CLOSE, lambda full, at: scan(full, at, schemas), _call)
-        return Reading(calls=calls, errors=errors, content=content)
-
-    return read
+    return lambda text, schemas: read_tagged(text, lambda full, at: scan(full, at, schemas), _call)
 
 
 def _glm(text: str, at: int, schemas: Schemas) -> tuple[_Body, int]:
