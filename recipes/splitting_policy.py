@@ -39,7 +39,7 @@ def encode(chat: ChatFormat, tokenizer: Any, demonstration: Demonstration) -> di
     """
     schemas = [tool.schema for tool in load_tools(demonstration.task.tools).values()]
     offers = [delegate_schema(DelegationConfig())] if demonstration.delegates else []
-    ids = list(chat.opening((Message(role="user", content=demonstration.asked),), [*schemas, *offers]))
+    ids = list(chat.opening((Message(role="user", content=demonstration.prompt),), [*schemas, *offers]))
     labels = [-100] * len(ids)
     for move in demonstration.moves:
         sampled = tokenizer.encode(move.says, add_special_tokens=False)

@@ -40,7 +40,7 @@ class Demonstration:
     """The request to an agent, whether it may delegate, and its moves."""
 
     task: Task
-    asked: str
+    prompt: str
     delegates: bool
     moves: tuple[Move, ...]
 
@@ -57,17 +57,17 @@ def demonstrate(task: Task, rng: Random) -> Demonstration:
     pages, part = len(task.data["answers"]), rng.random()
     if part < HELPERS:
         page = rng.randint(1, pages)
-        return Demonstration(task=task, asked=request(page, page), delegates=False, moves=_one_page(task, page, rng))
+        return Demonstration(task=task, prompt=request(page, page), delegates=False, moves=_one_page(task, page, rng))
     everything, way = request(1, pages), rng.random()
     if part < HELPERS + JOINING:
-        return Demonstration(task=task, asked=everything, delegates=True, moves=_split(task, rng, learn=False))
+        return Demonstration(task=task, prompt=everything, delegates=True, moves=_split(task, rng, learn=False))
     if way < SPLITTING:
-        return Demonstration(task=task, asked=everything, delegates=True, moves=_split(task, rng))
+        return Demonstration(task=task, prompt=everything, delegates=True, moves=_split(task, rng))
     if way < SPLITTING + HANDING_ON:
         moves = Move(says=turn(call("delegate", task=everything)), shown=(NO_ANSWER,)), _submitted("error")
-        return Demonstration(task=task, asked=everything, delegates=True, moves=moves)
+        return Demonstration(task=task, prompt=everything, delegates=True, moves=moves)
     # a helper with all pages proceeds like an agent that works alone
-    return Demonstration(task=task, asked=everything, delegates=rng.random() < 0.8, moves=_alone(task, rng))
+    return Demonstration(task=task, prompt=everything, delegates=rng.random() < 0.8, moves=_alone(task, rng))
 
 
 def call(name: str, **arguments: Any) -> str:

@@ -10,7 +10,7 @@ import pytest
 from agentrl.config.rollout import DelegationConfig
 from agentrl.records import Blame, EpisodeState, Task, codec
 from agentrl.rollout import CaptureState
-from tests.agent.trees import PRINT, asked, call, delegate, make_runner, outputs, shown, tree_task
+from tests.agent.trees import PRINT, call, delegate, make_runner, outputs, tool_responses, tree_task, user_prompt
 from tests.episodes import task, tokenizer
 
 __all__ = ["task", "tokenizer"]
@@ -27,9 +27,9 @@ async def test_calls_of_all_agents_count_and_an_answer_is_always_accepted(tokeni
     """The calls of a sub-agent, of an unknown tool, and of `delegate` use up the budget; then only submitting is possible."""
 
     def reads(context: str) -> str:
-        if asked(context) == "a":
-            return PRINT if not shown(context) else "found"
-        output_count = len(shown(context))
+        if user_prompt(context) == "a":
+            return PRINT if not tool_responses(context) else "found"
+        output_count = len(tool_responses(context))
         return [delegate("a"), call("gone"), PRINT + delegate("b"), call("submit", answer="3")][min(output_count, 3)]
 
     runner = make_runner(tokenizer, reads, delegation=DelegationConfig(turns=4, tools=("python",)))
@@ -52,7 +52,7 @@ async def test_calls_before_a_resume_count(tokenizer: Any, task: Task) -> None:
 
     broken = "<tool_call>{not json}</tool_call>"
     turns = [broken, PRINT, call("gone"), PRINT, call("submit", answer="3")]
-    runner = make_runner(tokenizer, lambda context: turns[len(shown(context))])
+    runner = make_runner(tokenizer, lambda context: turns[len(tool_responses(context))])
     uninterrupted = await runner.run(limited(task, tool_calls=3), episode_id="e", on_turn=on_turn)
     assert [USED_UP in output for output in outputs(uninterrupted.trajectories[0])] == [False, False, False, True, False]
     for state in states:
@@ -65,9 +65,9 @@ async def test_the_tokens_of_all_contexts_together_are_bounded(tokenizer: Any, t
     """If the sub-agent used up the tokens, its parent has none left, however short its context is."""
 
     def reads(context: str) -> str:
-        if asked(context) == "a":
+        if user_prompt(context) == "a":
             return "x" * 500
-        return delegate("a") if not shown(context) else "done " * 10
+        return delegate("a") if not tool_responses(context) else "done " * 10
 
     runner = make_runner(tokenizer, reads, delegation=DelegationConfig())
     unbounded = await runner.run(limited(task), episode_id="e")
@@ -82,7 +82,7 @@ async def test_the_tokens_of_all_contexts_together_are_bounded(tokenizer: Any, t
 
 async def test_a_helper_whose_task_does_not_fit_uses_no_turn(tokenizer: Any, task: Task) -> None:
     runner = make_runner(
-        tokenizer, lambda context: "done" if shown(context) else delegate("a"), delegation=DelegationConfig(instruction="i" * 1500)
+        tokenizer, lambda context: "done" if tool_responses(context) else delegate("a"), delegation=DelegationConfig(instruction="i" * 1500)
     )
     short = replace(limited(task, all_tokens=1500), limits=replace(limited(task, all_tokens=1500).limits, episode_tokens=700))
     episode = await runner.run(short, episode_id="e")

@@ -18,7 +18,7 @@ from agentrl.rollout import CaptureState, EpisodeRunner
 from agentrl.task import open_family
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
-from tests.agent.trees import PRINT, asked, contexts, delegate, make_runner, outputs, shown, tree_task, turn_texts
+from tests.agent.trees import PRINT, contexts, delegate, make_runner, outputs, tool_responses, tree_task, turn_texts, user_prompt
 
 Runs = Callable[..., EpisodeRunner]
 PAGE = "page " * 60  # what the tool prints: 300 tokens
@@ -44,8 +44,8 @@ def reading(pages: int, *summaries: str) -> Callable[[str], str]:
     def reads(context: str) -> str:
         if context.rstrip().endswith(SUMMARY_REQUEST + "\n</tool_response><|im_end|>\n<|im_start|>assistant"):
             return next(next_summaries)
-        pages_before = int(asked(context).rpartition("seen ")[2]) if HEAD in asked(context) else 0
-        return PRINT if pages_before + len(shown(context)) < pages else f"done after {pages_before}"
+        pages_before = int(user_prompt(context).rpartition("seen ")[2]) if HEAD in user_prompt(context) else 0
+        return PRINT if pages_before + len(tool_responses(context)) < pages else f"done after {pages_before}"
 
     return reads
 
@@ -123,7 +123,7 @@ async def test_a_sub_agent_summarizes_within_its_budget(task_of_pages: Task, run
     pages = reading(3, "seen 2")
 
     def reads(context: str) -> str:
-        return pages(context) if asked(context) != "How many?" else (shown(context) or [delegate("read")])[0]
+        return pages(context) if user_prompt(context) != "How many?" else (tool_responses(context) or [delegate("read")])[0]
 
     episode = await runs(reads, delegation=DelegationConfig(turns=8)).run(task_of_pages, episode_id="e")
     assert agents(episode) == [("main", "answered"), ("worker", "compacted"), ("summary", "summarized"), ("worker", "answered")]

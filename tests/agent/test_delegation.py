@@ -20,7 +20,7 @@ from agentrl.rollout import CaptureState, EpisodeRunner
 from agentrl.session.preflight import check_delegation
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
-from tests.agent.trees import PRINT, asked, call, contexts, delegate, make_runner, outputs, shown, tree_task
+from tests.agent.trees import PRINT, call, contexts, delegate, make_runner, outputs, tool_responses, tree_task, user_prompt
 
 Runs = Callable[..., EpisodeRunner]
 
@@ -42,13 +42,13 @@ async def test_sub_agents_run_concurrently_each_in_its_own_context(tree: Task, r
     barrier = asyncio.Barrier(2)
 
     async def reads(context: str) -> str:
-        if asked(context) == "How many?":
-            return f"{' and '.join(shown(context))}" if shown(context) else delegate("rows?", "columns?")
-        if not shown(context):
+        if user_prompt(context) == "How many?":
+            return f"{' and '.join(tool_responses(context))}" if tool_responses(context) else delegate("rows?", "columns?")
+        if not tool_responses(context):
             await asyncio.wait_for(barrier.wait(), 5.0)  # passes only if both run concurrently
             return PRINT
-        await asyncio.sleep(0.01 if asked(context) == "rows?" else 0.0)  # the first ends last
-        return f"{asked(context)} {shown(context)[0]}"
+        await asyncio.sleep(0.01 if user_prompt(context) == "rows?" else 0.0)  # the first ends last
+        return f"{user_prompt(context)} {tool_responses(context)[0]}"
 
     sandboxes = ScriptedSandboxes(printing("3"))
     runner = runs(reads, sandboxes)
@@ -66,9 +66,9 @@ def scripted(**completions: str) -> Callable[[str], str]:
     """The completions of the main agent, then those of each sub-agent by its task; the main agent's answer repeats its results."""
 
     def reads(context: str) -> str:
-        if asked(context) == "How many?":
-            return " | ".join(shown(context)) if shown(context) else completions["main"]
-        return completions[asked(context)]
+        if user_prompt(context) == "How many?":
+            return " | ".join(tool_responses(context)) if tool_responses(context) else completions["main"]
+        return completions[user_prompt(context)]
 
     return reads
 
@@ -99,9 +99,9 @@ async def test_excessive_and_invalid_delegation_calls_get_an_error(
     monkeypatch.setattr("agentrl.agent.delegation.MAX_TASK_CHARS", 400)
 
     def reads(context: str) -> str:
-        if asked(context) == "deeper":  # answers with the output it got
-            return shown(context)[0] if shown(context) else delegate("a")
-        if asked(context) == "< |im_end|>":
+        if user_prompt(context) == "deeper":  # answers with the output it got
+            return tool_responses(context)[0] if tool_responses(context) else delegate("a")
+        if user_prompt(context) == "< |im_end|>":
             return "broken up"
         loops, submits = PRINT, call("submit", answer="42")
         return scripted(main=main, a="A", loops=loops, long="so " * 100, submits=submits)(context)
@@ -125,9 +125,11 @@ async def test_the_limits_of_the_task_apply_to_the_tree(tree: Task, runs: Runs) 
 
 async def test_a_state_is_captured_when_no_sub_agent_runs_and_resumes_to_the_same_end(tree: Task, runs: Runs) -> None:
     def reads(context: str) -> str:
-        if asked(context) != "How many?":
-            return shown(context)[0] if shown(context) else PRINT
-        return {0: delegate("a", "b"), 2: PRINT, 3: delegate("c")}.get(len(shown(context)), f"done {' '.join(shown(context))}")
+        if user_prompt(context) != "How many?":
+            return tool_responses(context)[0] if tool_responses(context) else PRINT
+        return {0: delegate("a", "b"), 2: PRINT, 3: delegate("c")}.get(
+            len(tool_responses(context)), f"done {' '.join(tool_responses(context))}"
+        )
 
     states: list[EpisodeState] = []
 
@@ -153,9 +155,9 @@ async def test_a_fault_in_one_sub_agent_ends_the_others_and_excludes_the_episode
     cancelled = []
 
     async def reads(context: str) -> str:
-        if asked(context) == "fails":
+        if user_prompt(context) == "fails":
             raise ServingError("the server is gone")
-        if asked(context) == "waits":
+        if user_prompt(context) == "waits":
             try:
                 await asyncio.sleep(30.0)
             finally:
@@ -171,13 +173,13 @@ async def test_a_sandbox_that_one_sub_agent_closes_is_a_policy_failure_for_all(i
     use.closed, use.waits = asyncio.Event(), asyncio.Event()
 
     async def reads(context: str) -> str:
-        if asked(context) == "How many?":
+        if user_prompt(context) == "How many?":
             return delegate("close", "wait")
-        if asked(context) == "close" and in_use:
+        if user_prompt(context) == "close" and in_use:
             await use.waits.wait()
-        if asked(context) == "wait" and not in_use:
+        if user_prompt(context) == "wait" and not in_use:
             await use.closed.wait()
-        return call("use", how=asked(context))
+        return call("use", how=user_prompt(context))
 
     broken = replace(tree, tools=("tests.agent.test_delegation:use",))
     episode = await asyncio.wait_for(runs(reads).run(broken, episode_id="e"), 5.0)
@@ -212,10 +214,10 @@ async def test_concurrent_agents_share_a_tools_budget(tree: Task, runs: Runs) ->
     barrier = asyncio.Barrier(2)
 
     async def reads(context: str) -> str:
-        if not shown(context) and asked(context) != "How many?":
+        if not tool_responses(context) and user_prompt(context) != "How many?":
             await asyncio.wait_for(barrier.wait(), 5.0)  # neither agent has a recorded turn yet
             return call("scarce")
-        return " | ".join(shown(context)) if shown(context) else delegate("a", "b")
+        return " | ".join(tool_responses(context)) if tool_responses(context) else delegate("a", "b")
 
     scarce = replace(tree, tools=("tests.agent.test_delegation:scarce",))
     episode = await runs(reads).run(scarce, episode_id="e")

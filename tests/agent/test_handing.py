@@ -20,7 +20,7 @@ from agentrl.rollout import CaptureState, EpisodeRunner
 from agentrl.sandbox import WarmPool, select_backend
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import ScriptedSandbox
-from tests.agent.trees import asked, call, delegate, make_runner, outputs, shown, tree_task
+from tests.agent.trees import call, delegate, make_runner, outputs, tool_responses, tree_task, user_prompt
 from tests.rollout.test_every_await import Awaits, driven, pause
 
 Reads = Callable[[str], Any]
@@ -92,7 +92,7 @@ def scripted(*main: str, **workers: list[str]) -> Reads:
     """The completions of the main agent, whose answer repeats its results, and those of each sub-agent by its task."""
 
     def reads(context: str) -> str:
-        tool_outputs, turns = shown(context), list(main) if asked(context) == "How many?" else workers[asked(context)]
+        tool_outputs, turns = tool_responses(context), list(main) if user_prompt(context) == "How many?" else workers[user_prompt(context)]
         turn_index = context.count("<|im_start|>assistant") - 1
         return turns[turn_index] if turn_index < len(turns) else " | ".join(tool_outputs)
 
@@ -172,7 +172,7 @@ async def test_a_closed_sandbox_ends_only_its_sub_agent_but_an_opening_error_the
 
 async def test_the_deadline_of_the_episode_and_a_cancellation_at_any_await_close_all_sandboxes(tree: Task, runs: Any) -> None:
     async def hangs(context: str) -> str:
-        if shown(context) and asked(context) != "How many?":
+        if tool_responses(context) and user_prompt(context) != "How many?":
             await asyncio.sleep(30.0)
         return scripted(delegate("a", "b"), a=[program("ls")], b=[program("ls")])(context)
 
@@ -205,10 +205,10 @@ async def test_the_required_number_of_sandboxes_is_sufficient_and_necessary(
             await asyncio.sleep(0)
 
     async def reads(context: str) -> str:
-        level = 1 if asked(context) == "How many?" else 1 + len(asked(context))
-        if not shown(context):
+        level = 1 if user_prompt(context) == "How many?" else 1 + len(user_prompt(context))
+        if not tool_responses(context):
             return program("ls")
-        if len(shown(context)) == 1 and level <= depth:
+        if len(tool_responses(context)) == 1 and level <= depth:
             return delegate(*["x" * level] * width)
         await asyncio.wait_for(all_open(), 5.0)  # no agent ends before all possible sandboxes are open
         return "done"

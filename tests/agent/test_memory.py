@@ -19,7 +19,7 @@ from agentrl.records import EpisodeState, Task, codec
 from agentrl.records.episode import Memo
 from agentrl.rollout import CaptureState, EmptyMemory
 from agentrl.testing.sandboxes import sample_task
-from tests.agent.trees import asked, call, delegate, make_runner, outputs, shown, tree_task
+from tests.agent.trees import call, delegate, make_runner, outputs, tool_responses, tree_task, user_prompt
 
 SCOPE = "family:f"
 
@@ -38,10 +38,10 @@ def view_of(task: Task) -> StoreView:
 
 def reads(context: str) -> str:
     """The main agent writes a note, delegates two tasks, writes another note and answers; each sub-agent recalls, and writes a note."""
-    tool_outputs = shown(context)
-    if asked(context) == "How many?":
+    tool_outputs = tool_responses(context)
+    if user_prompt(context) == "How many?":
         return [call("note", text="main"), delegate("rows?", "columns?"), call("note", text="late"), "3"][min(3, _turns(context))]
-    return tool_outputs[-1] if tool_outputs else call("recall", query="rows") + call("note", text=asked(context))
+    return tool_outputs[-1] if tool_outputs else call("recall", query="rows") + call("note", text=user_prompt(context))
 
 
 def _turns(context: str) -> int:

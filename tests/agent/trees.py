@@ -42,12 +42,12 @@ def delegate(*tasks: Any) -> str:
     return "".join(call("delegate", task=task) for task in tasks)
 
 
-def asked(context: str) -> str:
+def user_prompt(context: str) -> str:
     """The prompt of this context."""
     return str(re.findall(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", context, re.DOTALL)[0])
 
 
-def shown(context: str) -> list[str]:
+def tool_responses(context: str) -> list[str]:
     return re.findall(r"<tool_response>\n(.*?)\n</tool_response>", context, re.DOTALL)
 
 

@@ -17,7 +17,7 @@ from agentrl.records import Episode, Group, Score, Task, codec
 from agentrl.rollout import GroupRunner
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
-from tests.agent.trees import PRINT, asked, delegate, shown, tree_task
+from tests.agent.trees import PRINT, delegate, tool_responses, tree_task, user_prompt
 from tests.agent.trees import make_runner as make_trees
 from tests.rollout.test_group import PYTHON, SUBMIT, Together
 
@@ -129,9 +129,9 @@ async def test_an_attempt_is_cancelled_with_its_sub_agents(tokenizer: Any, task:
     stuck = asyncio.Event()
 
     async def reads(context: str) -> str:
-        if asked(context) != "help":
-            return delegate("help") if not shown(context) else "done"
-        if not shown(context):
+        if user_prompt(context) != "help":
+            return delegate("help") if not tool_responses(context) else "done"
+        if not tool_responses(context):
             return PRINT
         if not stuck.is_set():
             stuck.set()

@@ -21,7 +21,7 @@ from agentrl.testing.sandboxes import printing
 from rewards.pages import correct_number
 from sandboxes.pages import Pages
 from sandboxes.pages.scripted import NOWHERE, alone, noting, splitting
-from tests.agent.trees import asked, call
+from tests.agent.trees import call, user_prompt
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = ["policy.max_model_len=1080", "rollout.compaction=0.6"]
@@ -75,7 +75,9 @@ async def test_verifier_scores_each_sub_agent(make_runner: Callable[..., Episode
 
     def saying(answer: str, number: int) -> Callable[[str], str]:
         """Returns a strategy whose sub-agent of one page answers without reading it."""
-        return lambda context: call("submit", answer=answer) if asked(context).endswith(f"Read page {number}.") else splitting(context)
+        return lambda context: (
+            call("submit", answer=answer) if user_prompt(context).endswith(f"Read page {number}.") else splitting(context)
+        )
 
     scored = []
     for name, strategy in (("good", splitting), ("lazy", saying("777", page % 5 + 1)), ("blind", saying(NOWHERE, page))):

@@ -157,10 +157,10 @@ def test_demonstrations_contain_every_move_but_rarely_the_right_one() -> None:
 
 def strategy_of(demonstration: Demonstration) -> str:
     first = json.loads(demonstration.moves[0].says.partition("\n</tool_call>")[0].removeprefix("<tool_call>\n"))
-    if len({*PAGES} & {int(word) for word in demonstration.asked.rstrip(".").split() if word.isdigit()}) == 1:
+    if len({*PAGES} & {int(word) for word in demonstration.prompt.rstrip(".").split() if word.isdigit()}) == 1:
         return "one page"
     if not demonstration.moves[0].learn:
         return "joining"
     if first["name"] == "delegate":
-        return "handing on" if first["arguments"]["task"] == demonstration.asked else "splitting"
+        return "handing on" if first["arguments"]["task"] == demonstration.prompt else "splitting"
     return "alone"
