@@ -107,7 +107,7 @@ class Parameters:
             return [f"{label}: needs {_alternatives(kinds)}, got {_excerpt(value)}"]
         values = _enumerated(schema)
         if values is not None and not any(_equal(value, allowed) for allowed in values):
-            return [f"{path}: needs one of {json.dumps(list(values), ensure_ascii=False)[:200]}, got {_excerpt(value)}"]
+            return [f"{label}: needs one of {json.dumps(list(values), ensure_ascii=False)[:200]}, got {_excerpt(value)}"]
         if isinstance(value, Mapping):
             return self._object_errors(schema, value, f"{path}." if path else "", depth)
         if isinstance(value, list) and "items" in schema:

@@ -101,7 +101,7 @@ def reworded_schema(schema: Mapping[str, Any], wording: ToolWording) -> Mapping[
         if not isinstance(known.get(name), dict):
             raise UserError(
                 f"tools.{function['name']}.arguments.{name}: the tool has no such argument",
-                fix=f"use one of {', '.join(known) or 'none'}, or remove it",
+                fix=f"use one of {', '.join(known)}, or remove it" if known else "remove it",
             )
         if meaning:
             known[name]["description"] = meaning

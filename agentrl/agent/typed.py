@@ -120,9 +120,9 @@ def _bounds(timeout_s: float | None, output_chars: int | None, calls: int | None
     return Bounds(timeout_s=timeout_s, output_chars=output_chars, calls=calls)
 
 
-def is_tool(thing: Any) -> bool:
-    """Returns whether `thing` is a function or bound method that `tool` has marked."""
-    return (inspect.isfunction(thing) or inspect.ismethod(thing)) and getattr(thing, _MARK, False) is True
+def is_tool(value: Any) -> bool:
+    """Returns whether `value` is a function or bound method that `tool` has marked."""
+    return (inspect.isfunction(value) or inspect.ismethod(value)) and getattr(value, _MARK, False) is True
 
 
 @dataclass(slots=True, eq=False)
@@ -248,7 +248,7 @@ def _untitled(schema: Any, *, names: bool = False) -> Any:
         return schema
     data = () if names else ("default", "enum", "const", "examples")
     return {
-        key: item if key in data else _untitled(item, names=key in ("properties", "$defs"))
+        key: item if key in data else _untitled(item, names=not names and key in ("properties", "$defs"))
         for key, item in schema.items()
         if names or key != "title"
     }

@@ -83,13 +83,13 @@ def audit_memory(run: Path, *, on_progress: Callable[[int, int], None] = lambda 
         store = open_store(run, recipe)
         try:
             entries = [entry for entry in store.entries() if entry.has_episodes and not entry.is_residual]
-            for done, entry in enumerate(entries):
+            for done, entry in enumerate(entries, 1):
+                reads.add_group(store.groups([entry.index])[0], step=entry.step)
                 on_progress(done, len(entries))
-                reads.group(store.groups([entry.index])[0], step=entry.step)
         finally:
             store.close()
     for line in _lines(sorted((run / "episodes").glob("*.jsonl")), _TRANSCRIPT):
-        reads.evaluated(line)
+        reads.add_evaluated(line)
     version, kept = _stored_notes(run / NOTES_FILE, recipe)
     return MemoryReport(
         version=version,
@@ -115,7 +115,7 @@ class _Reads:
         self._behind = recipe.max_staleness
         self._authors: dict[str, _Author] = {}
 
-    def group(self, group: Group, *, step: int | None) -> None:
+    def add_group(self, group: Group, *, step: int | None) -> None:
         """Adds a training group and the learner step that consumed it, if any."""
         version = max(0, self._order.block_of(group.index) - self._behind)
         count = {scored.episode for scored in notes_to_commit(group.episodes)}
@@ -141,7 +141,7 @@ class _Reads:
             return f"reads version {version} of the memory, but read a later note of {name}, {taken}"
         return f"read a note of {name}, which may know the answer to its task" if task_key in author.knows else ""
 
-    def evaluated(self, line: Mapping[str, Any]) -> None:
+    def add_evaluated(self, line: Mapping[str, Any]) -> None:
         """Adds an evaluation transcript. Its episode may read only notes from the same evaluation and split."""
         if line["phase"] == "train" or not isinstance(memory := line.get("memory"), dict):
             return

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from agentrl.agent import load_tools
+from agentrl.agent.inside import files
 from agentrl.agent.tools import ToolOutcome
 from agentrl.records import ExecResult, Limits, SandboxSpec, Task
 from agentrl.sandbox import select_backend
@@ -68,6 +69,8 @@ async def test_line_ends_are_preserved(box: Box) -> None:
     await use(box, "replace", path="dos", old="a\nb", new="c\nd\ne")
     await use(box, "insert", path="dos", line=0, text="top")
     assert (box.home / "dos").read_bytes() == b"top\r\nc\r\nd\r\ne\r\n"
+    await use(box, "replace", path="dos", old="d", new="d\nf")
+    assert (box.home / "dos").read_bytes() == b"top\r\nc\r\nd\r\nf\r\ne\r\n", "the text to replace has no line end"
     (box.home / "open").write_bytes(b"no end")
     await use(box, "insert", path="open", line=1, text="more")
     assert (box.home / "open").read_bytes() == b"no end\nmore\n"
@@ -175,3 +178,17 @@ async def test_an_episode_edits_and_searches(tokenizer: Any, task: Task, make_ru
     assert outputs[2][1:] == ["two", "run.sh:1: echo two\n1 matches in 1 of 2 files"]
     assert "links are not followed" in outputs[3][0] and "not a regular file" in outputs[3][1]
     assert (episode.answer, episode.failures) == ("1", ())
+
+
+def test_a_search_that_runs_out_of_time_counts_the_file_with_its_match(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class SlowSearch(files.Search):
+        def __init__(self, pattern: str, regex: bool, names: str) -> None:
+            super().__init__(pattern, regex, names)
+            matches = self.find
+            self.find = lambda line: files.raise_time_up() if line == "last" else matches(line)  # type: ignore[assignment]
+
+    (tmp_path / "a.txt").write_text("first\nlast\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(files, "Search", SlowSearch)
+    report = files.search("first", ".", "", False, 1000).splitlines()
+    assert report == ["a.txt:1: first", "1 matches in 1 of 1 files; not searched: what remained when the time was up"]

@@ -64,6 +64,11 @@ def test_schemas_of_every_draft_are_offered_and_unknown_keywords_are_not_checked
     assert argument_example(tool.schema)
 
 
+def test_the_error_about_an_enumeration_of_all_arguments_has_a_subject() -> None:
+    schema = {"function": {"name": "a", "parameters": {"enum": [{"x": 1}]}}}
+    assert argument_errors(schema, {"x": 2}) == 'arguments: needs one of [{"x": 1}], got {"x": 2}'
+
+
 ODD_NAMES = ("two words", "a.b", "$top", "@id", "caf\u00e9", "\u4e2d\u6587", "__proto__", "constructor")
 ODD_NAMES += ("a'b", 'a"b', "a\\b", "{{x}}", "a[0]", "x" * 80)
 

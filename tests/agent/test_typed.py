@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from agentrl.agent import TaskData, ToolOutcome, load_tools, tool
 from agentrl.agent.invoke import call_tool
+from agentrl.agent.typed import typed_tool
 from agentrl.check.cheats import malformed_arguments
 from agentrl.errors import PluginError
 from agentrl.protocols import Sandbox
@@ -115,6 +116,16 @@ def test_the_schema_is_the_signature_and_the_docstring() -> None:
     assert parameters["$defs"]["Span"]["properties"] == {"start": {"type": "integer"}, "end": {"type": "integer", "default": 9}}
     assert list(load("look").schema["function"]["parameters"]["properties"]) == ["path"], "injected parameters are not in the schema"
     assert [load(name).needs_sandbox for name in ("search", "every", "look")] == [False, False, True]
+
+
+def test_a_parameter_called_properties_has_no_title() -> None:
+    @tool
+    def change(properties: dict[str, int]) -> str:
+        """Change the properties."""
+        return str(properties)
+
+    parameters = typed_tool(change).schema["function"]["parameters"]
+    assert parameters["properties"] == {"properties": {"type": "object", "additionalProperties": {"type": "integer"}}}
 
 
 async def test_arguments_have_their_annotated_types() -> None:
@@ -340,8 +351,6 @@ def test_a_docstring_may_be_short(text: str) -> None:
 
         say.__doc__ = text
         return tool(say)
-
-    from agentrl.agent.typed import typed_tool
 
     schema = typed_tool(make_tool()).schema["function"]
     description = schema["parameters"]["properties"]["query"].get("description")

@@ -208,7 +208,7 @@ def replace(path: str, old: str, new: str, limit: int) -> str:
         raise OperationError("old is empty: give the text to be replaced, or use insert")
     if old == new:
         raise OperationError("old and new are the same: nothing would change")
-    if old not in text and "\r\n" in text:
+    if "\r\n" in text and (old not in text or "\n" not in old):
         old, new = with_ends(old, "\r\n"), with_ends(new, "\r\n")
     count = text.count(old)
     if not count:
@@ -326,6 +326,7 @@ class Search:
         matched = False
         for number, line in enumerate(data.decode("utf-8", "replace").split("\n"), 1):
             if self.find(line):
+                self.matched_files += not matched
                 matched = True
                 if len(self.lines) >= MAX_MATCHES:
                     self.excluded.add(f"matches after the first {MAX_MATCHES}")
@@ -333,7 +334,6 @@ class Search:
                 line = line.strip("\r")
                 line = line if len(line) <= MAX_LINE else line[:MAX_LINE] + " ..."
                 self.lines.append(f"{printable(path)}:{number}: {line}")
-        self.matched_files += matched
 
     def report(self, limit: int) -> str:
         """Returns the matches that fit into `limit` characters, the match and file counts, and what was excluded, as text."""
