@@ -11,6 +11,7 @@ import base64
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, cast
 
 from agentrl.agent.arguments import argument_errors
@@ -24,7 +25,7 @@ from agentrl.environment.choices import choice_constraint
 from agentrl.environment.dialogue import TRAINED
 from agentrl.errors import EnvironmentFault, PluginError, PolicyFault, UserError
 from agentrl.protocols import Environment, LiveEpisode, LiveTrajectory, ResumableEnvironment, Sandbox
-from agentrl.records import EnvironmentSpec, Limits, Message, Observation, Step, Task, ToolCall, ToolResult
+from agentrl.records import EnvironmentSpec, Limits, Message, Observation, Task, ToolCall, ToolResult
 from agentrl.records.chat import USER
 from agentrl.records.episode import NO_NOTES
 from agentrl.records.failure import NO_ACTION
@@ -146,8 +147,6 @@ class AgentEnvironment:
             step = await self._environment.step(action)
         except PolicyFault as error:
             return self._forbidden(str(error))
-        if not isinstance(step, Step):
-            raise EnvironmentFault(f"{self.spec.ref}.step() returned {type(step).__name__} instead of a Step")
         saved = await self._save(step.note)
         self.now = await self._shown(step.observation) + saved
         limit = "" if self._user is None else self._user.limit
@@ -260,9 +259,8 @@ async def check_environment(task: Task, chat: ChatFormat, agent: str = "turns") 
     try:
         check_roles(environment, agent)
         first = await environment.reset()
-        observation = next(iter(first.values())) if isinstance(first, Mapping) else first  # a game returns role -> observation
-        allowed = [action for observation in first.values() for action in observation.actions] if isinstance(first, Mapping) else []
-        for choice in (*(environment.actions or ()), *allowed):
+        observations = [*first.values()] if isinstance(first, Mapping) else [first]  # a game returns role -> observation
+        for choice in chain(environment.actions or (), *(observation.actions for observation in observations)):
             if isinstance(choice, str) and (problem := chat.choice_problem(choice, task.limits.turn_tokens)):
                 raise UserError(
                     f"{task.environment.ref}: the policy cannot answer with the action {choice[:80]!a}: {problem}",
@@ -273,6 +271,7 @@ async def check_environment(task: Task, chat: ChatFormat, agent: str = "turns") 
             chat.opening(user_prompt(chat, "-", "-", "-"), ())
         if played or (not functions and task.environment.context_turns != 1):
             chat.check_user_turns()
+        observation = observations[0]
         if MARK in observation.text and not chat.reads_images and REFERENCE.search(observation.text):
             message = f"{task.environment.ref}: its observations contain images, but the model reads only text"
             raise UserError(message, fix="use a vision-language model as policy.model")

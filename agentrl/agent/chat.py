@@ -79,7 +79,7 @@ class ChatFormat:
         self._tokenizer = tokenizer
         self._renderer = Renderer(tokenizer)
         control = _control_tokens(tokenizer)
-        self._fence = ControlTokenEscaper(control)
+        self._escaper = ControlTokenEscaper(control)
         self._control_ids = frozenset(control.values()) - {tokenizer.unk_token_id}  # any text may contain the unknown token
         self._withheld: dict[object, tuple[int, ...]] = {}  # keyed by the number of outputs and their calls, or by "user"
         detected = find_form(self._renderer, control, str(tokenizer.eos_token), tool_format)
@@ -196,6 +196,10 @@ class ChatFormat:
         text = user_message(after.message, results)
         return self.tool_delta([result.output for result in results], after) if text is None else self.user_delta(text, after)
 
+    def answer_rewrite_reason(self, results: Sequence[ToolResult], after: ParsedCompletion) -> str:
+        """Returns the reason why `answer_delta` cannot extend a context by these results; empty if it can."""
+        return self.rewrite_reason if user_message(after.message, results) is None else self.user_rewrite_reason
+
     def _unforged(self, ids: tuple[int, ...], withheld: tuple[int, ...], after: ParsedCompletion | None) -> tuple[int, ...]:
         """Returns `ids`, or `withheld` if the control tokens of the two differ. Omits the end-of-turn token if the turn `after` already
         ends with it."""
@@ -209,9 +213,9 @@ class ChatFormat:
 
         `conversation` contains all messages after the prompt. These messages are untrusted: control tokens in them are escaped.
         """
-        fenced = [self.escape_message(message) for message in conversation]
-        hidden = [replace(message, content=WITHHELD) if message.role != "assistant" else message for message in fenced]
-        ids, withheld = self.opening([*prompt, *fenced], schemas), self.opening([*prompt, *hidden], schemas)
+        escaped = [self.escape_message(message) for message in conversation]
+        hidden = [replace(message, content=WITHHELD) if message.role != "assistant" else message for message in escaped]
+        ids, withheld = self.opening([*prompt, *escaped], schemas), self.opening([*prompt, *hidden], schemas)
         return ids if self._controls(ids) == self._controls(withheld) else withheld
 
     def escape_message(self, message: Message) -> Message:
@@ -232,7 +236,7 @@ class ChatFormat:
     def text(self, token_ids: Sequence[int]) -> str:
         """Returns the text of a completion, with control tokens but without the token that ends it."""
         ids = list(token_ids)
-        return self._renderer.said(ids[:-1] if ids and ids[-1] in self.stop_token_ids else ids)
+        return self._renderer.decode(ids[:-1] if ids and ids[-1] in self.stop_token_ids else ids)
 
     def argument_errors(self, schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
         """Returns the errors in the arguments of a call to the tool with this schema; empty if there are none."""
@@ -253,7 +257,7 @@ class ChatFormat:
         ids = list(token_ids)
         end = ids.pop() if ids and ids[-1] in self.stop_token_ids else None
         own = next((n for n, token in enumerate(ids) if token in self._forged), len(ids))
-        text, forged = self._renderer.said(ids[:own]), self._renderer.said(ids[own:])
+        text, forged = self._renderer.decode(ids[:own]), self._renderer.decode(ids[own:])
         thought, text, closed = self._thinking(text)
         reading = self._form.read(text, schemas)
         if not calls and (reading.calls or reading.errors):
@@ -284,12 +288,12 @@ class ChatFormat:
         return thought + closed + space, rest, bool(closed)
 
     def _unfinished(self, token_ids: Sequence[int]) -> bool:
-        thought, _, closed = self._thinking(self._renderer.said(token_ids))
+        thought, _, closed = self._thinking(self._renderer.decode(token_ids))
         return bool(thought) and not closed
 
     def escape_text(self, text: str) -> str:
         """Returns `text` with control tokens escaped: `<|im_end|>` becomes `< |im_end|>`."""
-        return self._fence.escape(text)
+        return self._escaper.escape(text)
 
     def tool_problem(self, schema: Mapping[str, Any]) -> str:
         """Returns the reason why the policy cannot use a tool with this function schema; empty if it can."""

@@ -151,7 +151,7 @@ def continue_context(
         prompt: the agent's first prompt.
     """
     results = trajectory.turns[-1].tool_results
-    if not (chat.rewrite_reason if user_message(after.message, results) is None else chat.user_rewrite_reason):
+    if not chat.answer_rewrite_reason(results, after):
         trajectory.add_prompt(chat.answer_delta(results, after))
         return trajectory
     if trajectory.limit() == "turn_limit":  # no turn follows
@@ -218,7 +218,7 @@ class Compactor:
         is rejected."""
         return max(1, min(MAX_SUMMARY_TOKENS, int((1 - self.share) * room / 2)))
 
-    def asking(
+    def with_summary_request(
         self, after: ParsedCompletion, results: Sequence[ToolResult], *, used: int, room: int
     ) -> tuple[tuple[ToolResult, ...], tuple[int, ...]]:
         """Returns the results of the turn `after` with the summary request appended, and the token ids that show these results.

@@ -60,7 +60,7 @@ class SubAgents:
     def __init__(self, episode: LiveEpisode, config: DelegationConfig, *, escape_text: Callable[[str], str]) -> None:
         self._episode = episode
         self._config = config
-        self._defang = escape_text
+        self._escape_text = escape_text
 
     def open(self, call: ToolCall, number: int, *, trajectory: LiveTrajectory, turn: int) -> Opened | str:
         """Returns the sub-agent that a call starts, or an error for the model.
@@ -70,14 +70,14 @@ class SubAgents:
             trajectory: trajectory of the calling agent.
             turn: index of the calling turn.
         """
-        if error := self.refused(call):
+        if error := self.call_error(call):
             return error
-        task = Message(role="user", content=self._defang(call.arguments["task"]))
+        task = Message(role="user", content=self._escape_text(call.arguments["task"]))
         rules = (Message(role="system", content=self._config.instruction),) if self._config.instruction else ()
         parent = Parent(trajectory=trajectory.index, turn=turn, call=number)
         return Opened(trajectory=self._episode.open(WORKER, parent=parent, prompt=(*rules, task)), prompt=(*rules, task))
 
-    def refused(self, call: ToolCall) -> str:
+    def call_error(self, call: ToolCall) -> str:
         """Returns the error for a call that may not start a sub-agent; empty if it may."""
         task = call.arguments.get("task")
         if not isinstance(task, str) or not task.strip():
@@ -90,7 +90,7 @@ class SubAgents:
         return ""
 
 
-def reported(answer: str | None, reason: str, files: str = "") -> ToolOutcome:
+def sub_agent_outcome(answer: str | None, reason: str, files: str = "") -> ToolOutcome:
     """Returns the result that the caller of a sub-agent receives. `files` is the result of `hand_back`."""
     text = f"error: the helper ended without an answer ({reason})" if answer is None else answer
     return ToolOutcome(output=f"{text}\n{files}" if files else text, ok=answer is not None)

@@ -13,8 +13,7 @@ import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from agentrl.agent.agent_environment import check_roles, environment_prompt
 from agentrl.agent.chat import ChatFormat
@@ -26,7 +25,7 @@ from agentrl.environment.choices import choice_constraint
 from agentrl.errors import EnvironmentFault, PluginError, PolicyFault, TaskError
 from agentrl.plugins.references import resolve
 from agentrl.protocols import League, LiveEpisode, LiveTrajectory, Opponent, RoleEnvironment
-from agentrl.records import Completion, Message, Observation, RoleStep, SamplingParams, Task, ToolResult
+from agentrl.records import Completion, Message, Observation, SamplingParams, Task, ToolResult
 from agentrl.records.chat import USER
 from agentrl.records.sampling import Sampling
 
@@ -39,16 +38,6 @@ OPPONENT_S = 120.0
 PlayerFunction = Callable[[str, Sequence[str], Sequence[str]], Any]
 """Receives its role, the observations so far and the allowed actions (empty if any text is allowed). Returns its action, or an awaitable
 that returns it."""
-
-
-class Player(Protocol):
-    """Plays one role in one episode. `trajectory` is the trajectory with the role's last turn."""
-
-    trajectory: LiveTrajectory
-
-    async def move(self, observation: Observation) -> str:
-        """Returns an action. Raises `NoMove`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +138,7 @@ class Match:
         self, players: Players, episode: LiveEpisode, environment: RoleEnvironment, untrained: Mapping[str, Opponent | str]
     ) -> None:
         self._agent, self._episode, self._environment, self._untrained = players, episode, environment, untrained
-        self._players: dict[str, Player] = {}
+        self._players: dict[str, TrainedPlayer | FunctionPlayer | VersionPlayer] = {}
         self._totals = dict.fromkeys(environment.roles, 0.0)
         self._spare = [episode.trajectories[0]]  # the first trajectory, until a role takes it
 
@@ -172,7 +161,6 @@ class Match:
         episode.stage = "environment"
         observations, loop = await self._referred(await self._environment.reset()), asyncio.get_running_loop()
         while True:
-            self._check(observations)
             moves = await asyncio.gather(*(self._move(role, item) for role, item in observations.items()), return_exceptions=True)
             for outcome in moves:
                 if isinstance(outcome, BaseException) and not isinstance(outcome, NoMove):
@@ -186,8 +174,6 @@ class Match:
                 step = await self._environment.step(actions)
             except PolicyFault:
                 return self._forfeit({role: NoMove() for role in actions})
-            if not isinstance(step, RoleStep):
-                raise EnvironmentFault(f"the environment's step() returned {type(step).__name__} instead of a RoleStep")
             for role in actions:
                 self._record(role, wall_s=loop.time() - started)
             self._reward(step.rewards)
@@ -201,13 +187,6 @@ class Match:
     async def _referred(self, observations: Mapping[str, Observation]) -> dict[str, Observation]:
         return {role: await refer_observation(self._agent.chat, self._episode, item) for role, item in observations.items()}
 
-    def _check(self, observations: Mapping[str, Observation]) -> None:
-        self._episode.stage = "environment"
-        if not observations or not set(observations) <= set(self._environment.roles):
-            raise EnvironmentFault(
-                f"the environment expects moves from {sorted(observations)}, but its roles are {list(self._environment.roles)}"
-            )
-
     async def _move(self, role: str, observation: Observation) -> str:
         """Returns the action of a role. Raises `NoMove` if the role makes no allowed move."""
         if role not in self._players:
@@ -219,10 +198,13 @@ class Match:
             raise NoMove
         return action
 
-    def _player(self, role: str) -> Player:
+    def _player(self, role: str) -> TrainedPlayer | FunctionPlayer | VersionPlayer:
         player, players = self._untrained.get(role), self._agent
         instructions = self._environment.instructions if players.instructions is None else players.instructions
-        prompt = partial(_first_messages, players.chat, self._episode.task, instructions)
+
+        def prompt(text: str) -> tuple[Message, ...]:
+            return environment_prompt(self._episode.task.prompt, instructions, players.chat.escape_text(text))
+
         if player is None:
             if self._spare:
                 trajectory = self._spare.pop()
@@ -258,10 +240,6 @@ class Match:
         others, forfeit = [role for role in self._environment.roles if role not in stuck], self._environment.forfeit
         self._reward({role: forfeit for role in stuck} | {role: -forfeit * len(stuck) / len(others) for role in others})
         return next((move.limit for move in stuck.values() if move.limit), "forfeited")
-
-
-def _first_messages(chat: ChatFormat, task: Task, instructions: str, observation: str) -> tuple[Message, ...]:
-    return environment_prompt(task.prompt, instructions, chat.escape_text(observation))
 
 
 class UntrainedPlayer:

@@ -112,7 +112,7 @@ class Renderer:
         """Returns the token ids of a string and of the images in it, without special tokens around them."""
         return tuple(self._encode(text)) if self.images is None else self.images.ids(text, self._encode)
 
-    def said(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of sampled token ids, with control tokens."""
         if not ids:
             return ""

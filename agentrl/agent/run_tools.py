@@ -39,12 +39,14 @@ def declared_tools(mcp: Mapping[str, MCPConfig], tools: Mapping[str, ToolConfig]
     servers = {name: Server(name=name, config=config, root=root, live=_live(name, config)) for name, config in mcp.items()}
     for server in servers.values():
         server.check_secrets()
-    bounds = {name: Bounds(timeout_s=one.timeout_s, output_chars=one.output_chars, calls=one.calls) for name, one in tools.items()}
-    wordings = {name: ToolWording(description=one.description, arguments=one.arguments) for name, one in tools.items()}
+    bounds = {
+        name: Bounds(timeout_s=config.timeout_s, output_chars=config.output_chars, calls=config.calls) for name, config in tools.items()
+    }
+    wordings = {name: ToolWording(description=config.description, arguments=config.arguments) for name, config in tools.items()}
     return RunTools(
         servers=servers,
-        bounds={name: one for name, one in bounds.items() if one != NO_BOUNDS},
-        words={name: one for name, one in wordings.items() if one.description or one.arguments},
+        bounds={name: limits for name, limits in bounds.items() if limits != NO_BOUNDS},
+        words={name: wording for name, wording in wordings.items() if wording.description or wording.arguments},
     )
 
 

@@ -225,7 +225,7 @@ def _written(renderer: Renderer, seam: Seam, calls: tuple[ToolCall, ...]) -> str
     delta = seam.between(outputs, [call.name for call in calls], [f"call{n:05d}" for n in range(len(calls))])
     old, new = renderer.ids(before), renderer.ids(full)  # not the texts, which may diverge within a token
     same = next((n for n, (left, right) in enumerate(zip(old, new, strict=False)) if left != right), len(old))
-    return renderer.said(new[same:]).removesuffix(delta)
+    return renderer.decode(new[same:]).removesuffix(delta)
 
 
 def rewrites(renderer: Renderer, detected: TemplateForm, *, users: bool = False) -> str:

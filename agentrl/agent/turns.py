@@ -35,7 +35,6 @@ from agentrl.config.rollout import DelegationConfig
 from agentrl.errors import PolicyFault
 from agentrl.protocols import LiveEpisode, LiveTrajectory
 from agentrl.records import CUT, Blame, Failure, Message, Parent, ToolCall, ToolResult
-from agentrl.records.chat import USER
 from agentrl.records.failure import NO_ACTION
 from agentrl.records.trajectory import CONTINUED, TRUNCATED
 
@@ -169,7 +168,7 @@ class AgentRun:
         if self._environment is not None and self._environment.context_is_full(trajectory):
             trajectory.add_results(results, wall_s=wall_s)
             return self._continue(self._environment)
-        if not chat.exact or (results[0].name == USER and chat.user_rewrite_reason):
+        if chat.answer_rewrite_reason(results, parsed):
             trajectory.add_results(results, wall_s=wall_s)
             with reading_policy_text(_SHOWN):
                 self.trajectory = continue_context(chat, self._episode, trajectory, parsed, prompt=self._prompt, schemas=self._schemas)
@@ -185,7 +184,7 @@ class AgentRun:
             trajectory.add_prompt(delta)
             return ""
         with reading_policy_text(_SHOWN):
-            results, delta = self._compactor.asking(parsed, results, used=trajectory.tokens, room=room)
+            results, delta = self._compactor.with_summary_request(parsed, results, used=trajectory.tokens, room=room)
         trajectory.add_results(results, wall_s=wall_s)
         if trajectory.tokens + len(delta) >= room:
             return "token_limit"
@@ -198,7 +197,7 @@ class AgentRun:
             if environment.context_is_full(trajectory):
                 prompt = environment.prompt(environment.now)
                 state = chat.render_conversation(prompt[:-1], prompt[-1:], self._schemas)
-            elif chat.exact and not (results[0].name == USER and chat.user_rewrite_reason):
+            elif not chat.answer_rewrite_reason(results, parsed):
                 turns = [(*turn.prompt_ids, *turn.completion_ids) for turn in trajectory.turns]
                 state = (*chain.from_iterable(turns), *chat.answer_delta(results, parsed))
             else:
@@ -305,7 +304,7 @@ class AgentRun:
         config = self._loop.delegation
         assert config is not None, "delegation is not configured"
         started, turn = time.monotonic(), len(self.trajectory.turns) - 1
-        desk = delegation.SubAgents(self._episode, config, escape_text=self._loop.chat.escape_text)
+        sub_agents = delegation.SubAgents(self._episode, config, escape_text=self._loop.chat.escape_text)
         refused: list[str] = []
         for _ in numbers:
             self._spent[delegation.NAME] += 1
@@ -313,13 +312,13 @@ class AgentRun:
             refused.append(over.output if over is not None else "")
         allowed = [calls[number] for number, refusal in zip(numbers, refused, strict=True) if not refusal]
         copy, copy_error = None, ""
-        if config.sandbox != "shared" and not all(map(desk.refused, allowed)):
+        if config.sandbox != "shared" and not all(map(sub_agents.call_error, allowed)):
             try:
                 copy = await self._episode.working_copy()
             except ValueError as error:  # too large, because of what the agents wrote
                 copy_error = f"error: no helper was started, because your files cannot be copied: {error}"
         opened = [
-            refused[position] or copy_error or desk.open(calls[number], number, trajectory=self.trajectory, turn=turn)
+            refused[position] or copy_error or sub_agents.open(calls[number], number, trajectory=self.trajectory, turn=turn)
             for position, number in enumerate(numbers)
         ]
         async with asyncio.TaskGroup() as running:
@@ -336,14 +335,14 @@ class AgentRun:
         config = self._loop.delegation
         assert config is not None, "delegation is not configured"
         if config.sandbox == "shared":
-            ended = await self._speak_as(worker, self._episode)
-            return delegation.reported(ended.answer, ended.reason)
+            ended = await self._run_sub_agent(worker, self._episode)
+            return delegation.sub_agent_outcome(ended.answer, ended.reason)
         async with self._episode.sub_episode(copy) as own:
-            ended = await self._speak_as(worker, own)
+            ended = await self._run_sub_agent(worker, own)
             files = await delegation.hand_back(config.returns, number=worker.trajectory.index, worker=own, caller=self._episode)
-        return delegation.reported(ended.answer, ended.reason, files)
+        return delegation.sub_agent_outcome(ended.answer, ended.reason, files)
 
-    async def _speak_as(self, worker: delegation.Opened, episode: LiveEpisode) -> Ended:
+    async def _run_sub_agent(self, worker: delegation.Opened, episode: LiveEpisode) -> Ended:
         """Runs a sub-agent with its view of the episode, and closes its tools."""
         config = self._loop.delegation
         names = episode.task.tools if config is None or config.tools is None else config.tools

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from agentrl.base.files import append_lines, complete_lines, json_line
-from agentrl.base.user_code import printable
+from agentrl.base.user_code import clip, printable
 from agentrl.errors import UserError
 from agentrl.judge.labels import RIGHT, SKIP, WITHDRAWN, WRONG, AnswerItem, current_labels, parse_item
 
@@ -130,12 +130,7 @@ def _conversation(item: AnswerItem) -> Iterator[tuple[str, str]]:
 
 
 def _safe(text: str) -> str:
-    shortened = (
-        text
-        if len(text) <= _MAX_SHOWN
-        else f"{text[: _MAX_SHOWN // 2]}\n[... {len(text) - _MAX_SHOWN:,} characters ...]\n{text[-_MAX_SHOWN // 2 :]}"
-    )
-    shortened = shortened.expandtabs(4).replace("\r\n", "\n")
+    shortened = clip(text, _MAX_SHOWN).expandtabs(4).replace("\r\n", "\n")
     return printable(shortened, len(shortened))
 
 

@@ -161,7 +161,9 @@ class NoteStore:
 
     def counts(self) -> Mapping[str, tuple[int, int]]:
         """Returns a mapping scope -> (number of stored notes, number of episodes that wrote them)."""
-        rows = self._rows("SELECT scope, COUNT(*), COUNT(DISTINCT writer) FROM notes GROUP BY scope ORDER BY scope")
+        query = "SELECT scope, COUNT(*), COUNT(DISTINCT writer) FROM notes GROUP BY scope ORDER BY scope"
+        with self._lock, self._access():
+            rows = self._db.execute(query).fetchall()
         return {str(scope): (notes, writers) for scope, notes, writers in rows}
 
     def close(self) -> None:
@@ -190,10 +192,6 @@ class NoteStore:
         """
         query = f"SELECT id, writer FROM words CROSS JOIN notes ON id = words.rowid WHERE words MATCH ? AND {where}"
         return [note for note, writer in self._db.execute(query, (f'"{term}"', *values)) if writer not in hidden]
-
-    def _rows(self, query: str, *values: object) -> list[Any]:
-        with self._lock, self._access():
-            return self._db.execute(query, values).fetchall()
 
     def _prepare(self) -> None:
         db = self._db

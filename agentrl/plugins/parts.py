@@ -5,7 +5,6 @@ a run starts, each part is checked against the protocol for its kind. See docs/p
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from pydantic import AfterValidator, Field, JsonValue, model_serializer, model_v
 from pydantic_core import ArgsKwargs
 
 from agentrl.base import secrets
-from agentrl.base.error_text import one_line_error, raise_location
+from agentrl.base.error_text import one_line_error, raise_location, unknown_name
 from agentrl.base.user_code import raising_as
 from agentrl.errors import AgentRLError, PluginError
 from agentrl.plugins import references
@@ -213,9 +212,7 @@ def check_part(kind: PartKind, part: Part) -> Part:
     if name in kind.shipped or ":" in name or name in references.installed_plugins():
         return part
     known = [*kind.shipped, *references.installed_plugins()]
-    near = difflib.get_close_matches(name, known, n=2, cutoff=0.6)
-    meant = f"did you mean {' or '.join(near)}? " if near else ""
-    raise ValueError(f"unknown {kind.what}; {meant}known here: {', '.join(known)}; for a plug-in write module:attr")
+    raise ValueError(f"{unknown_name(name, known, what=kind.what)}; for a plug-in write module:attr")
 
 
 Agent = Annotated[Part, AfterValidator(partial(check_part, AGENT)), AGENT]
@@ -254,9 +251,9 @@ def make_part(kind: PartKind, part: Part, *arguments: Any, **named: Any) -> Any:
 
     with raising_as(plugin_error, but=(AgentRLError, OSError)):
         built = factory(*arguments, **named)
-    lacks = protocol_errors(built, references.resolve(kind.protocol), has_defaults=kind.has_defaults)
-    if lacks:
-        raise _unfit(kind, name, f"its result, of class {type(built).__name__},", lacks)
+    violations = protocol_errors(built, references.resolve(kind.protocol), has_defaults=kind.has_defaults)
+    if violations:
+        raise _protocol_violation(kind, name, f"its result, of class {type(built).__name__},", violations)
     return built
 
 
@@ -268,26 +265,30 @@ def _resolve_user_part(kind: PartKind, name: str, options: Mapping[str, Any]) ->
         raise PluginError(f"{kind.key}: {error.message}", fix=error.fix) from error
     protocol = references.resolve(kind.protocol)
     if not callable(resolved):
-        raise PluginError(f"{kind.key} {name!r} is of type {type(resolved).__name__}, which is not callable", fix=_how(kind, protocol))
+        raise PluginError(
+            f"{kind.key} {name!r} is of type {type(resolved).__name__}, which is not callable", fix=_signature_fix(kind, protocol)
+        )
     if kind.arguments is None:
-        lacks = [ProtocolError("it is a class, not a function", "refer to an instance")] if inspect.isclass(resolved) else []
-        lacks = lacks or protocol_errors(resolved, protocol, options)
-        if lacks:
-            raise _unfit(kind, name, "it", lacks)
+        violations = [ProtocolError("it is a class, not a function", "refer to an instance")] if inspect.isclass(resolved) else []
+        violations = violations or protocol_errors(resolved, protocol, options)
+        if violations:
+            raise _protocol_violation(kind, name, "it", violations)
         return resolved
     if inspect.iscoroutinefunction(resolved):
-        raise PluginError(f"{kind.key} {name!r} is async, but is called without await", fix=_how(kind, protocol))
+        raise PluginError(f"{kind.key} {name!r} is async, but is called without await", fix=_signature_fix(kind, protocol))
     positional, named = _call(kind)
     if problem := signature_error(resolved, *positional, **named, **options):
-        raise PluginError(f"{kind.key} {name!r} cannot be called with ({', '.join(kind.arguments)}): {problem}", fix=_how(kind, protocol))
+        raise PluginError(
+            f"{kind.key} {name!r} cannot be called with ({', '.join(kind.arguments)}): {problem}", fix=_signature_fix(kind, protocol)
+        )
     product = resolved if inspect.isclass(resolved) else promised_class(resolved)
     if product is None:
         raise PluginError(
             f"{kind.key} {name!r} has no return annotation, so its result cannot be checked before the run starts",
             fix=f"annotate it with the class that it returns, or with agentrl.protocols.{protocol.__name__}",
         )
-    if product is not protocol and (lacks := protocol_errors(product, protocol, has_defaults=kind.has_defaults)):
-        raise _unfit(kind, name, f"class {product.__name__}", lacks)
+    if product is not protocol and (violations := protocol_errors(product, protocol, has_defaults=kind.has_defaults)):
+        raise _protocol_violation(kind, name, f"class {product.__name__}", violations)
     return resolved
 
 
@@ -298,15 +299,15 @@ def _call(kind: PartKind) -> tuple[list[None], dict[str, None]]:
     return [None] * at, dict.fromkeys(names[at + 1 :])
 
 
-def _how(kind: PartKind, protocol: type) -> str:
+def _signature_fix(kind: PartKind, protocol: type) -> str:
     if kind.arguments is None:
         return f"refer to a function with the signature of agentrl.protocols.{protocol.__name__}"
     return f"refer to a class or function that takes ({', '.join(kind.arguments)}) and returns an agentrl.protocols.{protocol.__name__}"
 
 
-def _unfit(kind: PartKind, name: str, subject: str, lacks: list[ProtocolError]) -> PluginError:
-    protocol = kind.protocol.rpartition(":")[2]
+def _protocol_violation(kind: PartKind, name: str, subject: str, violations: list[ProtocolError]) -> PluginError:
+    protocol, problems = kind.protocol.rpartition(":")[2], "; ".join(violation.problem for violation in violations)
     return PluginError(
-        f"{kind.key} {name!r}: {subject} does not implement agentrl.protocols.{protocol}: {'; '.join(lack.problem for lack in lacks)}",
-        fix="\n       ".join(lack.fix for lack in lacks),
+        f"{kind.key} {name!r}: {subject} does not implement agentrl.protocols.{protocol}: {problems}",
+        fix="\n       ".join(violation.fix for violation in violations),
     )

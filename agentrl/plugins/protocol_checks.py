@@ -79,7 +79,7 @@ def _methods(protocol: type) -> dict[str, Callable[..., Any]]:
     methods: dict[str, Callable[..., Any]] = {}
     for base in reversed(protocol.__mro__):
         if getattr(base, "_is_protocol", False):
-            methods |= {name: one for name, one in vars(base).items() if inspect.isfunction(one) and _counts(name)}
+            methods |= {name: member for name, member in vars(base).items() if inspect.isfunction(member) and _counts(name)}
     return methods
 
 
@@ -107,17 +107,11 @@ def _is_unbound(candidate: Any, name: str) -> bool:
 def _misfit(name: str, theirs: Callable[..., Any], wanted: Callable[..., Any], *, unbound: bool, options: Mapping[str, Any]) -> str:
     """Returns why a method does not match the protocol's method (different arguments, or only one is async); empty if it matches."""
     ours = list(inspect.signature(wanted).parameters.values())[1:]
-    arguments = [None] * (len([parameter for parameter in ours if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]) + unbound)
-    fewest = [None] * (
-        len([parameter for parameter in ours if parameter.kind is parameter.POSITIONAL_OR_KEYWORD and parameter.default is parameter.empty])
-        + unbound
-    )
-    named = {parameter.name: None for parameter in ours if parameter.kind is parameter.KEYWORD_ONLY}
-    needed = {
-        parameter.name: None for parameter in ours if parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty
-    }
-    for positional, keywords in ((arguments, named), (fewest, needed)):
-        if problem := signature_error(theirs, *positional, **keywords, **(options if name == "__call__" else {})):
+    required = [parameter for parameter in ours if parameter.default is parameter.empty]
+    for parameters in (ours, required):
+        positional = [None] * (sum(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in parameters) + unbound)
+        named = {parameter.name: None for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
+        if problem := signature_error(theirs, *positional, **named, **(options if name == "__call__" else {})):
             return f"{name} cannot be called as required: {problem}"
     awaited = _is_async(wanted)
     if inspect.isroutine(theirs) and awaited != _is_async(theirs) and not (awaited and _promises(theirs)):

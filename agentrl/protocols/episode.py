@@ -43,7 +43,7 @@ class LiveTrajectory(Protocol):
 
     @property
     def tokens(self) -> int:
-        """Returns the number of tokens in the trajectory's context, including tokens from `add_prompt`. At most `LiveEpisode.room`."""
+        """The number of tokens in the trajectory's context, including tokens from `add_prompt`. At most `LiveEpisode.room`."""
 
     def limit(self) -> str:
         """Returns the limit that has been reached: `turn_limit`, `wall_limit` or `token_limit`; empty if another turn may be sampled.

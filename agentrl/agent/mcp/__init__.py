@@ -4,7 +4,6 @@ The client supports the handshake, `tools/list` and `tools/call`, up to revision
 is bounded in size and time, and its text is cleaned.
 """
 
-from agentrl.agent.mcp.servers import RunTools, Server, ServerTool
-from agentrl.base.tool_list import ListedTool
+from agentrl.agent.mcp.servers import RunTools, Server
 
-__all__ = ["ListedTool", "RunTools", "Server", "ServerTool"]
+__all__ = ["RunTools", "Server"]
