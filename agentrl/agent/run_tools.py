@@ -203,8 +203,8 @@ def _refused(server: Server, problem: str) -> UserError:
         "host_command": "install the program on this machine, and try it in a shell",
         "url": "start the server, or correct the address",
     }
-    place = next(name for name in fixes if getattr(server.config, name))
-    return UserError(f"mcp.{server.name}: {problem}", fix=fixes[place])
+    key = next(name for name in fixes if getattr(server.config, name))
+    return UserError(f"mcp.{server.name}: {problem}", fix=fixes[key])
 
 
 def _server(name: str) -> str:

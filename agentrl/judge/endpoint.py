@@ -34,6 +34,7 @@ _LONGEST_KEY = 8192
 _SHORTEST_HIDDEN = 16  # shorter header values may be ordinary text and are not redacted in responses
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 CHARS_PER_TOKEN = 3  # estimate used if the server does not report token counts; it is low, so that tokens are overestimated
+CUT_OFF = "the answer was cut off at its maximum length"
 _MOST_TOKENS = 1 << 31  # a larger count in a response is not credible
 _OWN_S = 1.0  # seconds between requests to one of this run's own servers while it starts
 _SCHEMA_REFUSED = (400, 404, 415, 422, 501)
@@ -70,6 +71,11 @@ class Reply:
     counted: bool = True  # False means that the token counts are estimated from the number of characters
     tries: int = 1
     separate_reasoning: bool = False  # whether the server returned the model's reasoning separately
+
+    @property
+    def is_content(self) -> bool:
+        """Whether `text` is the content of the model's message, complete or cut off."""
+        return self.problem in ("", CUT_OFF)
 
 
 @dataclass(slots=True)
@@ -399,7 +405,7 @@ def parse_completion(content: bytes, most: int, messages: Sequence[Mapping[str, 
     if not isinstance(answer, str):
         problem = "the model refused to answer" if isinstance(refusal, str) else "the answer has no text"
         return Reply(text=encodable(refusal) if isinstance(refusal, str) else text, problem=problem, **cost)
-    problem = "the answer was cut off at its maximum length" if finish_reason == "length" else ""
+    problem = CUT_OFF if finish_reason == "length" else ""
     thought = choice["message"].get("reasoning_content") or choice["message"].get("reasoning")
     return Reply(text=encodable(answer), problem=problem, separate_reasoning=bool(thought), **cost)
 

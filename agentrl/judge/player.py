@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from agentrl.errors import EnvironmentFault
+from agentrl.errors import EnvironmentFault, JudgeError
 from agentrl.judge.endpoint import Endpoint
 
 
@@ -21,11 +21,14 @@ class EndpointPlayer:
     instructions: str = ""
 
     async def __call__(self, role: str, observations: Sequence[str], actions: Sequence[str]) -> str:
-        """Returns an action. Raises `JudgeError` if the endpoint fails, and `EnvironmentFault` if the model names no allowed action."""
+        """Returns an action. Raises `JudgeError` if the endpoint fails or returns no message, and `EnvironmentFault` if the message does
+        not name exactly one allowed action."""
         wanted = f"\n\nAnswer with one of these, and nothing else: {', '.join(actions)}" if actions else ""
         messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
         shown = "\n".join(observations)
         reply = await self.endpoint.ask([*messages, {"role": "user", "content": f"You are {role}.\n{shown}{wanted}"}])
+        if not reply.is_content:  # the text is then a refusal or the raw response
+            raise JudgeError(f"{self.endpoint.model} returned no move: {reply.problem}")
         text = reply.text.strip()
         if not actions or text in actions:
             return text

@@ -27,7 +27,6 @@ class EndpointUser:
         messages = [{"role": role, "content": text} for role, text in user_messages(brief, dialogue, self.instructions)]
         for _ in range(_TRIES):
             reply = await self.endpoint.ask(messages)
-            cut = "cut off" in reply.problem
-            if reply.text.strip() and (cut or not reply.problem):
+            if reply.text.strip() and reply.is_content:
                 return reply.text
         raise JudgeError(f"the simulated user {self.endpoint.model} returned no text: {reply.problem or 'empty'}")

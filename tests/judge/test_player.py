@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from agentrl.environment import close_environments
-from agentrl.errors import EnvironmentFault
+from agentrl.errors import EnvironmentFault, JudgeError
 from agentrl.judge.endpoint import Endpoint
 from agentrl.judge.player import EndpointPlayer
 from agentrl.records import Blame
@@ -33,6 +33,22 @@ async def test_an_answer_that_names_no_action_or_several_is_a_fault(text: str) -
         player = EndpointPlayer(endpoint=Endpoint(url=server.url, model="scripted"))
         with pytest.raises(EnvironmentFault, match="allowed actions instead of one"):
             await player("second", ["card J moves p"], ("p", "b"))
+        await player.endpoint.close()
+
+
+@pytest.mark.parametrize("actions", [(), ("p", "b")])
+async def test_a_response_without_a_message_is_never_a_move(actions: tuple[str, ...]) -> None:
+    with ChatServer([ScriptedAnswer(raw=b'{"detail": "p"}')]) as server:
+        player = EndpointPlayer(endpoint=Endpoint(url=server.url, model="scripted"))
+        with pytest.raises(JudgeError, match="scripted returned no move: the answer is not a chat completion"):
+            await player("second", ["card J moves p"], actions)
+        await player.endpoint.close()
+
+
+async def test_a_move_that_is_cut_off_is_used() -> None:
+    with ChatServer([ScriptedAnswer(text="I fold", finish_reason="length")]) as server:
+        player = EndpointPlayer(endpoint=Endpoint(url=server.url, model="scripted"))
+        assert await player("second", ["card J moves p"], ()) == "I fold"
         await player.endpoint.close()
 
 
