@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
@@ -13,12 +13,10 @@ if TYPE_CHECKING:
     from agentrl.rollout.active import ActiveEpisode
 
 
-class EpisodeScorer(Protocol):
-    """Scores a finished episode. An example is `agentrl.reward.TaskScorer`."""
+EpisodeScorer = Callable[[Task, Episode], Awaitable[Score]]
+"""Returns the score of a finished episode, without a value if a verifier failed. Raises an error only if the task is broken.
 
-    async def __call__(self, task: Task, episode: Episode, /) -> Score:
-        """Returns the score. The score has no value if a verifier failed. Raises an error only if the task is broken."""
-        ...
+An example is `agentrl.reward.TaskScorer`."""
 
 
 class GroupSampler(Protocol):
@@ -62,36 +60,16 @@ class RequestRouter(Protocol):
         ...
 
 
-class AttemptListener(Protocol):
-    """Observes attempts. An example is `agentrl.failure.FaultRate.record_attempt`."""
+AttemptListener = Callable[[Failure | None], None]
+"""Called for every attempt that ends, with its failure, or with None if it did not fail.
 
-    def __call__(self, failure: Failure | None, /) -> None:
-        """Called for every attempt that ends, with its failure, or with None if it did not fail.
+This includes attempts that are retried, but not attempts at a broken task. An example is `agentrl.failure.FaultRate.record_attempt`."""
 
-        This includes attempts that are retried, but not attempts at a broken task.
-        """
-        ...
+StartListener = Callable[["ActiveEpisode"], None]
+"""Called with an episode that starts, so that a caller that cancels it can read its progress."""
 
+CaptureState = Callable[[], Awaitable[EpisodeState | None]]
+"""Returns the state of an episode between two turns; None if the working directory or the tools' state is too large."""
 
-class StartListener(Protocol):
-    """Observes the start of an episode."""
-
-    def __call__(self, episode: ActiveEpisode, /) -> None:
-        """Called with the running episode, so that a caller that cancels it can read its progress."""
-        ...
-
-
-class CaptureState(Protocol):
-    """Captures the state of an episode between two turns."""
-
-    async def __call__(self) -> EpisodeState | None:
-        """Returns the state; None if the working directory or the tools' state is too large."""
-        ...
-
-
-class TurnListener(Protocol):
-    """Observes the turns of an episode."""
-
-    async def __call__(self, turns: int, capture: CaptureState, /) -> None:
-        """Called between two turns with the number of finished turns. The episode continues when the call returns."""
-        ...
+TurnListener = Callable[[int, CaptureState], Awaitable[None]]
+"""Called between two turns with the number of finished turns. The episode continues when the call returns."""

@@ -13,7 +13,6 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol
 
 from agentrl.base.numbers import all_equal
 from agentrl.protocols import CacheUse
@@ -44,14 +43,6 @@ class GroupAttempt:
         return self.race.abandon(self)
 
 
-class StartAttempt(Protocol):
-    """Runs an attempt."""
-
-    def __call__(self, attempt: GroupAttempt, /) -> asyncio.Task[None] | None:
-        """Starts the attempt. Returns its asyncio task, or None if the group is shutting down."""
-        ...
-
-
 class AttemptScheduler:
     """Schedules the attempts of one group. `size` attempts must count, and `size + spare` attempts may start.
 
@@ -62,10 +53,13 @@ class AttemptScheduler:
 
     Args:
         names: names of the attempts, in the order in which they start.
+        begin: starts an attempt, and returns its asyncio task; None if the group is shutting down.
         first: number of attempts that start first; 0 starts all at once.
     """
 
-    def __init__(self, names: Sequence[str], *, group: int, size: int, begin: StartAttempt, first: int = 0) -> None:
+    def __init__(
+        self, names: Sequence[str], *, group: int, size: int, begin: Callable[[GroupAttempt], asyncio.Task[None] | None], first: int = 0
+    ) -> None:
         self.attempts = tuple(GroupAttempt(self, number, name, group) for number, name in enumerate(names))
         self.counted: list[GroupAttempt] = []  # in the order in which they ended
         self._size, self._spare, self._first = size, len(names) - size, first or size
