@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,6 +102,8 @@ class RunLeague:
             if number == 0:
                 raise ServingError(f"version 0 of the league cannot be served: {problem}")
             self.table.remove(number)
+            with suppress(StoreError):  # it is not registered, so it has no pin
+                await asyncio.to_thread(self._registry.pin, number, pinned=False)
         self._chosen_for = version
         await asyncio.to_thread(self.table.save)
 

@@ -79,6 +79,7 @@ async def test_a_version_that_is_damaged_or_deleted_leaves_the_league(tmp_path: 
     run = await league.start()
     for number in (EVERY, 2 * EVERY):
         publish(league.registry, number)
+        league.registry.pin(number)
         run.table.add(number)
         for _ in range(200):  # so that version 0 is hardly drawn
             run.record(0, 1.0, version=11)
@@ -89,6 +90,7 @@ async def test_a_version_that_is_damaged_or_deleted_leaves_the_league(tmp_path: 
     try:
         async with run.opponent() as opponent:
             assert opponent.number == 0 and run.table.members == [0]
+        assert not league.registry.pinned(), "the weights and checkpoints of former members are deleted"
         assert len(league.alerts) == 2 and all("leaves the league" in alert for alert in league.alerts)
     finally:
         await run.close()
