@@ -8,24 +8,26 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agentrl.base.activity import ACTIVITY, SANDBOXES
 from agentrl.errors import PolicyFault, RequestRefused, ServingError, TaskError
-from agentrl.protocols import Environment, EpisodeListener, EpisodeMemory, Policy, Sandbox, SandboxBackend, SilentListener, ToolSource
+from agentrl.protocols import Environment, EpisodeMemory, Sandbox
 from agentrl.records import Cancelled, Completion, EpisodeState, Failure, Message, Parent, SamplingParams, Task, ToolResult, Turn
 from agentrl.records.episode import Memo
 from agentrl.records.images import MAX_IN_PROMPT, count_images
 from agentrl.records.limits import Thinking
-from agentrl.records.sampling import Sampling
 from agentrl.records.trajectory import Trajectory, check_parent
 from agentrl.rollout.episode_sandbox import EpisodeEnvironment, EpisodeSandbox
 from agentrl.rollout.hooks import TurnListener
-from agentrl.rollout.pace import OutOfTime, Pace, SamplingTime
+from agentrl.rollout.pace import OutOfTime, SamplingTime
 from agentrl.rollout.repeats import SANDBOX, SampledTurns
 from agentrl.rollout.requests import WALL_LIMIT, EpisodeRequests, TimedExternalRequest, loop_time
 from agentrl.rollout.sub_episode import SubEpisode, open_sub_episode
 from agentrl.rollout.thinking import sample_turn, thinking_bound
+
+if TYPE_CHECKING:
+    from agentrl.rollout.episode import EpisodeRunner
 
 log = logging.getLogger(__name__)
 
@@ -172,47 +174,42 @@ class ActiveTrajectory:
 
 
 class ActiveEpisode:
-    """A `LiveEpisode`: one attempt, which starts with its first turn or from a stored state, and ends with `close`."""
+    """A `LiveEpisode`: one attempt, which starts with its first turn or from a stored state, and ends with `close`.
+
+    For the arguments, see `EpisodeRunner.run`.
+    """
 
     def __init__(
         self,
         task: Task,
+        runner: EpisodeRunner,
         *,
         episode_id: str,
-        attempt: int,
-        start: EpisodeState | None,
-        policy: Policy,
-        sandboxes: SandboxBackend,
-        sampling: Sampling,
-        max_model_len: int,
-        request_timeout_s: float,
-        open_timeout_s: float,
-        on_turn: TurnListener | None,
-        tools: ToolSource | None = None,
+        attempt: int = 0,
+        start: EpisodeState | None = None,
+        on_turn: TurnListener | None = None,
         memory: EpisodeMemory | None = None,
-        pace: Pace | None = None,
         sampled: SampledTurns | None = None,
-        listener: EpisodeListener | None = None,
     ) -> None:
-        self.id, self.listener = episode_id, listener or SilentListener()
+        self.id, self.listener = episode_id, runner.listener
         self.sampled = SampledTurns() if sampled is None else sampled
-        self.task, self.tools, self.memory = task, tools, memory
+        self.task, self.tools, self.memory = task, runner.tools, memory
         self.answer: str | None = None
         self.stage, self.agent_state = "episode", {} if start is None else start.agent_state
-        self.room = min(task.limits.episode_tokens, max_model_len)  # maximum number of tokens in one trajectory
+        self.room = min(task.limits.episode_tokens, runner.max_model_len)  # maximum number of tokens in one trajectory
         self.failures: list[Failure] = []  # failures of tools that the agent called
         self.spent_s = 0.0  # seconds before this process continued the episode
         self.sandbox_s = self.program_s = 0.0  # seconds spent on opening, writing and executing; seconds in programs that the agent called
-        self.sandboxes, self._attempt, self._sampling = sandboxes, attempt, sampling
+        self.sandboxes, self._attempt, self._sampling = runner.sandboxes, attempt, runner.sampling
         self.requests = EpisodeRequests(
-            policy=policy,
-            pace=pace or Pace(),
+            policy=runner.policy,
+            pace=runner.pace,
             limit_s=task.limits.wall_s,
-            timeout_s=request_timeout_s,
+            timeout_s=runner.request_timeout_s,
             spent_s=lambda: self.wall_s,
             sampling=SamplingTime() if start is None else SamplingTime(before=(start.sampled_s, start.lost_s)),
         )
-        self.open_timeout_s, self._on_turn = open_timeout_s, on_turn
+        self.open_timeout_s, self._on_turn = runner.open_timeout_s, on_turn
         self._box = EpisodeSandbox(self, None if start is None else start.snapshot)
         self._environment = EpisodeEnvironment(task.environment, alone=self.sampled.alone)
         self._sub_sandboxes: set[EpisodeSandbox] = set()  # sandboxes of sub-agents

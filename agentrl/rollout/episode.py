@@ -71,7 +71,16 @@ class EpisodeRunner:
         """
         if start is not None and start.task_key != task.key:
             raise ValueError(f"the state of episode {start.episode_id} belongs to a task other than {task.id!r}")
-        episode = self._open(task, episode_id=episode_id, attempt=attempt, start=start, on_turn=on_turn, memory=memory, sampled=sampled)
+        episode = ActiveEpisode(
+            task,
+            self,
+            episode_id=episode_id,
+            attempt=attempt,
+            start=start,
+            on_turn=on_turn,
+            memory=episode_memory(memory, start),
+            sampled=sampled,
+        )
         on_start(episode)
         try:
             with self.router.episode(episode_id, task.key) if self.router is not None else nullcontext():
@@ -97,36 +106,6 @@ class EpisodeRunner:
         )
         self.listener.ended(ended)
         return ended
-
-    def _open(
-        self,
-        task: Task,
-        *,
-        episode_id: str,
-        attempt: int,
-        start: EpisodeState | None,
-        on_turn: TurnListener | None,
-        memory: MemoryView | None,
-        sampled: SampledTurns | None,
-    ) -> ActiveEpisode:
-        return ActiveEpisode(
-            task,
-            episode_id=episode_id,
-            attempt=attempt,
-            start=start,
-            policy=self.policy,
-            sandboxes=self.sandboxes,
-            sampling=self.sampling,
-            max_model_len=self.max_model_len,
-            request_timeout_s=self.request_timeout_s,
-            open_timeout_s=self.open_timeout_s,
-            on_turn=on_turn,
-            pace=self.pace,
-            tools=self.tools,
-            memory=episode_memory(memory, start),
-            sampled=sampled,
-            listener=self.listener,
-        )
 
     async def _attempt(self, episode: ActiveEpisode) -> tuple[str, CollectedOutputs, tuple[Failure, ...]]:
         """Runs the agent and collects the outputs within the episode's time. Returns the stop reason, the outputs and the failures."""

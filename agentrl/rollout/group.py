@@ -338,10 +338,9 @@ class GroupRunner:
         fork = member.stem_of
         with user_code.fault_boundary() as fault:
             if isinstance(stored, ScoredEpisode):
-                waits = (
-                    self.group_scoring is None and stored.score.reason == AWAITING_GROUP_JUDGE
-                )  # the recipe no longer has a group scorer
-                return replace(stored, score=await self.scorer(task, stored.episode)) if waits else stored
+                if self.group_scoring is not None or stored.score.reason != AWAITING_GROUP_JUDGE:
+                    return stored
+                return replace(stored, score=await self.scorer(task, stored.episode))  # the recipe no longer has a group scorer
             if fork is not None and stored is not None and stored.turn_count >= fork.turn:
                 fork.settle(stored if stored.turn_count == fork.turn < task.limits.turns else None)  # then branches have their own states
             if member.fork is not None and fork is None and stored is None:

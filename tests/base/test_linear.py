@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from agentrl.agent import TurnLoop
 from agentrl.agent.calls import CLOSE, OPEN
 from agentrl.agent.forms import FORMS, deepseek
 from agentrl.agent.forms.json_calls import read_hermes
@@ -33,6 +34,7 @@ from agentrl.records import (
 )
 from agentrl.records.sampling import Sampling
 from agentrl.reward.cleanroom import parse_reward
+from agentrl.rollout import EpisodeRunner
 from agentrl.rollout.active import ActiveEpisode
 from agentrl.session.transcript import append_transcripts, transcript
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
@@ -52,19 +54,15 @@ TASK = sample_task(data={"answer": "1"})
 
 def new_episode() -> ActiveEpisode:
     """An episode without output."""
-    return ActiveEpisode(
-        TASK,
-        episode_id="e",
-        attempt=0,
-        start=None,
+    runner = EpisodeRunner(
+        agent=TurnLoop(chat=CHAT),
         policy=ScriptedPolicy.saying(TOKENIZER),
         sandboxes=ScriptedSandboxes(printing("")),
         sampling=Sampling(),
         max_model_len=4096,
         request_timeout_s=60.0,
-        open_timeout_s=60.0,
-        on_turn=None,
     )
+    return ActiveEpisode(TASK, runner, episode_id="e")
 
 
 def units(*quick: str, slow: Sequence[str]) -> pytest.MarkDecorator:
