@@ -83,13 +83,6 @@ class GroupStream:
         self._folder, self._store, self._alert = folder / "redis", store, alert
         self._options = _options(recipe)
 
-    @classmethod
-    def of(
-        cls, recipe: Recipe, folder: Path, store: DriverStore, *, launcher: Launcher, alert: Callable[[str], None]
-    ) -> GroupStream | None:
-        """Returns the stream of a recipe; None if workers send groups over HTTP."""
-        return cls(recipe, folder, store, launcher=launcher, alert=alert) if recipe.store.ref == "redis" else None
-
     @asynccontextmanager
     async def serving(self, deliver: Callable[[Delivery], Awaitable[None]], forget: Callable[[int], None]) -> AsyncIterator[dict[str, Any]]:
         """Receives groups during the block. Yields the options with which workers on any machine call `open_transport`.

@@ -24,21 +24,21 @@ _POLL_S = 0.5
 _BATCH = 64  # maximum number of groups in memory at once
 
 
-def check_order(order: GroupOrder, *late: str) -> None:
-    """Raises `UserError` if `late` is not empty and the order accepts no late scores. `late` describes the late scores."""
+def check_late(order: GroupOrder, late: Sequence[str], residual: Sequence[str]) -> None:
+    """Raises `UserError` if an order accepts no late scores but there are some, or if a recipe allows no residuals but there are some.
+
+    Args:
+        late: descriptions of the late scores.
+        residual: descriptions of those late scores that are applied as residuals.
+    """
     if late and not order.accepts_late:
         raise UserError(
             f"{late[0]}: a step of this run waits for its own groups, so scores cannot be late",
             fix="use order=oldest_first and max_staleness of 1 or more, or a verifier that scores at once",
         )
-
-
-def check_residuals(order: GroupOrder, *late: str) -> None:
-    """Raises `UserError` if `late` is not empty and the recipe does not allow residuals. `late` describes late scores to apply as
-    residuals."""
-    if late and order.no_residuals:
+    if residual and order.no_residuals:
         raise UserError(
-            f"{late[0]}: residual scores cannot be applied with {order.no_residuals}",
+            f"{residual[0]}: residual scores cannot be applied with {order.no_residuals}",
             fix="change this setting, or let the groups wait for their scores: residual=false in the verifier",
         )
 
@@ -79,8 +79,8 @@ class LateGroups:
 
     def check(self, group: Group) -> None:
         """Raises `UserError` if scores of the group are late and the run does not accept them."""
-        check_order(self.order, *(f"late score {part.name!r} of group {group.index}" for _, _, part in group.pending))
-        check_residuals(self.order, *(f"late score {part.name!r} of group {group.index}" for _, _, part in group.pending if part.residual))
+        late = [(f"late score {part.name!r} of group {group.index}", part.residual) for _, _, part in group.pending]
+        check_late(self.order, [what for what, _ in late], [what for what, is_residual in late if is_residual])
 
     def park(self, group: Group) -> None:
         """Adds a stored group, or a residual, that waits for late scores."""

@@ -67,7 +67,9 @@ class WorkerPool:
         self.group_size = rollout.group.size
         self.restarts = 0
         self._count, self._folder, self._alert, self._launcher = rollout.workers, folder, alert, launcher
-        self._stream = GroupStream.of(recipe, folder, store, launcher=launcher, alert=alert)  # None if workers send their groups over HTTP
+        self._stream: GroupStream | None = None  # None means that workers send their groups over HTTP
+        if recipe.store.ref == "redis":
+            self._stream = GroupStream(recipe, folder, store, launcher=launcher, alert=alert)
         share = math.ceil(rollout.concurrency / rollout.workers)
         self._leases = GroupLeases(group_size=rollout.group.size, concurrency=share, on_attempt=on_attempt)
         spec = WorkerSpec(

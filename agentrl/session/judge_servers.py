@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from agentrl.base.files import sha256_file
 from agentrl.base.liveness import RestartAlert, Restarts
@@ -110,7 +110,8 @@ def declare_judges(recipe: Recipe, *, root: Path) -> dict[str, Path]:
 
 
 class JudgeServers:
-    """The servers in a recipe's `judge_servers` section. They must be registered first."""
+    """The servers in a recipe's `judge_servers` section, which must be registered first. They run and are supervised in an `async with`
+    block."""
 
     def __init__(
         self,
@@ -141,9 +142,9 @@ class JudgeServers:
         """The number of restarts of each server so far."""
         return {name: one.total for name, one in self._restarts.items()}
 
-    def start(self) -> None:
-        """Starts and supervises the servers."""
+    async def __aenter__(self) -> Self:
         self._watching = [asyncio.create_task(self._keep(name), name=f"judge server {name}") for name in self._models]
+        return self
 
     async def ready(self) -> None:
         """Waits until each server has responded. If servers could not be started, raises the error of the first of them."""
@@ -157,8 +158,7 @@ class JudgeServers:
         server = self._running.get(name)
         return None if server is None else server.pid
 
-    async def close(self) -> None:
-        """Stops all servers."""
+    async def __aexit__(self, *error: object) -> None:
         for task in self._watching:
             task.cancel()
         await asyncio.gather(*self._watching, return_exceptions=True)
@@ -217,24 +217,6 @@ class JudgeServers:
 
 
 @asynccontextmanager
-async def running_judge_servers(
-    recipe: Recipe,
-    folders: Mapping[str, Path],
-    *,
-    folder: Path,
-    launcher: Launcher | None = None,
-    alert: Callable[[str], None] = log.warning,
-) -> AsyncIterator[JudgeServers]:
-    """Starts the servers, and stops them when the block is left."""
-    servers = JudgeServers(recipe, folders, folder=folder, launcher=launcher, alert=alert)
-    servers.start()
-    try:
-        yield servers
-    finally:
-        await servers.close()
-
-
-@asynccontextmanager
 async def standalone_judge_servers(recipe: Recipe | None, *, root: Path) -> AsyncIterator[None]:
     """Runs the servers for the judges of a recipe, if it has any. If an error occurs, the logs of the servers are kept.
 
@@ -246,7 +228,7 @@ async def standalone_judge_servers(recipe: Recipe | None, *, root: Path) -> Asyn
         return
     work = Path(tempfile.mkdtemp(prefix="agentrl-judges-"))
     print(f"starting judge servers {', '.join(models)}; their logs are in {work / 'logs'}", file=sys.stderr)
-    async with running_judge_servers(recipe, models, folder=work) as servers:
+    async with JudgeServers(recipe, models, folder=work) as servers:
         await servers.ready()
         yield
     shutil.rmtree(work, ignore_errors=True)

@@ -39,24 +39,17 @@ from agentrl.observe.events import RunStarted
 from agentrl.observe.run_events import EpisodeEvents, EventTracker, Record
 from agentrl.observe.timeline import Timeline
 from agentrl.plugins import parts
-from agentrl.protocols import (
-    Launcher,
-    PolicyServer,
-    SandboxBackend,
-    TaskFamily,
-    Tracker,
-    VersionRegistry,
-)
+from agentrl.protocols import Launcher, PolicyServer, SandboxBackend, TaskFamily, Tracker, VersionRegistry
 from agentrl.protocols.serving import MAX_CACHE_USE
 from agentrl.records import PolicyVersion, Split
 from agentrl.reward.combine import audit_contradiction
 from agentrl.rollout import Admission, EpisodeRunner, GroupRunner, Pace
-from agentrl.run.late import LateGroups, check_order, check_residuals
+from agentrl.run.late import LateGroups, check_late
 from agentrl.sandbox import open_sandboxes
 from agentrl.session.builders import build_episode_runner, build_group_runner, fault_rate, open_policy_server
 from agentrl.session.ending import closing_stack
 from agentrl.session.folder import RunStart, write_start
-from agentrl.session.judge_servers import JudgeServers, running_judge_servers
+from agentrl.session.judge_servers import JudgeServers
 from agentrl.session.league import RunLeague, open_league
 from agentrl.session.models import copy_base_version
 from agentrl.session.pace import restore_pace, save_pace
@@ -81,9 +74,8 @@ class Progress:
     """The progress of a run in the current session."""
 
     stop_at: float  # learner step after which the session ends; the first ctrl-C lowers it
-    end: float = field(
-        init=False
-    )  # learner step after which the run is finished: the last step in the recipe, or the step after which an endless run is stopped
+    end: float = field(init=False)
+    """Learner step after which the run is finished: the last step in the recipe, or the step after which an endless run is stopped."""
     learning: bool = False
     interrupted: bool = False
     timeline: Timeline = field(default_factory=Timeline)  # an interval starts when training starts and after each step
@@ -178,8 +170,8 @@ async def open_run(
         order: the groups that the run samples, and the order in which the learner selects them; None means the order in the recipe.
     """
     order = order or GroupOrder.from_recipe(recipe)
-    check_order(order, *(f"verifier {name}" for name in checked.scorer.late))
-    check_residuals(order, *(f"verifier {name}" for name in checked.scorer.residual))
+    scorer = checked.scorer
+    check_late(order, [f"verifier {name}" for name in scorer.late], [f"verifier {name}" for name in scorer.residual])
     raise_file_limit()
     async with rare_collections(), closing_stack(start.folder) as stack:
         launcher = await open_launcher(checked.plan, start.folder, root=root)
@@ -421,8 +413,8 @@ async def _open_servers(
     league = open_league(recipe, folder, registry, served, launcher=launcher, alert=alert)
     if league is not None:
         stack.push_async_callback(league.close)
-    starting = running_judge_servers(recipe, checked.judges, folder=folder, launcher=launcher, alert=alert)
-    return registry, served, league, gate_server, await stack.enter_async_context(starting)
+    judges = JudgeServers(recipe, checked.judges, folder=folder, launcher=launcher, alert=alert)
+    return registry, served, league, gate_server, await stack.enter_async_context(judges)
 
 
 def _open_registry(folder: Path) -> FolderRegistry:

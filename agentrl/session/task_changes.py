@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,7 +22,7 @@ from agentrl.failure.faults import Quarantine
 from agentrl.plugins.references import project_root
 from agentrl.protocols import TaskFamily
 from agentrl.records import Split, Task
-from agentrl.run.late import check_order, check_residuals
+from agentrl.run.late import check_late
 from agentrl.session.preflight import open_tasks
 from agentrl.session.version_changes import run_recipe
 from agentrl.task import GroupOutcome, sandbox_specs
@@ -89,8 +89,7 @@ def open_added_family(change: TaskChange, recipe: Recipe, root: Path, folder: Pa
     changed = recipe.but({"tasks.family": part, "seed": recipe.seed if change.seed is None else change.seed})
     family, scorer = open_tasks(changed, root=root, folder=folder, held_out=False)
     order = GroupOrder.from_recipe(recipe)
-    check_order(order, *(f"verifier {name}" for name in scorer.late))
-    check_residuals(order, *(f"verifier {name}" for name in scorer.residual))
+    check_late(order, [f"verifier {name}" for name in scorer.late], [f"verifier {name}" for name in scorer.residual])
     return family
 
 
@@ -157,7 +156,10 @@ def request_change(run_dir: Path, change: TaskChange) -> TaskChange:
         logged = read_changes(run_dir)
         mix = planned_mix(recipe, logged)
         families = {family.name: family for family in (_base(recipe), *(entry.change for entry in logged if entry.change.action == "add"))}
-        opened = partial(_open, families, recipe, root, run_dir)
+
+        def opened(name: str) -> TaskFamily:
+            return open_added_family(families[name], recipe, root, run_dir)
+
         if change.action != "add" and change.name not in mix.families:
             change = replace(change, target=_target(change.name, mix, run_dir, opened))
         after = mix.after(change)
@@ -168,10 +170,6 @@ def request_change(run_dir: Path, change: TaskChange) -> TaskChange:
             _check_remaining(change, after, opened)
         append(change)
     return change
-
-
-def _open(families: Mapping[str, TaskChange], recipe: Recipe, root: Path, folder: Path, name: str) -> TaskFamily:
-    return open_added_family(families[name], recipe, root, folder)
 
 
 def _tasks(family: TaskFamily, most: int) -> Iterator[Task]:

@@ -22,7 +22,7 @@ from agentrl.objective.advantages import batch_advantages
 from agentrl.objective.aggregate import loss_denominator
 from agentrl.protocols import ExperienceStore
 from agentrl.records import Group, GroupUse, LateScore, PendingPart, Score, sampled_tokens
-from agentrl.run.late import check_residuals
+from agentrl.run.late import check_late
 from tests.driving import make_recipe
 from tests.late import late_group
 from tests.thirdparty.fieldkit.store import FolderStore
@@ -178,8 +178,8 @@ def test_settings_under_which_the_parts_do_not_add_up_are_reported(changes: dict
     assert next(iter(changes)).rpartition(".")[2] in why_no_residuals(recipe)
     order = GroupOrder.from_recipe(recipe)
     with pytest.raises(UserError, match="residual scores cannot be applied with"):
-        check_residuals(order, "verifier v")
-    check_residuals(order)
+        check_late(order, [], ["verifier v"])
+    check_late(order, [], [])
 
 
 def test_a_complete_score_has_no_residual() -> None:

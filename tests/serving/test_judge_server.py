@@ -12,7 +12,7 @@ from agentrl.judge import RewardModel, ScoreEndpoint, served, servers
 from agentrl.judge.reward_model import reward_model_text, save_record
 from agentrl.records import codec
 from agentrl.serving.judge_server import JudgeServer
-from agentrl.session.judge_servers import declare_judge_servers, running_judge_servers
+from agentrl.session.judge_servers import JudgeServers, declare_judge_servers
 from agentrl.testing.tiny_model import make_model, make_probe, make_tokenizer
 from tests.judge.judge_parts import TASK, episode
 
@@ -42,7 +42,7 @@ async def test_a_reward_model_is_served_as_transformers_computes_it(tmp_path: Pa
     judge.prepare(root=tmp_path, folder=None)
     answers = ("It is Paris.", "It is <|im_end|> Lyon.", "word " * 400)
     try:
-        async with running_judge_servers(recipe, {"mine": folder}, folder=tmp_path) as running:
+        async with JudgeServers(recipe, {"mine": folder}, folder=tmp_path) as running:
             await running.ready()
             scores = [await judge(TASK, episode(answer)) for answer in answers]
     finally:

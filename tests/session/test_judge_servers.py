@@ -28,10 +28,10 @@ from agentrl.protocols.cluster import PORT, PYTHON
 from agentrl.run.worker_access import WorkerAccess
 from agentrl.serving.judge_server import JudgeServer
 from agentrl.session.judge_servers import (
+    JudgeServers,
     check_judge_servers_used,
     check_reward_model_vocabulary,
     declare_judge_servers,
-    running_judge_servers,
 )
 from tests.cluster.launchers import OwnDisks
 from tests.cluster.serving import driving
@@ -85,7 +85,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_dead_server_is_restarted_and_its_judges_wait(tmp_path: Path) -> None:
     judge = Judge(endpoint=Endpoint(url=served("small"), model="small"), form=CORRECT)
     registered = servers.registered_servers()["small"]
-    async with running_judge_servers(recipe(), {"small": Path("m")}, folder=tmp_path) as running:
+    async with JudgeServers(recipe(), {"small": Path("m")}, folder=tmp_path) as running:
         assert (await judge(TASK, episode())).value == 1.0, "requested before the server was up"
         await running.ready()
         first_pid = running.pid("small")
@@ -107,11 +107,11 @@ async def test_a_dead_server_is_restarted_and_its_judges_wait(tmp_path: Path) ->
 @pytest.mark.usefixtures("scripted")
 async def test_a_server_that_cannot_start_fails_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(JudgeServer, "_command", lambda self: [PYTHON, "-c", "raise SystemExit('no such model')"])
-    async with running_judge_servers(recipe(), {"small": Path("m")}, folder=tmp_path) as running:
+    async with JudgeServers(recipe(), {"small": Path("m")}, folder=tmp_path) as running:
         with pytest.raises(ServingError, match="the judge's server small ended with code 1"):
             await running.ready()
         assert "cannot be started" in servers.registered_servers()["small"].refused
-    async with running_judge_servers(recipe(), {}, folder=tmp_path) as no_servers:
+    async with JudgeServers(recipe(), {}, folder=tmp_path) as no_servers:
         await asyncio.wait_for(no_servers.ready(), 1)
 
 
