@@ -4,7 +4,7 @@ Whatever the code raises is a result, never control flow: `call_user_code` runs 
 `fault_boundary` catches what it raises. Descriptions of exceptions are bounded and printable, and computing them never raises, because the
 text may come from an agent.
 
-In an event loop, ctrl-C is a cancellation: `asyncio.run` and `agentrl.session.measure.handle_interrupts` cancel the main task before
+In an event loop, ctrl-C is a cancellation: `asyncio.run` and `agentrl.session.ending.handle_interrupts` cancel the main task before
 KeyboardInterrupt is raised in code that blocks the loop, so a KeyboardInterrupt that reaches a boundary is a result like any other
 exception. A CancelledError, or the exception that the code converted it to, is a cancellation only if the count of the current task has
 increased since the boundary was entered. Python's own handler, which is active outside of event loops, raises KeyboardInterrupt without a

@@ -34,7 +34,7 @@ from agentrl.run.supervise import watch_daemon, watch_external_servers, watch_le
 from agentrl.run.utilization import watch_parts
 from agentrl.run.versions import StepRecords, fall_back, is_retracted
 from agentrl.session import measure
-from agentrl.session.ending import ended_by_user, warn_on_error
+from agentrl.session.ending import ended_by_user, handle_interrupts, warn_on_error
 from agentrl.session.folder import RunStart
 from agentrl.session.models import export_model
 from agentrl.session.opening import Run, open_run
@@ -56,7 +56,7 @@ async def train(recipe: Recipe, start: RunStart, checked: PreflightResult, *, ro
     try:
         async with open_run(recipe, start, checked, root=root, console=console) as run:
             try:
-                with measure.handle_interrupts(run.stop_after_step):
+                with handle_interrupts(run.stop_after_step):
                     await _pipeline(run)
             finally:
                 with warn_on_error(run.folder, "counting the groups of the ledger"):

@@ -24,7 +24,7 @@ from agentrl.records.environment import PASS_THRESHOLD
 from agentrl.run.rollouts import Rollouts
 from agentrl.run.supervise import watch_daemon
 from agentrl.session import measure
-from agentrl.session.ending import warn_on_error
+from agentrl.session.ending import handle_interrupts, warn_on_error
 from agentrl.session.folder import RunStart
 from agentrl.session.opening import Run, open_run
 from agentrl.session.preflight import PreflightResult
@@ -105,7 +105,7 @@ async def sample(
     requested = _requested_groups(start.folder, groups)
     async with open_run(recipe, start, checked, root=root, console=console, order=GroupOrder.single_block(recipe.rollout)) as run:
         write_atomically(start.folder / SAMPLE_FILE, json.dumps({"groups": requested}) + "\n")
-        with measure.handle_interrupts(run.stop_after_step, in_hand="the groups"):
+        with handle_interrupts(run.stop_after_step, in_hand="the groups"):
             stored = {entry.index for entry in await run.store.entries()}
             if missing := [index for index in range(requested) if index not in stored]:
                 await _served(run, missing)

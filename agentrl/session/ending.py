@@ -1,4 +1,5 @@
-"""Reports why a run failed: one error with one cause, in a few lines. The traceback is written to the driver's log.
+"""Ends a run: handles interrupts, and reports why a run failed: one error with one cause, in a few lines. The traceback is written to the
+driver's log.
 
 An error that is raised while an earlier error is being handled is logged and never replaces the earlier error.
 """
@@ -7,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import shutil
+import signal
 import sys
 import time
 import traceback
@@ -18,6 +21,7 @@ from pathlib import Path
 from agentrl.base import user_code
 from agentrl.base.error_text import disk_full_error, group_members, main_error, one_line_error, raise_location
 from agentrl.base.secrets import redact
+from agentrl.base.user_code import HOLD_S
 from agentrl.errors import AgentRLError, UserError
 from agentrl.session.folder import check_disk
 
@@ -30,6 +34,45 @@ _ROOM_S, _ROOM_LOOK_S = 86_400.0, 1.0
 _CROWDED = 16 << 20
 """Number of free bytes on a run's disk below which a failure is attributed to the full disk. It is less than the size of the smallest
 checkpoint."""
+
+
+@contextmanager
+def handle_interrupts(first: Callable[[], None], *, in_hand: str = "the step") -> Iterator[None]:
+    """Calls `first` at the first ctrl-C or SIGTERM, and cancels the current task at the second. Restores the handlers at the end.
+
+    If the event loop is blocked and has not handled a signal for `HOLD_S`, the next signal also raises KeyboardInterrupt in the code that
+    blocks the loop.
+
+    Args:
+        in_hand: the work that is finished after the first signal, for the message.
+    """
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None, "runs inside a task"
+    handled, waiting_since = 0, math.inf
+
+    def handle() -> None:
+        nonlocal handled, waiting_since
+        handled, waiting_since = handled + 1, math.inf
+        if handled == 1:
+            first()
+            print(f"\nfinishing {in_hand} in progress; interrupt again to stop now", file=sys.stderr, flush=True)
+        else:
+            task.cancel()
+
+    def on_signal(*_: object) -> None:  # `loop.add_signal_handler` is not used, because its handler waits for the loop
+        nonlocal waiting_since
+        now = time.monotonic()
+        blocked, waiting_since = now - waiting_since > HOLD_S, min(now, waiting_since)
+        loop.call_soon_threadsafe(handle)
+        if blocked:
+            raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
 
 
 @contextmanager

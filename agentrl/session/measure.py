@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import hashlib
 import json
 import logging
 import math
-import signal
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,7 +16,7 @@ from typing import Any
 from agentrl.base.files import append_lines, json_line, read_json_lines, tail_bytes, write_atomically
 from agentrl.base.installation import package_versions
 from agentrl.base.numbers import all_equal
-from agentrl.base.user_code import HOLD_S, printable
+from agentrl.base.user_code import printable
 from agentrl.config.learner import Limit
 from agentrl.config.recipe import EvalConfig, Recipe
 from agentrl.errors import StoreError
@@ -41,6 +37,7 @@ from agentrl.reward.combine import AUDIT_PART
 
 log = logging.getLogger(__name__)
 
+EVALUATIONS_FILE = "evaluations.json"
 EXCLUDED_FILE = "failures/left_out.jsonl"
 MAX_PARTS = 24
 """Maximum number of score parts with metrics per step. Verifiers name the parts, so the number of parts is not bounded."""
@@ -48,45 +45,6 @@ _PART_NAME = 120  # maximum number of characters in a part's name
 _ALERT_BYTES = 1 << 18  # number of bytes at the end of metrics.jsonl from which the alerts of a step are computed
 _OF_ROLLOUTS = frozenset({"step_s", "tokens_per_s"})
 _OF_A_RATE = ("value", "ci_low", "ci_high", "n")
-
-
-@contextlib.contextmanager
-def handle_interrupts(first: Callable[[], None], *, in_hand: str = "the step") -> Iterator[None]:
-    """Calls `first` at the first ctrl-C or SIGTERM, and cancels the current task at the second. Restores the handlers at the end.
-
-    If the event loop is blocked and has not handled a signal for `HOLD_S`, the next signal also raises KeyboardInterrupt in the code that
-    blocks the loop.
-
-    Args:
-        in_hand: the work that is finished after the first signal, for the message.
-    """
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None, "runs inside a task"
-    handled, waiting_since = 0, math.inf
-
-    def handle() -> None:
-        nonlocal handled, waiting_since
-        handled, waiting_since = handled + 1, math.inf
-        if handled == 1:
-            first()
-            print(f"\nfinishing {in_hand} in progress; interrupt again to stop now", file=sys.stderr, flush=True)
-        else:
-            task.cancel()
-
-    def on_signal(*_: object) -> None:  # `loop.add_signal_handler` is not used, because its handler waits for the loop
-        nonlocal waiting_since
-        now = time.monotonic()
-        blocked, waiting_since = now - waiting_since > HOLD_S, min(now, waiting_since)
-        loop.call_soon_threadsafe(handle)
-        if blocked:
-            raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler or signal.SIG_DFL)
 
 
 def step_metrics(
@@ -112,7 +70,7 @@ def step_metrics(
         "episodes_left_out": len(episodes) - len(counted),
         "episode_retries": sum(scored.episode.attempt for scored in episodes),
         "tool_failures": sum(1 for scored in episodes for failure in scored.episode.failures if failure.stage == "tool"),
-        "groups_quarantined": sum(1 for group in groups if group.fault is not None),
+        "groups_quarantined": sum(group.fault is not None for group in groups),
         "groups_without_signal": sum(all_equal(e.score.value or 0.0 for e in group.scored) for group in groups),
         "tokens_sampled": sampled,
         "sandbox_s_per_episode": statistics.fmean([e.episode.sandbox_s for e in episodes]) if episodes else 0.0,
@@ -238,11 +196,10 @@ def save_evaluation(
         bounded: evaluations with bounded thinking: split -> bound -> evaluation.
         of: hash of the weights and settings (`evaluation_key`).
     """
-    path = folder / "evaluations.json"
-    phases: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    phases = _phases(folder)
     phases[phase] = {
         str(split): {
-            **(_rate(result.rate) if result.rate is not None else {}),
+            **_rate(result.rate),
             "of": of,
             "attempts": result.attempts,
             "tokens_mean": result.tokens_mean,
@@ -250,41 +207,45 @@ def save_evaluation(
             "compute": [{"attempts": line.attempts, "points": line.points} for line in result.compute],
             "left_out": result.excluded,
             "left_out_reasons": result.excluded_reasons,
-            "by_kind": {kind: _rate(rate) for kind, rate in result.by_kind.items()},
+            "by_kind": {kind: asdict(rate) for kind, rate in result.by_kind.items()},
             "thinking": [_thought(most, one) for most, one in sorted((bounded or {}).get(split, {}).items())],
         }
         for split, result in results.items()
     }
-    write_atomically(path, json.dumps(phases, indent=2) + "\n")
+    write_atomically(folder / EVALUATIONS_FILE, json.dumps(phases, indent=2) + "\n")
 
 
 def rename_evaluation(folder: Path, phase: str, to: str | None, *, of: str = "") -> None:
     """Renames an outdated phase and its transcripts. Removes the phase if `to` is None or already exists, or if its hash is not `of`."""
-    path, transcripts = folder / "evaluations.json", folder / "episodes" / f"{phase}.jsonl"
-    phases: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    phases, transcripts = _phases(folder), folder / "episodes" / f"{phase}.jsonl"
     if (result := phases.pop(phase, None)) is None:
         return
     if to is not None and to not in phases and all(rate.get("of") == of for rate in result.values()):
         phases[to] = result
         if transcripts.exists():
             transcripts.replace(transcripts.with_stem(to))
-    write_atomically(path, json.dumps(phases, indent=2) + "\n")
+    write_atomically(folder / EVALUATIONS_FILE, json.dumps(phases, indent=2) + "\n")
 
 
 def _thought(most: int, result: SplitEvaluation) -> dict[str, Any]:
-    rate = _rate(result.rate) if result.rate is not None else {}
-    pass_at = {str(k): value for k, value in result.pass_at.items()}
-    return {"thinking_tokens": most, **rate, "tokens_mean": result.tokens_mean, "pass_at": pass_at, "left_out": result.excluded}
+    return {
+        "thinking_tokens": most,
+        **_rate(result.rate),
+        "tokens_mean": result.tokens_mean,
+        "pass_at": {str(k): value for k, value in result.pass_at.items()},
+        "left_out": result.excluded,
+    }
 
 
 def recorded_rates(folder: Path, phase: str, *, of: str, splits: Iterable[Split]) -> dict[Split, Rate] | None:
     """Returns the recorded rates of a phase; None if a rate is absent or its hash (`evaluation_key`) is not `of`."""
-    path = folder / "evaluations.json"
-    recorded: dict[str, Any] = json.loads(path.read_text()).get(phase, {}) if path.exists() else {}
-    wanted = {split: recorded.get(str(split), {}) for split in splits}
-    if any(rate.get("of") != of or "value" not in rate for rate in wanted.values()):
-        return None
-    return {split: Rate(**{name: one[name] for name in _OF_A_RATE}) for split, one in wanted.items()}
+    recorded, rates = _phases(folder).get(phase, {}), dict[Split, Rate]()
+    for split in splits:
+        result = recorded.get(str(split), {})
+        if result.get("of") != of or (rate := _recorded_rate(result)) is None:
+            return None
+        rates[split] = rate
+    return rates
 
 
 def evaluation_key(config: EvalConfig, sha256: str) -> str:
@@ -295,11 +256,10 @@ def evaluation_key(config: EvalConfig, sha256: str) -> str:
 def read_evaluation(folder: Path, phase: str) -> dict[str, dict[str, Any]]:
     """Returns one phase by split: value, ci_low, ci_high, n (tasks), attempts (per task), tokens_mean (per attempt), pass_at (k -> share),
     and thinking (a list with such values for each bound)."""
-    phases = json.loads((folder / "evaluations.json").read_text())
     names = ("value", "ci_low", "ci_high", "n", "attempts", "tokens_mean", "pass_at")
     return {
         split: {name: result[name] for name in names} | {"thinking": result.get("thinking", [])}  # absent in older evaluations
-        for split, result in phases[phase].items()
+        for split, result in _phases(folder)[phase].items()
     }
 
 
@@ -320,7 +280,7 @@ def summarize(
         ledger: the counts from the run's ledger; None if the ledger cannot be read.
     """
     phases = _phases(folder)
-    steps = _steps(folder / "metrics.jsonl")
+    steps = _steps(folder)
     earlier = Summary.read(folder).wall_s if (folder / "summary.json").exists() else {}
 
     def total(name: str) -> int:
@@ -365,13 +325,13 @@ def _held_out_rates(phases: Mapping[str, Any]) -> dict[str, Rate | None]:
     rates: dict[str, Rate | None] = {}
     for split in (Split.HELDOUT, Split.HELDOUT_REAL):
         for phase in ("before", "after"):
-            rate = phases.get(phase, {}).get(str(split), {})
-            rates[f"{split}_{phase}"] = Rate(**{name: rate[name] for name in _OF_A_RATE}) if "value" in rate else None
+            rates[f"{split}_{phase}"] = _recorded_rate(phases.get(phase, {}).get(str(split), {}))
     return rates
 
 
 def _phases(folder: Path) -> dict[str, Any]:
-    path = folder / "evaluations.json"
+    """Returns the evaluations of a run by phase and split; empty if the run has no evaluation yet."""
+    path = folder / EVALUATIONS_FILE
     return json.loads(path.read_text()) if path.exists() else {}
 
 
@@ -400,8 +360,8 @@ def judge_costs(folder: Path) -> dict[str, float]:
     return {} if spent is None else asdict(spent)
 
 
-def _steps(path: Path) -> list[dict[str, Any]]:
-    return _last_lines(read_json_lines(path))
+def _steps(folder: Path) -> list[dict[str, Any]]:
+    return _last_lines(read_json_lines(folder / "metrics.jsonl"))
 
 
 def _last_lines(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -411,7 +371,7 @@ def _last_lines(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def recorded_steps(folder: Path) -> frozenset[int]:
     """Returns the steps with a line in `metrics.jsonl`."""
-    return frozenset(line["step"] for line in _steps(folder / "metrics.jsonl"))
+    return frozenset(line["step"] for line in _steps(folder))
 
 
 def gate_problems(folder: Path, *, finished: bool) -> tuple[str, ...]:
@@ -437,7 +397,7 @@ def is_zero_version(folder: Path, version: int) -> bool:
 
 def weights_changed(folder: Path) -> bool:
     """Whether any step so far changed the policy's weights."""
-    return any(line.get("weights_changed") for line in _steps(folder / "metrics.jsonl"))
+    return any(line.get("weights_changed") for line in _steps(folder))
 
 
 def _kinds(splits: Mapping[str, Any]) -> dict[str, Any]:
@@ -446,5 +406,10 @@ def _kinds(splits: Mapping[str, Any]) -> dict[str, Any]:
     return kinds
 
 
-def _rate(rate: Rate) -> dict[str, float]:
-    return {"value": rate.value, "ci_low": rate.ci_low, "ci_high": rate.ci_high, "n": rate.n}
+def _rate(rate: Rate | None) -> dict[str, float]:
+    return {} if rate is None else asdict(rate)
+
+
+def _recorded_rate(result: Mapping[str, Any]) -> Rate | None:
+    """Returns the rate in a recorded result; None if no episode was scored."""
+    return Rate(**{name: result[name] for name in _OF_A_RATE}) if "value" in result else None

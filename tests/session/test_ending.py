@@ -7,12 +7,17 @@ import errno
 import multiprocessing
 import os
 import shutil
+import signal
 import sqlite3
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from agentrl.base.user_code import call_user_code
 from agentrl.errors import LearnerError, SandboxError, StoreError, UserError
 from agentrl.learner.driver_reports import ExitReason, best_reason, send_exit_reason
 from agentrl.session import ending
@@ -20,6 +25,7 @@ from agentrl.session.ending import (
     close_after,
     closing_stack,
     ended_by_user,
+    handle_interrupts,
     is_disk_full,
     pause_until_room,
     report_error,
@@ -227,3 +233,63 @@ def test_only_a_full_disk_pauses_a_run(run: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 20))
     assert is_disk_full(raised(LearnerError("a broken file")), run), "the disk is nearly full"
     assert not is_disk_full(raised(UserError("wrong")), run) and not is_disk_full(raised(KeyboardInterrupt()), run)
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """Handles ctrl-C as in a terminal's foreground, and checks that the handlers are restored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    terminated = signal.getsignal(signal.SIGTERM)
+    yield
+    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler and signal.getsignal(signal.SIGTERM) is terminated
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_interrupt_finishes_the_step_and_the_second_stops_it(handlers: None, number: int) -> None:
+    firsts: list[bool] = []
+
+    async def run(presses: int) -> str:
+        runs_handler = signal.getsignal(signal.SIGINT)
+        with handle_interrupts(lambda: firsts.append(True)):
+            for _ in range(presses):
+                signal.raise_signal(number)
+                await asyncio.sleep(0.01)
+        assert signal.getsignal(signal.SIGINT) is runs_handler
+        return "finished"
+
+    assert asyncio.run(run(1)) == "finished" and firsts == [True]
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(run(2))
+    assert firsts == [True, True]
+
+
+def test_two_interrupts_stop_a_run_whose_event_loop_is_blocked(handlers: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ending, "HOLD_S", 0.05)
+    pressing, ended = threading.Event(), list[BaseException]()
+
+    def press() -> None:
+        pressing.wait()
+        for _ in range(2):
+            time.sleep(0.2)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    async def blocks() -> None:
+        pressing.set()
+        try:
+            time.sleep(60)
+        except BaseException as error:
+            ended.append(error)
+            raise
+
+    async def run() -> None:
+        with handle_interrupts(lambda: None):
+            try:
+                await call_user_code(blocks, what="a tool", timeout_s=60.0)
+            except RuntimeError:
+                await asyncio.sleep(60)
+
+    threading.Thread(target=press, daemon=True).start()
+    started = time.monotonic()
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(run())
+    assert time.monotonic() - started < 30 and [type(error) for error in ended] == [KeyboardInterrupt]

@@ -1,17 +1,10 @@
 from __future__ import annotations
 
-import asyncio
 import json
-import os
-import signal
-import threading
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from agentrl.base.user_code import call_user_code
 from agentrl.cli import suites
 from agentrl.cli.train import describe
 from agentrl.judge import Judge, Prices
@@ -20,7 +13,7 @@ from agentrl.observe import Summary
 from agentrl.observe.report import _tiles
 from agentrl.records import Cancelled, Episode, Group, Score, ScoredEpisode, Trajectory
 from agentrl.session import measure
-from agentrl.session.measure import cancelled_metrics, handle_interrupts, judge_costs
+from agentrl.session.measure import cancelled_metrics, judge_costs
 from agentrl.testing import ChatServer, ScriptedAnswer
 from tests.judge.judge_parts import RIGHT, TASK, endpoint, episode
 
@@ -73,66 +66,6 @@ async def test_judge_costs_are_reported_and_a_damaged_ledger_is_logged(tmp_path:
         file.unlink()
     (tmp_path / "judges.sqlite").write_bytes(b"no database" * 100)
     assert judge_costs(tmp_path) == {}
-
-
-@pytest.fixture
-def handlers() -> Iterator[None]:
-    """Handles ctrl-C as in a terminal's foreground, and checks that the handlers are restored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    terminated = signal.getsignal(signal.SIGTERM)
-    yield
-    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler and signal.getsignal(signal.SIGTERM) is terminated
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_interrupt_finishes_the_step_and_the_second_stops_it(handlers: None, number: int) -> None:
-    firsts: list[bool] = []
-
-    async def run(presses: int) -> str:
-        runs_handler = signal.getsignal(signal.SIGINT)
-        with handle_interrupts(lambda: firsts.append(True)):
-            for _ in range(presses):
-                signal.raise_signal(number)
-                await asyncio.sleep(0.01)
-        assert signal.getsignal(signal.SIGINT) is runs_handler
-        return "finished"
-
-    assert asyncio.run(run(1)) == "finished" and firsts == [True]
-    with pytest.raises(asyncio.CancelledError):
-        asyncio.run(run(2))
-    assert firsts == [True, True]
-
-
-def test_two_interrupts_stop_a_run_whose_event_loop_is_blocked(handlers: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "HOLD_S", 0.05)
-    pressing, ended = threading.Event(), list[BaseException]()
-
-    def press() -> None:
-        pressing.wait()
-        for _ in range(2):
-            time.sleep(0.2)
-            os.kill(os.getpid(), signal.SIGINT)
-
-    async def blocks() -> None:
-        pressing.set()
-        try:
-            time.sleep(60)
-        except BaseException as error:
-            ended.append(error)
-            raise
-
-    async def run() -> None:
-        with handle_interrupts(lambda: None):
-            try:
-                await call_user_code(blocks, what="a tool", timeout_s=60.0)
-            except RuntimeError:
-                await asyncio.sleep(60)
-
-    threading.Thread(target=press, daemon=True).start()
-    started = time.monotonic()
-    with pytest.raises(asyncio.CancelledError):
-        asyncio.run(run())
-    assert time.monotonic() - started < 30 and [type(error) for error in ended] == [KeyboardInterrupt]
 
 
 @pytest.mark.parametrize(("to", "of", "renamed"), [("step4", "weights", True), (None, "weights", False), ("step4", "other", False)])
