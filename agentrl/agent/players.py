@@ -1,5 +1,5 @@
-"""Several agents in one environment. Each role is played by the policy in training, a past version of the policy, a function or an
-endpoint.
+"""Several agents in one environment. Each role is played by the policy in training, a past version of the policy, or a function, which may
+call an endpoint.
 
 Each role has a trajectory named after it. If the trained policy does not play a role, the role's turns have a message but no tokens, so
 they are not trained and have no staleness. The rewards that a role receives after an action are recorded with the observation that follows

@@ -399,6 +399,7 @@ def translated_errors(path: Path) -> Iterator[None]:
             sqlite3.SQLITE_NOTADB: "the file is damaged or not a database\n  fix: restore it from a copy, or start a new run folder",
             sqlite3.SQLITE_READONLY: "the file cannot be written\n  fix: check the permissions of the run folder",
             sqlite3.SQLITE_CANTOPEN: "the file cannot be opened\n  fix: check the path and permissions of the run folder",
+            sqlite3.SQLITE_CONSTRAINT: "two groups have the same episode id\n  fix: stop the worker that sent the second, then --resume",
             sqlite3.SQLITE_IOERR: "reading or writing failed\n  fix: check the disk and its free space",
         }.get(_code(error), "SQLite failed")
         raise StoreError(f"experience store {path}: {advice}\n  detail: {error}") from error

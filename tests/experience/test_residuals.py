@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.config import build
-from agentrl.errors import UserError
+from agentrl.errors import StoreError, UserError
 from agentrl.experience import GroupOrder, SqliteStore
 from agentrl.experience.audit import count, verify
 from agentrl.experience.residuals import split_group, why_no_residuals
@@ -188,3 +188,13 @@ def test_a_complete_score_has_no_residual() -> None:
     early, residual = split_group(mixed)
     assert [scored.score.value for scored in early.episodes] == [1.0, 0.0]
     assert residual.episodes[0].score.is_absent and residual.episodes[1].score.pending
+
+
+def test_two_groups_with_the_same_episode_id_are_reported_with_a_fix(tmp_path: Path) -> None:
+    store, first, second = SqliteStore(tmp_path / "experience.sqlite"), waiting(0, 0.0), waiting(1, 0.0)
+    store.put(first)
+    (scored,) = second.episodes
+    copy = replace(scored, episode=replace(scored.episode, id=first.episodes[0].episode.id))
+    with pytest.raises(StoreError, match=r"two groups have the same episode id\n  fix: stop the worker"):
+        store.put(replace(second, episodes=(copy,)))
+    store.close()
