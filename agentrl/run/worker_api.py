@@ -143,7 +143,7 @@ class WorkerApi:
         ended = [None if attempt is None else codec.from_json(Failure, json.dumps(attempt)) for attempt in attempts]
         activity = {kind: int(data["activity"].get(kind, 0)) for kind in (ATTEMPTS, SANDBOXES, SCORING)}
         report = int(data["report"])
-        if report > self._reports.pop(worker, 0):  # not a repetition of a report whose response was lost
+        if report > (newest := self._reports.pop(worker, 0)):  # not a repetition of a report whose response was lost
             for alert in list(data["alerts"])[:MAX_EVENTS]:
                 self.alert(f"worker {worker}: {user_code.printable(str(alert), 2000)}")
             for failure in () if self.leases.was_lost(worker) else ended:
@@ -152,7 +152,7 @@ class WorkerApi:
                 with suppress(ValueError):
                     if isinstance(event := decode(str(line).encode()), EPISODE_EVENTS):
                         self.record_event(event)
-        self._reports[worker] = report  # last
+        self._reports[worker] = max(newest, report)  # last
         for _ in range(len(self._reports) - _WORKERS):
             del self._reports[next(iter(self._reports))]
         ACTIVITY.report(worker, activity)

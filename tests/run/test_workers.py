@@ -294,7 +294,7 @@ async def test_a_repeated_report_and_one_of_a_lost_worker_count_no_attempt_twice
         waiting = [asyncio.create_task(drive.leases.run_group(index, make_task(index))) for index in range(2)]
         connection = drive.connect("a")
         leases = [json.loads(await connection.call("/lease", {}))["id"] for _ in range(2)]
-        for report in (7, 7, 6):  # the first answer was lost
+        for report in (7, 7, 6, 7):  # the first answer was lost
             await connection.call("/renew", renewal(leases=leases, attempts=[None] * 2, alerts=["slow"], report=report))
         assert drive.attempts == [None] * 2 and len(drive.alerts) == 1
         await drive.leases.lose("a")
