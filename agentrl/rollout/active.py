@@ -224,7 +224,7 @@ class ActiveEpisode:
     def _go_on_from(self, start: EpisodeState) -> None:
         """Continues the state's episode, or inherits all of its turns if this episode is a branch with a different id."""
         continued = self.id == start.episode_id
-        begun = [line if continued else _inherited(line, start.episode_id) for line in start.trajectories]
+        begun = [trajectory if continued else _inherited(trajectory, start.episode_id) for trajectory in start.trajectories]
         self._trajectories = [ActiveTrajectory(self, *one) for one in zip(range(len(begun)), begun, start.prompt_ids, strict=True)]
         self._output_chars = start.output_chars
         self.spent_s, self.sandbox_s, self.program_s = start.wall_s, start.sandbox_s, start.program_s
@@ -284,7 +284,7 @@ class ActiveEpisode:
 
     def cancellation_record(self, reason: str) -> Cancelled:
         """Returns the record of this attempt, which its group cancelled."""
-        own = [turn.sampled for line in self.record() for turn in line.own_turns]
+        own = [turn.sampled for trajectory in self.record() for turn in trajectory.own_turns]
         return Cancelled(episode_id=self.id, reason=reason, turns=len(own), tokens=sum(own), wall_s=self.wall_s)
 
     def check_result(self, stop_reason: str) -> str:

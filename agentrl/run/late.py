@@ -66,7 +66,7 @@ class LateGroups:
     @property
     def count(self) -> int:
         """The number of parked groups, excluding residuals, when the store was last read."""
-        return sum(1 for index in self._parked if index >= 0)
+        return sum(index >= 0 for index in self._parked)
 
     async def resume(self) -> None:
         """Reads the parked groups that an earlier driver left, and records the outcomes of groups that became ready in the meantime."""

@@ -30,7 +30,7 @@ from agentrl.observe.summary import SESSIONS_FILE, Ended, read_sessions, record_
 from agentrl.protocols import ExperienceStore
 from agentrl.records import Group, VersionState
 from agentrl.run.rollouts import Rollouts, RunningGroups
-from agentrl.run.supervise import watch_daemon, watch_external_servers, watch_learner
+from agentrl.run.supervise import watch_external_servers, watch_learner, watch_run
 from agentrl.run.utilization import watch_parts
 from agentrl.run.versions import StepRecords, fall_back, is_retracted
 from agentrl.session import measure
@@ -85,17 +85,7 @@ async def _pipeline(run: Run) -> None:
             learning = parts.create_task(watch_learner(run.learner, run.registry, run.tracker.alert))
         await run.start_serving(newest, gating=not concluded, learning=needed)
         await asyncio.to_thread(run.registry.set_state, newest.number, VersionState.SERVING)
-        watching = [
-            run.served.watch(on_loss=run.learner.kill),
-            run.fault_rate.watch(),
-            run.late.watch(),
-            watch_external_servers(run.tracker.alert),
-            watch_parts(run),
-        ]
-        if run.sandboxes.name == "docker":
-            watching.append(watch_daemon(run.tracker.alert))
-        if run.workers is not None:
-            watching.append(run.workers.watch())
+        watching = [*watch_run(run), run.late.watch(), watch_external_servers(run.tracker.alert), watch_parts(run)]
         watching += [server.policy.watch(on_loss=run.learner.kill) for server in run.version_servers]
         watchers = [parts.create_task(coroutine) for coroutine in watching]
         if not concluded:

@@ -22,7 +22,7 @@ from agentrl.observe.stats import format_duration
 from agentrl.records import Group, Split, Task
 from agentrl.records.environment import PASS_THRESHOLD
 from agentrl.run.rollouts import Rollouts
-from agentrl.run.supervise import watch_daemon
+from agentrl.run.supervise import watch_run
 from agentrl.session import measure
 from agentrl.session.ending import handle_interrupts, warn_on_error
 from agentrl.session.folder import RunStart
@@ -132,12 +132,7 @@ async def _served(run: Run, indices: Sequence[int]) -> None:
     run.tracker.stage("start", "server and sandbox image")
     await run.start_serving(await run.base_version())
     async with asyncio.TaskGroup() as parts:
-        watching = [run.served.watch(on_loss=run.learner.kill), run.fault_rate.watch()]
-        if run.sandboxes.name == "docker":
-            watching.append(watch_daemon(run.tracker.alert))
-        if run.workers is not None:
-            watching.append(run.workers.watch())
-        watchers = [parts.create_task(coroutine) for coroutine in watching]
+        watchers = [parts.create_task(coroutine) for coroutine in watch_run(run)]
         await sample_groups(run, indices)
         for watcher in watchers:
             watcher.cancel()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any
 
 from agentrl.base import liveness
 from agentrl.base.liveness import Liveness, RestartAlert, Restarts
@@ -11,6 +12,9 @@ from agentrl.errors import LearnerError, LearnerHalted
 from agentrl.learner.process import LearnerProcess
 from agentrl.protocols import VersionRegistry
 from agentrl.sandbox import docker_client
+
+if TYPE_CHECKING:
+    from agentrl.session.opening import Run
 
 _RESTARTS = 3  # maximum number of restarts in a row
 _PING_S = 5.0  # interval between two pings of the daemon
@@ -43,6 +47,16 @@ async def watch_learner(learner: LearnerProcess, registry: VersionRegistry, aler
 def _newest(registry: VersionRegistry) -> int:
     version = registry.latest()
     return -1 if version is None else version.number
+
+
+def watch_run(run: Run) -> list[Coroutine[Any, Any, None]]:
+    """Returns the coroutines that watch the parts of every run that samples: the servers, the fault rate, the daemon and the workers."""
+    watching = [run.served.watch(on_loss=run.learner.kill), run.fault_rate.watch()]
+    if run.sandboxes.name == "docker":
+        watching.append(watch_daemon(run.tracker.alert))
+    if run.workers is not None:
+        watching.append(run.workers.watch())
+    return watching
 
 
 async def watch_daemon(alert: Callable[[str], None], live: Liveness | None = None) -> None:

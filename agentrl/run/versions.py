@@ -124,10 +124,10 @@ class StepRecords:
         metrics = await asyncio.to_thread(self._group_metrics, version, groups, report, wall_s)
         if self.order.extra:
             metrics["groups_extra"] = len(groups) - self.order.per_step
-        oldest = [entry.oldest_version for entry in entries if entry.oldest_version is not None and not entry.is_residual]
-        metrics["groups_late"] = sum(step - version > self.recipe.max_staleness for version in oldest)
+        oldest_versions = [entry.oldest_version for entry in entries if entry.oldest_version is not None and not entry.is_residual]
+        metrics["groups_late"] = sum(step - oldest > self.recipe.max_staleness for oldest in oldest_versions)
         parked = await self.store.call(lambda store: store.parked())
-        counts = {"groups_parked": sum(1 for index in parked if index >= 0), "residuals": len(entries) - len(groups)}
+        counts = {"groups_parked": sum(index >= 0 for index in parked), "residuals": len(entries) - len(groups)}
         metrics |= {name: number for name, number in counts.items() if number}
         if residuals := [entry for entry in entries if entry.is_residual]:
             metrics["tokens_residual"] = sum(entry.use.tokens_trained for entry in residuals if entry.use is not None)

@@ -1,4 +1,4 @@
-"""Ends a run: handles interrupts, and reports why a run failed: one error with one cause, in a few lines. The traceback is written to the
+"""Handles interrupts of a run, and reports why a run failed: one error with one cause, in a few lines. The traceback is written to the
 driver's log.
 
 An error that is raised while an earlier error is being handled is logged and never replaces the earlier error.
@@ -217,10 +217,9 @@ def _words(cause: BaseException, folder: Path | None) -> list[str]:
     if (full := disk_full_error(cause)) is not None:
         detail = str(cause).splitlines()[0] if isinstance(cause, AgentRLError) else one_line_error(full)
         return [f"failed: {_disk(folder)}: {detail}", "  fix: free space there; finished work is kept"]
-    at = "" if isinstance(cause, AgentRLError) else raise_location(cause)
-    lines = (str(cause) if isinstance(cause, AgentRLError) else one_line_error(cause) + (f" ({at})" if at else "")).splitlines() or [
-        one_line_error(cause)
-    ]
+    at = raise_location(cause)
+    text = str(cause) if isinstance(cause, AgentRLError) else one_line_error(cause) + (f" ({at})" if at else "")
+    lines = text.splitlines() or [one_line_error(cause)]
     if not _crowded(folder):
         return [f"failed: {lines[0]}", *lines[1:]]
     # A full disk may appear as a different error: a library reports a broken file, or the kernel kills a writer to mapped memory.

@@ -24,12 +24,8 @@ from agentrl.version.model_folder import check_model_files, write_chat_template
 SAMPLING_FILE = "agentrl_sampling.json"
 """File in a run's result folder `model/` that contains `evaluation.sampling` from the run's recipe, for later evaluations of that
 folder."""
-_OF_A_VERSION = (
-    "version.json",
-    "update.json",
-    deltas.DELTA_RECORD,
-    deltas.DELTA_FILE,
-)  # in addition to the model and its reference logprobs
+# Files of a version in addition to the model and its probe logprobs:
+_OF_A_VERSION = ("version.json", "update.json", deltas.DELTA_RECORD, deltas.DELTA_FILE)
 
 
 def find_model(model: str, root: Path, *, chat_template: bool = True, key: str = "policy.model") -> Path:

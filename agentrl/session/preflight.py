@@ -53,8 +53,6 @@ if TYPE_CHECKING:
 
 
 _THERE = "correct the code there"
-
-
 _COPY_PATH, _COPY_DATA = ".agentrl-copy", b"a file that is to be in the copy"
 
 
@@ -81,10 +79,8 @@ def run_preflight(recipe: Recipe, folder: Path, *, root: Path, training: bool = 
     `training`: whether a learner and the recipe's gate will start and need GPUs.
     """
     check_disk(folder)
-    template_name, begun = (
-        recipe.policy.chat_template,
-        (folder / "versions" / "000000").is_dir(),
-    )  # version 0 of a resumed run contains the template
+    template_name = recipe.policy.chat_template
+    begun = (folder / "versions" / "000000").is_dir()  # version 0 of a resumed run contains the template
     template = None if template_name is None or begun else read_template(template_name, root)
     if recipe.policy.tool_format is not None:
         forms.call_form(recipe.policy.tool_format)

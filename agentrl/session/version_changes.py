@@ -150,11 +150,11 @@ def request_rollback(run_dir: Path, number: int) -> RequestedRollback:
 
 
 def cancel_rollback(run_dir: Path) -> int:
-    """Withdraws the user's pending rollback request and returns its target. Raises `UserError` if there is none."""
+    """Withdraws the user's pending rollback request and returns its target. Raises `UserError` if a user has requested none."""
     registry = open_registry(run_dir)
     pending = rollback.pending_request(run_dir / "versions", registry)
     if pending is None:
-        raise UserError(f"{run_dir} has no pending rollback", fix="list its versions: agentrl versions list " + str(run_dir))
+        raise UserError(f"{run_dir} has no pending rollback", fix=f"list its versions: agentrl versions list {run_dir}")
     if not pending.by_user:
         raise UserError(
             f"the gate, not a user, requested the rollback to version {pending.to}", fix="request a rollback to a different version"
