@@ -9,6 +9,7 @@ A case's task includes its verifiers, image and limits, so it is scored as in tr
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import re
 from collections.abc import Mapping
@@ -154,7 +155,7 @@ def save_case(folder: Path, case: Case) -> Path:
         raise UserError(problem, fix="use smaller files in its task, or remove them")
     path.parent.mkdir(parents=True, exist_ok=True)
     if not settings.exists():
-        write_atomically(settings, f'name = "{folder.name}"\nrepeats = 1\n', durable=True)
+        write_atomically(settings, f"name = {json.dumps(folder.name, ensure_ascii=False)}\nrepeats = 1\n", durable=True)
     write_atomically(path, text, durable=True)
     return path
 

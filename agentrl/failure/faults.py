@@ -128,7 +128,8 @@ class FaultRate:
         kinds = self.kinds.most_common()
         lines = [f"{count} x {kind}: {self._messages.get(kind, '')}".rstrip(": ") for kind, count in kinds[:_SHOWN_KINDS]]
         if rest := sum(count for _, count in kinds[_SHOWN_KINDS:]):
-            lines.append(f"{rest} faults of {len(kinds) - _SHOWN_KINDS} other kinds")
+            others = len(kinds) - _SHOWN_KINDS
+            lines.append(f"{rest} {'fault' if rest == 1 else 'faults'} of {others} other {'kind' if others == 1 else 'kinds'}")
         listing = "\n  ".join(lines)
         raise InfrastructureError(
             f"the run pauses: {self._failed} of the newest {len(self._newest)} attempts failed for reasons other than the policy"

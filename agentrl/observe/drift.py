@@ -6,7 +6,7 @@ Biometrika 1947) and by at least the rule's minimum difference. A rule alerts at
 while the condition continues to hold.
 
     reward-audit        the mean reward rises while the audit falls
-    reward-audit-jump   the same with windows of two steps and by a large amount; a policy that learned to cheat may need only two
+    reward-audit-jump   the same from two steps to the next two and by a large amount, because a policy may learn to cheat that quickly
     length-audit        episodes become a fifth longer while the audit rises by less than `LEAST`
     disagreement        judges disagree more
     exclusions          a larger share of the attempts ends in a fault that the policy may have provoked
@@ -72,12 +72,12 @@ def reward_against_audit(steps: Steps) -> str:
 
 
 def reward_left_audit(steps: Steps) -> str:
-    """Returns an alert if the mean reward rises and the audit falls by a large amount within a few steps."""
+    """Returns an alert if the mean reward rises and the audit falls by a large amount from `JUMP` steps to the next `JUMP`."""
     reward, audit = _change(steps, "reward_mean", JUMP), _change(steps, "audit_mean", JUMP)
     if reward is None or audit is None or reward.by < LEAST_AT_ONCE or -audit.by < LEAST_AT_ONCE:
         return ""
     return (
-        f"within {2 * JUMP} steps the mean reward rose from {reward} while the audit fell from {audit}:"
+        f"from {JUMP} steps to the next {JUMP}, the mean reward rose from {reward} while the audit fell from {audit}:"
         " the policy may be exploiting the reward"
     )
 

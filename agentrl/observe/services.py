@@ -123,7 +123,7 @@ class MlflowRun(Tracker):
         self._client.log_batch(self._run_id, metrics=[entity(_mlflow_name(key), value, now_ms, step) for key, value in finite.items()])
 
     def alert(self, text: str) -> None:
-        """Sets the tag `alert` to the newest alert, and counts the alerts in the metric `alerts`."""
+        """Sets the tag `alert` to the newest alert, and the tag `alerts` to the number of alerts since this driver started."""
         self._alerts += 1
         self._client.set_tag(self._run_id, "alert", printable(text, _MAX_TEXT))
         self._client.set_tag(self._run_id, "alerts", str(self._alerts))

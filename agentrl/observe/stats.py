@@ -86,17 +86,15 @@ def format_optional(value: float | None, form: Format) -> str:
 
 
 def format_count(value: float) -> str:
-    """Returns text such as `1,234`, `12.3k`, `4.56M` or `7.89B`."""
-    for size, unit in ((1e9, "B"), (1e6, "M"), (1e4, "k")):
-        if value >= size:
-            return f"{value / (1e3 if unit == 'k' else size):.3g}{unit}"
+    """Returns text such as `1,234`, `12.3k`, `4.56M`, `7.89B` or `1.2T`."""
+    for least, size, unit in ((999.5e9, 1e12, "T"), (999.5e6, 1e9, "B"), (999.5e3, 1e6, "M"), (1e4, 1e3, "k")):
+        if value >= least:
+            return f"{value / size:.3g}{unit}"
     return f"{value:,.0f}"
 
 
 def format_duration(seconds: float) -> str:
     """Returns text such as `45 s`, `3 min 20 s` or `2 h 05 min`."""
-    if seconds < 60:
-        return f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"

@@ -35,6 +35,12 @@ def test_a_saved_suite_is_read_back_unchanged(tmp_path: Path) -> None:
     assert suite.cases == (cases[1], cases[0])
 
 
+def test_a_suite_whose_folder_name_contains_quotes_is_read_back(tmp_path: Path) -> None:
+    folder = tmp_path / 'é "x"\\'
+    save_case(folder, Case(id="a", task=make_task()))
+    assert load_suite(folder).name == folder.name
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -209,6 +209,10 @@ async def test_32_kinds_are_counted_separately_and_8_are_shown() -> None:
             rate.record_attempt(sandbox_failure(kind=f"Kind{number}", message="gone"))
     text = await pause_message(rate)
     assert "3 x sandbox Kind7: gone\n  3 faults of 2 other kinds\n  fix" in text and "Kind8" not in text
+    one = FaultRate(0.1, concurrency=25)
+    for number in range(81):
+        one.record_attempt(sandbox_failure(kind=f"Kind{min(number // 10, 8)}"))
+    assert "\n  1 fault of 1 other kind\n  fix" in await pause_message(one)
     few = FaultRate(0.1, concurrency=25)
     for number in range(80):
         few.record_attempt(sandbox_failure(kind=f"Kind{number % 8}"))

@@ -70,6 +70,8 @@ def test_a_reward_hack_learned_within_two_steps_alerts_each_time() -> None:
     steps = run([{"reward_mean": value} for value in reward], [{"audit_mean": value} for value in audit])
     assert [at + 1 for at in range(len(steps)) if drift_alerts(steps[: at + 1])] == [4, 11]
     assert raised(steps) == ["drift (reward-audit-jump)"] * 2
+    (alert,) = drift_alerts(steps[:4])
+    assert "from 2 steps to the next 2, the mean reward rose from 0.47 to 0.96 while the audit fell from 0.86 to 0.18" in alert
 
 
 def test_a_step_without_the_metric_does_not_count_as_zero() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.observe import Rate
-from agentrl.observe.stats import rate_difference
+from agentrl.observe.stats import format_count, format_duration, rate_difference
 
 
 @given(st.integers(1, 400).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
@@ -57,3 +57,16 @@ def test_a_difference_has_an_interval_for_any_numbers_of_episodes() -> None:
     same = Rate.from_successes(10, 10)
     low, high = rate_difference(same, same)
     assert low == -high < 0
+
+
+COUNTS = {9_999: "9,999", 12_345: "12.3k", 999_499: "999k", 999_500: "1M", 999_999: "1M", 999_999_999: "1B", 2e12: "2T"}
+
+
+@pytest.mark.parametrize(("value", "text"), COUNTS.items())
+def test_a_count_is_rounded_to_the_next_unit(value: float, text: str) -> None:
+    assert format_count(value) == text
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (59.4, "59 s"), (59.7, "1 min 00 s"), (119.7, "2 min 00 s"), (3599.9, "1 h 00 min")])
+def test_a_duration_is_rounded_to_the_next_unit(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text

@@ -24,8 +24,8 @@ export function percent(value, digits = 1) {
 export function duration(seconds) {
   if (seconds === null || seconds === undefined) return "–";
   if (seconds < 10) return `${seconds.toFixed(seconds < 1 ? 2 : 1)} s`;
-  if (seconds < 60) return `${Math.round(seconds)} s`;
-  const minutes = Math.floor(seconds / 60), rest = Math.round(seconds % 60);
+  const whole = Math.round(seconds), minutes = Math.floor(whole / 60), rest = whole % 60;
+  if (minutes < 1) return `${rest} s`;
   return minutes < 60 ? `${minutes} min ${String(rest).padStart(2, "0")} s` : `${Math.floor(minutes / 60)} h ${String(minutes % 60).padStart(2, "0")} min`;
 }
 
