@@ -19,7 +19,7 @@ from agentrl.failure.case import load_suite
 from agentrl.failure.collection import Collection, TraceFilter, TraceRow
 from agentrl.failure.trace import CaptureReason, ImportedMessage, Tag, Trace
 from agentrl.records import Group, Message, Score, ToolCall
-from tests.failure.traces import heard, python, said, scored, submit, task, trace, turn
+from tests.failure.traces import imported_trace, python, scored, submit, task, trace, turn, utterance
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 HOSTILE = "\x1b[2J\x1b]0;owned\x07\x00\u202egnp.exe\r\b\x9b31m"
@@ -182,11 +182,11 @@ def hostile() -> list[Trace]:
     complete = trace(*steps, of=hostile_task, answer=HOSTILE * 100, ended=HOSTILE, name="a" + HOSTILE)
     score = Score(value=0.0, evidence=HOSTILE * 500, parts={HOSTILE: 0.0})
     tags = (Tag(name=HOSTILE, by=HOSTILE, note=HOSTILE * 50, turn=10**9, trajectory=10**9),)
-    messages = [said(HOSTILE, HOSTILE), said("tool", HOSTILE, answers=HOSTILE, failed=True)]
-    messages += [said("assistant", "", ToolCall(name=HOSTILE, arguments=nasty))]
+    messages = [utterance(HOSTILE, HOSTILE), utterance("tool", HOSTILE, answers=HOSTILE, failed=True)]
+    messages += [utterance("assistant", "", ToolCall(name=HOSTILE, arguments=nasty))]
     return [
         replace(complete, score=score, tags=tags, phase=HOSTILE, origin={HOSTILE: HOSTILE}, missing=(HOSTILE,) * 99),
-        replace(heard(*messages * 60), id="b", phase=HOSTILE),
+        replace(imported_trace(*messages * 60), id="b", phase=HOSTILE),
         Trace(id="c", why=CaptureReason.IMPORTED, phase="imported"),
         Trace(
             id="d",

@@ -24,7 +24,7 @@ from agentrl.records.environment import RETURN
 from agentrl.records.sampling import Supports
 from tests.strategies import examples
 
-from .traces import fault, heard, python, said, scored, submit, task, trace, turn
+from .traces import fault, imported_trace, python, scored, submit, task, trace, turn, utterance
 
 STEPS = (turn(python("print(97)", "97")), turn(submit("97")))
 
@@ -87,7 +87,7 @@ def test_a_trace_is_read_back_unchanged(tmp_path: Path) -> None:
         base.episode, outputs={"out.bin": bytes(range(256))}, trajectories=(replace(base.episode.trajectories[0], turns=(sampled,)),)
     )
     edited = replace(base, episode=full, tags=(Tag(name="looped", by="rules", note='"by":"person:me"'),), missing=("a",), origin={"é": "ü"})
-    imported = replace(heard(said("assistant", "I said \ud83d\ude00", call_ids=("c",))), phase="imported")
+    imported = replace(imported_trace(utterance("assistant", "I said \ud83d\ude00", call_ids=("c",))), phase="imported")
     with Collection(tmp_path, make=True) as collection:
         assert collection.add([edited, imported]) == 2
     with Collection(tmp_path) as collection:

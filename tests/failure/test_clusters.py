@@ -16,7 +16,7 @@ from agentrl.failure.clusters import MAX_FEATURES, TraceFeatures, cluster_traces
 from agentrl.failure.trace import Trace
 from agentrl.failure.triage import load_rules, tag_by_rules
 
-from .traces import heard, python, said, submit, task, trace, turn
+from .traces import imported_trace, python, submit, task, trace, turn, utterance
 
 KEY_ERROR = "Traceback (most recent call last):\n  File \"/tmp/x{n}.py\", line {n}\nKeyError: 'amount_{n}'"
 
@@ -46,7 +46,7 @@ def test_each_kind_of_failure_is_a_cluster() -> None:
 @pytest.mark.slow
 def test_empty_and_odd_traces_are_clustered() -> None:
     assert cluster_traces([]) == []
-    odd = [trace_features(heard()), trace_features(trace()), trace_features(heard(said("assistant", "x" * 90_000)))]
+    odd = [trace_features(imported_trace()), trace_features(trace()), trace_features(imported_trace(utterance("assistant", "x" * 90_000)))]
     assert sum(len(cluster.ids) for cluster in cluster_traces(odd)) == 3
     assert sum(len(cluster.ids) for cluster in cluster_traces([TraceFeatures(id="a", tag="", features={})] * 2)) == 2
 

@@ -92,7 +92,7 @@ def trace(*spoken: ImportedMessage, **more: Any) -> Trace:
     return Trace(id="t1", why=CaptureReason.IMPORTED, source="otel", spoken=spoken, **more)
 
 
-def said(role: str, content: str = "", *calls: ToolCall, **more: Any) -> ImportedMessage:
+def utterance(role: str, content: str = "", *calls: ToolCall, **more: Any) -> ImportedMessage:
     return ImportedMessage(message=Message(role=role, content=content, tool_calls=calls), **more)
 
 
@@ -101,13 +101,13 @@ ALL_PARTS = UserParts(verifiers=("rewards.exact:exact",), truths={"t1": "4"})
 
 def test_one_error_lists_everything_that_is_missing() -> None:
     with pytest.raises(UserError) as error:
-        task_from_trace(trace(said("assistant", "hello", ToolCall(name="f", arguments={})), origin={"service": "shop"}), UserParts())
+        task_from_trace(trace(utterance("assistant", "hello", ToolCall(name="f", arguments={})), origin={"service": "shop"}), UserParts())
     for part in ("a user message before", "--verifier", "--truths FILE", "--tools module:attr", "keys of its origin: service"):
         assert part in str(error.value), part
 
 
 def test_truth_may_come_from_the_origin_and_tools_from_stubs() -> None:
-    imported = trace(said("user", "2 + 2?"), said("assistant", "", ToolCall(name="f", arguments={})), origin={"expected": "4"})
+    imported = trace(utterance("user", "2 + 2?"), utterance("assistant", "", ToolCall(name="f", arguments={})), origin={"expected": "4"})
     stubs = replace(ALL_PARTS, truths={}, truth_from="expected", tools=("stubs:f",), image="sandboxes/mine")
     task = task_from_trace(imported, stubs)
     assert (task.data["answer"], task.tools, task.sandbox.image) == (
@@ -122,12 +122,12 @@ async def test_results_belong_to_calls_by_id_or_else_in_order() -> None:
     calls = [ToolCall(name="f", arguments={"x": number, "y": "a"}) for number in range(4)]
     schema = {"type": "function", "function": {"name": "g", "description": "G.", "parameters": {"type": "object", "properties": {}}}}
     imported = trace(
-        said("user", "go"),
-        said("assistant", "", calls[0], calls[1], call_ids=("a", "b")),
-        said("tool", "of b", answers="b"),
-        said("tool", "of a", answers="a", failed=True),
-        said("assistant", "", calls[2], calls[3], calls[0]),
-        said("tool", "third"),
+        utterance("user", "go"),
+        utterance("assistant", "", calls[0], calls[1], call_ids=("a", "b")),
+        utterance("tool", "of b", answers="b"),
+        utterance("tool", "of a", answers="a", failed=True),
+        utterance("assistant", "", calls[2], calls[3], calls[0]),
+        utterance("tool", "third"),
         tools=(schema,),
     )
     task = task_from_trace(imported, ALL_PARTS)

@@ -15,7 +15,7 @@ from agentrl.failure.trace import Trace
 from agentrl.failure.triage import tag_by_rules
 from agentrl.records import Blame, Failure, ToolCall
 
-from .traces import heard, python, said, submit, task, trace, turn
+from .traces import imported_trace, python, submit, task, trace, turn, utterance
 
 OFFERED = task(tools=("mytools:search", "submit"))
 CALL = ToolCall(name="search", arguments={"query": "the weather"})
@@ -56,7 +56,7 @@ def first_tag(trace: Trace) -> tuple[str, int | None]:
 
 @pytest.mark.parametrize("text", OUTAGES)
 def test_an_outage_is_tagged_infrastructure_in_imported_and_own_traces(text: str) -> None:
-    imported = heard(said("assistant", "", CALL), said("tool", text, failed=True), said("assistant", "It is 3."))
+    imported = imported_trace(utterance("assistant", "", CALL), utterance("tool", text, failed=True), utterance("assistant", "It is 3."))
     assert first_tag(imported) == ("infrastructure", 0)
     captured = trace(turn(("search", {"query": "the weather"}, text, False)), turn(submit("97")), answer="97")
     assert first_tag(captured) == ("infrastructure", 0)
@@ -64,13 +64,16 @@ def test_an_outage_is_tagged_infrastructure_in_imported_and_own_traces(text: str
 
 @pytest.mark.parametrize("text", [text for text in OUTAGES if "deadline" not in text and "timed out" not in text])
 def test_outages_are_recognized_in_formats_without_error_marks(text: str) -> None:
-    assert first_tag(heard(said("assistant", "", CALL), said("tool", text), said("assistant", "It is 3.")))[0] == "infrastructure"
+    assert (
+        first_tag(imported_trace(utterance("assistant", "", CALL), utterance("tool", text), utterance("assistant", "It is 3.")))[0]
+        == "infrastructure"
+    )
 
 
 @pytest.mark.parametrize(("tool", "arguments", "text"), AGENT_FAULTS)
 def test_failures_of_the_agents_programs_and_addresses_are_not_outages(tool: str, arguments: dict[str, Any], text: str) -> None:
     call = ToolCall(name=tool, arguments=arguments)
-    imported = heard(said("assistant", "", call), said("tool", text, failed=True), said("assistant", "It is 3."))
+    imported = imported_trace(utterance("assistant", "", call), utterance("tool", text, failed=True), utterance("assistant", "It is 3."))
     captured = trace(turn((tool, arguments, text, False)), turn(submit("97")), answer="97")
     for tested in (imported, captured):
         assert "infrastructure" not in {tag.name for tag in tag_by_rules(tested, rules.RULES)}
@@ -89,7 +92,12 @@ def test_an_outage_with_recovery_or_provoked_by_the_agent_is_not_tagged() -> Non
 def test_a_lost_sandbox_differs_from_a_failing_program() -> None:
     for text in ("error: Cannot connect to the Docker daemon at unix:///var/run/docker.sock", "error: the container abc is not running"):
         call = ToolCall(name="bash", arguments={"command": "ls"})
-        assert first_tag(heard(said("assistant", "", call), said("tool", text, failed=True), said("assistant", "3")))[0] == "infrastructure"
+        assert (
+            first_tag(imported_trace(utterance("assistant", "", call), utterance("tool", text, failed=True), utterance("assistant", "3")))[
+                0
+            ]
+            == "infrastructure"
+        )
 
 
 def attribute(key: str, value: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from agentrl.failure.trace import CaptureReason, Tag, Trace
 from agentrl.records import EnvironmentSpec
 from agentrl.records.environment import RETURN
 
-from .traces import heard, python, submit, task, trace, turn
+from .traces import imported_trace, python, submit, task, trace, turn
 
 STEPS = (turn(python("print(97)", "97")), turn(submit("97")))
 TRACE = replace(trace(*STEPS, name="g000012-3-a0", answer="97"), tags=(Tag(name="wrong_answer", by="rules", confidence=0.3),))
@@ -78,7 +78,7 @@ def test_a_task_is_added_once_and_near_duplicates_are_reported(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("unusable", "message"), [(heard(), "contains no task"), (replace(TRACE, why=CaptureReason.FAULT), "records a fault")]
+    ("unusable", "message"), [(imported_trace(), "contains no task"), (replace(TRACE, why=CaptureReason.FAULT), "records a fault")]
 )
 def test_an_unusable_trace_is_an_error_before_anything_is_written(tmp_path: Path, unusable: object, message: str) -> None:
     with pytest.raises(UserError, match=message):

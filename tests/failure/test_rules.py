@@ -15,7 +15,7 @@ from agentrl.failure.trace import CaptureReason, Trace
 from agentrl.failure.triage import tag_by_rules
 from agentrl.records import Blame, EnvironmentSpec, Limits, Message, Parent, Score, ToolCall, ToolResult, Trajectory
 
-from .traces import fault, heard, python, said, submit, task, trace, turn
+from .traces import fault, imported_trace, python, submit, task, trace, turn, utterance
 
 COUNT = {"type": "function", "function": {"name": "count", "parameters": {"type": "object", "required": ["path"], "properties": {}}}}
 GOOD = turn(python("print(sum)", "412"))
@@ -31,9 +31,9 @@ def count(**arguments: Any) -> ToolCall:
 POSITIVE: dict[str, tuple[str, Trace, int | None]] = {
     "infrastructure, blamed": ("infrastructure", trace(why=CaptureReason.FAULT, failures=(fault(Blame.INFRASTRUCTURE),), value=None), None),
     "infrastructure, unscored": ("infrastructure", trace(GOOD, WRONG, why=CaptureReason.FAULT, value=None, answer="97"), None),
-    "infrastructure, heard": (
+    "infrastructure, imported": (
         "infrastructure",
-        heard(said("assistant", "", count(path="a.csv")), said("tool", "503 Service Unavailable", failed=True)),
+        imported_trace(utterance("assistant", "", count(path="a.csv")), utterance("tool", "503 Service Unavailable", failed=True)),
         0,
     ),
     "task_fault, blamed": ("task_fault", trace(why=CaptureReason.FAULT, failures=(fault(Blame.TASK, "TaskError"),), value=None), None),
@@ -55,11 +55,15 @@ POSITIVE: dict[str, tuple[str, Trace, int | None]] = {
         0,
     ),
     "format, never closed": ("format", trace(turn(malformed=("error: a tool call was opened but not closed",)), ended="turn_limit"), 0),
-    "format, in the text": ("format", heard(said("assistant", 'So: <tool_call>{"name": "count"}')), 0),
+    "format, in the text": ("format", imported_trace(utterance("assistant", 'So: <tool_call>{"name": "count"}')), 0),
     "format, not handed in": ("format", trace(GOOD, turn(said="The total is 412."), ended="answered"), 1),
     "format, with words": ("format", trace(GOOD, turn(submit("the total is 412 EUR")), answer="the total is 412 EUR"), 1),
     "wrong_tool, refused": ("wrong_tool", trace(turn(NO_TOOL), WRONG, answer="97"), 0),
-    "wrong_tool, never offered": ("wrong_tool", heard(said("assistant", "", ToolCall(name="sum", arguments={})), tools=(COUNT,)), 0),
+    "wrong_tool, never offered": (
+        "wrong_tool",
+        imported_trace(utterance("assistant", "", ToolCall(name="sum", arguments={})), tools=(COUNT,)),
+        0,
+    ),
     "bad_arguments, refused": (
         "bad_arguments",
         trace(turn(("python", {"cod": "1"}, 'error: python needs {"code": "..."}', False)), WRONG, answer="97"),
@@ -68,14 +72,18 @@ POSITIVE: dict[str, tuple[str, Trace, int | None]] = {
     "bad_arguments, of a program": ("bad_arguments", trace(GOOD, turn(BAD_CODE), WRONG, answer="97", of=task(truth="5")), 1),
     "bad_arguments, in words": (
         "bad_arguments",
-        heard(said("assistant", "", count(path="a")), said("tool", '{"error": "path: field required"}'), said("assistant", "Sorry.")),
+        imported_trace(
+            utterance("assistant", "", count(path="a")),
+            utterance("tool", '{"error": "path: field required"}'),
+            utterance("assistant", "Sorry."),
+        ),
         0,
     ),
-    "bad_arguments, by schema": ("bad_arguments", heard(said("assistant", "", count(file="a.csv")), tools=(COUNT,)), 0),
+    "bad_arguments, by schema": ("bad_arguments", imported_trace(utterance("assistant", "", count(file="a.csv")), tools=(COUNT,)), 0),
     "misread_output": ("misread_output", trace(GOOD, turn(submit("421")), answer="421"), 1),
-    "misread_output, heard": (
+    "misread_output, imported": (
         "misread_output",
-        heard(said("assistant", "", count(path="a")), said("tool", "12"), said("assistant", "13")),
+        imported_trace(utterance("assistant", "", count(path="a")), utterance("tool", "12"), utterance("assistant", "13")),
         1,
     ),
     "looped, in calls": (
@@ -111,12 +119,12 @@ POSITIVE: dict[str, tuple[str, Trace, int | None]] = {
 NEAR_MISSES: dict[str, tuple[str, Trace]] = {
     "infrastructure: a program says it": (
         "infrastructure",
-        heard(
-            said("assistant", "", count(path="a")),
-            said("tool", "connection refused", failed=True),
-            said("assistant", "", count(path="a")),
-            said("tool", "12"),
-            said("assistant", "12"),
+        imported_trace(
+            utterance("assistant", "", count(path="a")),
+            utterance("tool", "connection refused", failed=True),
+            utterance("assistant", "", count(path="a")),
+            utterance("tool", "12"),
+            utterance("assistant", "12"),
         ),
     ),
     "task_fault: the infrastructure's": ("task_fault", trace(failures=(fault(Blame.INFRASTRUCTURE),), value=None)),
@@ -127,7 +135,7 @@ NEAR_MISSES: dict[str, tuple[str, Trace]] = {
     "format: got over": ("format", trace(turn(malformed=("error: tool call is not valid JSON",)), GOOD, WRONG, answer="97")),
     "format: another number beside it": ("format", trace(GOOD, turn(submit("412 or 97")), answer="412 or 97")),
     "wrong_tool: got over": ("wrong_tool", trace(turn(NO_TOOL), GOOD, WRONG, answer="97")),
-    "wrong_tool: offered": ("wrong_tool", heard(said("assistant", "", count(path="a")), tools=(COUNT,))),
+    "wrong_tool: offered": ("wrong_tool", imported_trace(utterance("assistant", "", count(path="a")), tools=(COUNT,))),
     "wrong_tool: a missing module": (
         "wrong_tool",
         trace(turn(python("import x", "ModuleNotFoundError: No module named 'x'", False)), WRONG, answer="97"),
@@ -135,7 +143,9 @@ NEAR_MISSES: dict[str, tuple[str, Trace]] = {
     "bad_arguments: got over": ("bad_arguments", trace(turn(BAD_CODE), GOOD, WRONG, answer="97")),
     "bad_arguments: no error": (
         "bad_arguments",
-        heard(said("assistant", "", count(path="a")), said("tool", '{"error": null, "rows": 12, "note": "field required"}')),
+        imported_trace(
+            utterance("assistant", "", count(path="a")), utterance("tool", '{"error": null, "rows": 12, "note": "field required"}')
+        ),
     ),
     "bad_arguments: no such tool": ("bad_arguments", trace(turn(NO_TOOL), WRONG, answer="97")),
     "misread_output: the code was wrong": ("misread_output", trace(turn(python("print(97)", "97")), WRONG, answer="97")),
@@ -208,10 +218,10 @@ def test_rules_take_linear_time() -> None:
 
 def test_a_timeline_is_bounded_and_rules_never_raise() -> None:
     odd = [
-        heard(),
-        heard(said("tool", "an answer to nothing", answers="call_9")),
-        heard(*[said("assistant", "x" * 50_000, count(path=str(n))) for n in range(600)]),
-        heard(said("assistant", "", *[count(path=str(n)) for n in range(500)])),
+        imported_trace(),
+        imported_trace(utterance("tool", "an answer to nothing", answers="call_9")),
+        imported_trace(*[utterance("assistant", "x" * 50_000, count(path=str(n))) for n in range(600)]),
+        imported_trace(utterance("assistant", "", *[count(path=str(n)) for n in range(500)])),
         trace(),
         trace(trajectories=()),
         trace(turn(*[python("1", "1")] * 200), ended=""),

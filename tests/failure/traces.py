@@ -97,10 +97,10 @@ def fault(blame: Blame, kind: str = "SandboxError") -> Failure:
     return Failure(stage="sandbox", blame=blame, kind=kind, message="it died", turn=0)
 
 
-def heard(*messages: ImportedMessage, tools: tuple[dict[str, Any], ...] = ()) -> Trace:
-    opening = (said("system", "You are an agent."), said("user", "How many rows has a.csv?"))
+def imported_trace(*messages: ImportedMessage, tools: tuple[dict[str, Any], ...] = ()) -> Trace:
+    opening = (utterance("system", "You are an agent."), utterance("user", "How many rows has a.csv?"))
     return Trace(id="x-1", why=CaptureReason.IMPORTED, source="openai", spoken=(*opening, *messages), tools=tools)
 
 
-def said(role: str, content: str = "", *calls: ToolCall, **more: Any) -> ImportedMessage:
+def utterance(role: str, content: str = "", *calls: ToolCall, **more: Any) -> ImportedMessage:
     return ImportedMessage(message=Message(role=role, content=content, tool_calls=calls), **more)

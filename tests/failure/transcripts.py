@@ -15,7 +15,7 @@ from typing import Any
 from agentrl.failure.trace import ImportedMessage, Trace
 from agentrl.records import Blame, Failure, ToolCall
 
-from .traces import heard, said, task, trace, turn
+from .traces import imported_trace, task, trace, turn, utterance
 
 Labelled = tuple[str, int | None, Trace]
 DATA = Path(__file__).parent / "data" / "transcripts.jsonl"
@@ -47,18 +47,20 @@ def _turn(calls: list[list[Any]] | None = None, malformed: tuple[str, ...] = (),
 
 def _imported() -> list[Labelled]:
     def search_exchange(output: str, last: str, call: ToolCall = SEARCH, **result: Any) -> tuple[ImportedMessage, ...]:
-        answer = said("tool", output, answers="c1", **result)
-        return said("assistant", "", call, call_ids=("c1",)), answer, said("assistant", last)
+        answer = utterance("tool", output, answers="c1", **result)
+        return utterance("assistant", "", call, call_ids=("c1",)), answer, utterance("assistant", last)
 
     read_file = ToolCall(name="read_file", arguments={"path": "a.csv"})
     without_q = ToolCall(name="search", arguments={"query": "a.csv"})
-    repeats = [(said("assistant", "", SEARCH, call_ids=(f"c{n}",)), said("tool", "no results", answers=f"c{n}")) for n in range(6)]
+    repeats = [
+        (utterance("assistant", "", SEARCH, call_ids=(f"c{n}",)), utterance("tool", "no results", answers=f"c{n}")) for n in range(6)
+    ]
     transcripts: list[tuple[str, int, tuple[ImportedMessage, ...]]] = [
         ("wrong_tool", 0, search_exchange("Error: tool read_file not found", "I cannot read it.", read_file, failed=True)),
         ("bad_arguments", 0, search_exchange("Missing required parameter: q", "It has 3 rows.", without_q, failed=True)),
-        ("gave_up", 0, (said("assistant", "I'm unable to access that file."),)),
+        ("gave_up", 0, (utterance("assistant", "I'm unable to access that file."),)),
         ("looped", 1, tuple(message for pair in repeats for message in pair)),
         ("bad_arguments", 0, search_exchange('{"error": "invalid query syntax"}', "It has 3 rows.")),
         ("infrastructure", 0, search_exchange("503 Service Unavailable", "The search service is down, sorry.", failed=True)),
     ]
-    return [(tag, at, heard(*messages, tools=(SEARCH_TOOL,))) for tag, at, messages in transcripts]
+    return [(tag, at, imported_trace(*messages, tools=(SEARCH_TOOL,))) for tag, at, messages in transcripts]
