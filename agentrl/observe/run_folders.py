@@ -1,4 +1,5 @@
-"""Reads run folders: whether a folder contains a run, whether a driver is running or how the last session ended, and the newest step.
+"""Finds and reads run folders: whether a folder contains a run, whether a driver is running or how the last session ended, and the newest
+step.
 
 The folders may come from a third party.
 """
@@ -7,10 +8,12 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from agentrl.base.run_lock import DRIVER
 from agentrl.base.untrusted_files import open_file
+from agentrl.errors import UserError
 from agentrl.observe.rundata import Line, parse_object
 from agentrl.observe.summary import SUMMARY_FILE, read_sessions
 
@@ -21,6 +24,29 @@ _LAST = 256 << 10  # number of bytes at the end of metrics.jsonl that are search
 def is_run(path: Path) -> bool:
     """Whether a folder contains a run, an evaluation or captured failures."""
     return any((path / name).is_file() for name in RUN_FILES)
+
+
+def find_runs(folder: Path, *, most: int) -> list[Path]:
+    """Returns the run folders in a folder, the most recently changed first, at most `most`. A link is followed if its target is inside the
+    folder. An unreadable run folder is skipped.
+
+    Raises `OSError` if the folder cannot be read.
+    """
+    root, runs = folder.resolve(), []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            path = Path(entry.path)
+            with suppress(OSError):  # removed in the meantime, or unreadable
+                if entry.is_dir() and path.resolve().is_relative_to(root) and is_run(path):
+                    runs.append((changed_at(path) or 0.0, path))
+    return [path for _, path in sorted(runs, reverse=True)[:most]]
+
+
+def check_runs_folder(path: Path) -> None:
+    """Raises `UserError` if a folder that should be a run or contain runs does not exist."""
+    if not path.is_dir():
+        fix = "give a run folder, such as runs/quickstart, or the folder that contains your runs"
+        raise UserError(f"there is no folder {path}", fix=fix)
 
 
 def run_state(path: Path, locks: frozenset[int] | None = None) -> str:

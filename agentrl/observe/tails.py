@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import statistics
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +24,8 @@ MAX_NUMBER = 1e100
 MAX_BYTES = 1 << 30
 """Maximum file size in bytes. A larger file is not read."""
 _PIECE = 4 << 20
+_TIMED_STEPS = 10  # number of newest steps from which the remaining time is estimated
+_MAX_LEFT_S = 1e9  # bound on the remaining time, because a third party's run may contain any number
 
 
 class JsonTail:
@@ -157,6 +160,14 @@ class MetricsTable:
     def rows(self, steps: Sequence[int] | None = None) -> list[dict[str, float]]:
         """Returns the metrics of the given steps. None means all steps."""
         return [self.row(step) for step in (self.steps if steps is None else steps)]
+
+    def seconds_left(self, total: float | None) -> float | None:
+        """Returns the estimated seconds until `total` steps are done, from the median duration of the newest steps; None if `total` or the
+        duration is unknown."""
+        times = [seconds for _, seconds in self.series("step_s")[-_TIMED_STEPS:]]
+        if total is None or not times:
+            return None
+        return min(_MAX_LEFT_S, max(0, total - self.steps[-1]) * statistics.median(times))
 
     def _clear(self) -> None:
         self._rows: dict[int, int] = {}

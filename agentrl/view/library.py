@@ -6,15 +6,14 @@ from __future__ import annotations
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from agentrl.errors import UserError
-from agentrl.observe.run_folders import changed_at, held_locks, is_run, last_step, run_state
+from agentrl.observe.run_folders import changed_at, check_runs_folder, find_runs, held_locks, is_run, last_step, run_state
 from agentrl.observe.rundata import as_list, as_mapping, is_finite, read_object
 from agentrl.observe.summary import SUMMARY_FILE
 from agentrl.view.source import RunSource
@@ -43,10 +42,7 @@ class RunLibrary:
     """
 
     def __init__(self, root: Path) -> None:
-        if not root.is_dir():
-            raise UserError(
-                f"there is no folder {root}", fix="give a run folder, such as runs/quickstart, or the folder that contains your runs"
-            )
+        check_runs_folder(root)
         self.root = root.resolve()
         self.is_single = is_run(self.root)
         self._sources: OrderedDict[str, RunSource] = OrderedDict()
@@ -54,9 +50,9 @@ class RunLibrary:
 
     def entries(self) -> list[RunEntry]:
         """Returns the runs sorted by name. Links that lead outside the folder are not followed."""
-        if self.is_single:
-            return [RunEntry(id=_run_id(self.root.name), name=_shown(self.root.name), path=self.root)]
-        return sorted(self._children(), key=lambda run: run.name)
+        paths = [self.root] if self.is_single else find_runs(self.root, most=MAX_RUNS)
+        entries = (RunEntry(id=_run_id(path.name), name=_shown(path.name), path=path) for path in paths)
+        return sorted(entries, key=lambda run: run.name)
 
     def open(self, run_id: str) -> RunSource | None:
         """Returns the reader of a run; None if there is no run with this id."""
@@ -91,20 +87,6 @@ class RunLibrary:
         except (OSError, ValueError):  # no run has such an id
             pass
         return None
-
-    def _children(self) -> Iterator[RunEntry]:
-        folders = []
-        with os.scandir(self.root) as entries:
-            for entry in entries:
-                try:
-                    path = Path(entry.path)
-                    if entry.is_dir() and path.resolve().is_relative_to(self.root) and is_run(path):
-                        folders.append((entry.stat().st_mtime, path))
-                except OSError:  # removed in the meantime, or unreadable
-                    continue
-        folders.sort(reverse=True)
-        for _, path in folders[:MAX_RUNS]:
-            yield RunEntry(id=_run_id(path.name), name=_shown(path.name), path=path)
 
 
 def _close_unused(source: RunSource) -> None:

@@ -24,7 +24,6 @@ from agentrl.view.source import RunSource
 
 _ALERTED = 400  # number of newest steps whose alerts are computed
 _DROPS = 8
-_NEWEST = 10  # number of newest steps from which the remaining time is estimated
 _MAX_FILE = 2 << 20  # parsed JSON may need twenty times the size of its text in memory
 _MAX_SETBACKS = 64 << 20
 _SETBACKS = 50
@@ -36,7 +35,7 @@ def run_data(source: RunSource) -> dict[str, Any]:
     """Returns the data that the page of a run shows initially."""
     notes = source.refresh()
     recipe, metrics = source.recipe_data(), source.metrics
-    steps = metrics.steps
+    steps, total = metrics.steps, recipe.get("steps") if is_finite(recipe.get("steps")) else None
     summary = read_object(source.path / SUMMARY_FILE, notes, most=_MAX_FILE)
     state = run_state(source.path)
     return {
@@ -47,8 +46,8 @@ def run_data(source: RunSource) -> dict[str, Any]:
         "recipe": _recipe_facts(recipe),
         "step": steps[-1] if steps else None,
         "first_step": steps[0] if steps else None,
-        "steps": recipe.get("steps") if is_finite(recipe.get("steps")) else None,
-        "left_s": _time_left(source, recipe) if state == "running" else None,
+        "steps": total,
+        "left_s": metrics.seconds_left(total) if state == "running" else None,
         "reward": metrics.curve("reward_mean", MAX_POINTS),
         "reward_chart": _reward_chart(source, summary),
         "drops": reward_drops(metrics.series("reward_mean")),
@@ -120,13 +119,6 @@ def _parts(source: RunSource) -> list[dict[str, Any]]:
     newest = time_by_state(source.metrics.rows(numbers[-1:]))
     total = time_by_state(source.metrics.rows(numbers[-2000:]))
     return [{"part": part, "newest": newest.get(part, {}), "total": states} for part, states in total.items()]
-
-
-def _time_left(source: RunSource, recipe: Line) -> float | None:
-    steps, times = recipe.get("steps"), [value for _, value in source.metrics.series("step_s")[-_NEWEST:]]
-    if not is_finite(steps) or not times:
-        return None
-    return max(0.0, steps - source.metrics.steps[-1]) * statistics.median(times)
 
 
 def _recipe_facts(recipe: Line) -> dict[str, str]:

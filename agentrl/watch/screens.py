@@ -8,7 +8,6 @@ frame describes each part that cannot be read.
 from __future__ import annotations
 
 import os
-import statistics
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -27,7 +26,7 @@ from agentrl.experience.episode_query import EpisodeQuery
 from agentrl.experience.reading import StoreReader
 from agentrl.observe import events
 from agentrl.observe.event_log import newest_offset, read_events
-from agentrl.observe.run_folders import changed_at, is_run, last_step, run_state
+from agentrl.observe.run_folders import changed_at, check_runs_folder, find_runs, is_run, last_step, run_state
 from agentrl.observe.rundata import Line, is_finite, read_object
 from agentrl.observe.tails import MetricsTable, read_new_lines
 from agentrl.observe.timeline import UTILIZATION
@@ -63,18 +62,14 @@ _MAX_PAGES = 20  # maximum number of pages of events that one refresh reads
 _LISTED = 100  # maximum number of episodes that are listed; the newest are listed
 _ALERTS = 20
 _IN_FLIGHT = 10_000
-_NEWEST = 10  # number of newest steps from which the remaining time is estimated
-_LONGEST_S, _LARGEST = 1e9, 1e30  # bounds, because a third party's run may contain any number
+_LARGEST = 1e30  # bound on the values of a curve, because a third party's run may contain any number
 _STYLES = {"assistant": "green", "tool": "yellow"}
 T = TypeVar("T")
 
 
 def open_screen(path: Path) -> Screen:
     """Returns the screen of a run, or of the runs in a folder. Raises `UserError` if there is no such folder."""
-    if not path.is_dir():
-        raise UserError(
-            f"there is no folder {path}", fix="give a run folder, such as runs/quickstart, or the folder that contains your runs"
-        )
+    check_runs_folder(path)
     return RunScreen(path) if is_run(path) else RunsScreen(path)
 
 
@@ -146,7 +141,7 @@ class RunScreen:
             stage=self._stage if state == "running" else "",
             step=steps[-1] if steps else 0,
             steps=of,
-            left_s=_left_s(metrics, of) if state == "running" else None,
+            left_s=metrics.seconds_left(of) if state == "running" else None,
             success=tuple(self._success()),
             reward=_curve(metrics, "reward_mean", "reward", "{:.3f}".format),
             curves=tuple(curve for key, label in CURVES.items() if (curve := _curve(metrics, key, label)) is not None),
@@ -250,7 +245,7 @@ class RunsScreen:
     def refresh(self) -> None:
         """Reads the list of runs again."""
         self._notes = []
-        self._runs = _tried(lambda: [(path, _run_line(path)) for path in _run_folders(self._folder)], [], self._notes)
+        self._runs = _tried(lambda: [(path, _run_line(path)) for path in find_runs(self._folder, most=MAX_RUNS)], [], self._notes)
         self._selected = max(0, min(self._selected, len(self._runs) - 1))
 
     def lines(self, size: Size) -> list[Text]:
@@ -363,29 +358,11 @@ def _curve(metrics: MetricsTable, key: str, label: str, form: Callable[[float], 
     return Curve(label=label, values=values, form=form) if values else None
 
 
-def _left_s(metrics: MetricsTable, of: int | None) -> float | None:
-    times = [value for _, value in metrics.series("step_s")[-_NEWEST:]]
-    if of is None or not times:
-        return None
-    return min(_LONGEST_S, max(0, of - metrics.steps[-1]) * statistics.median(times))
-
-
 def _value(phases: Line, phase: str, split: str) -> float | None:
     splits = phases.get(phase)
     result = splits.get(split) if isinstance(splits, dict) else None
     value = result.get("value") if isinstance(result, dict) else None
     return float(value) if is_finite(value) else None
-
-
-def _run_folders(folder: Path) -> list[Path]:
-    """Returns the run folders in a folder, the newest first. Links are not followed."""
-    runs = []
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            path = Path(entry.path)
-            if entry.is_dir(follow_symlinks=False) and is_run(path):
-                runs.append((changed_at(path) or 0.0, path))
-    return [path for _, path in sorted(runs, reverse=True)[:MAX_RUNS]]
 
 
 def _run_line(folder: Path) -> RunLine:

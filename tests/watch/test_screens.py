@@ -29,11 +29,12 @@ from agentrl.base.run_lock import drive_folder
 from agentrl.errors import UserError
 from agentrl.experience import SqliteStore
 from agentrl.experience.audit import count, token_balance
-from agentrl.observe import events
+from agentrl.observe import events, run_folders
 from agentrl.observe.event_log import EventLog
 from agentrl.observe.summary import record_end, record_start
 from agentrl.records import Group, GroupUse, Message, Score, ScoredEpisode, ToolCall, ToolResult, Trajectory, Turn, VersionSpan
 from agentrl.records.episode import Episode
+from agentrl.view import RunLibrary
 from agentrl.watch import open_screen, print_frame
 from agentrl.watch.frames import Size
 from agentrl.watch.screens import EpisodeScreen, RunScreen, RunsScreen
@@ -170,6 +171,28 @@ def test_a_folder_of_runs_lists_them_and_opens_one(run: Path) -> None:
     assert "1 run in" in text and "> one" in text and "finished" in text and "3/4" in text and "0.750" in text
     opened = screen.key("enter")
     assert isinstance(opened, RunScreen)
+
+
+def test_watch_and_view_list_the_same_runs(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link is followed if its target is inside the folder, and an unreadable run does not hide the others."""
+    root = tmp_path / "runs"
+    for name in ("archive/old", "unreadable"):
+        (root / name).mkdir(parents=True)
+        (root / name / "recipe.json").write_text("{}")
+    (root / "inside").symlink_to(root / "archive" / "old")
+    (root / "outside").symlink_to(run)
+    is_run = run_folders.is_run
+
+    def denied(path: Path) -> bool:
+        if path.name == "unreadable":
+            raise PermissionError(13, "Permission denied", str(path))
+        return is_run(path)
+
+    monkeypatch.setattr(run_folders, "is_run", denied)
+    screen = RunsScreen(root)
+    screen.refresh()
+    assert "1 run in" in text_of(screen) and "> inside" in text_of(screen)
+    assert [entry.name for entry in RunLibrary(root).entries()] == ["inside"]
 
 
 @pytest.mark.parametrize("damage", ["no files", "torn lines", "a text as store", "an older schema", "a link", "removed"])
