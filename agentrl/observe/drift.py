@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from agentrl.config.learner import Limit
 
@@ -61,6 +61,13 @@ def limit_alerts(steps: Steps, limits: Sequence[Limit]) -> list[str]:
         for limit in limits
         if limit.action == "alert" and violated(steps[-1], limit) and not any(violated(step, limit) for step in steps[-2:-1])
     ]
+
+
+def past_alerts(steps: Steps, *, newest: int | None = None, limits: Sequence[Limit] = ()) -> Iterator[tuple[int, str]]:
+    """Yields pairs (step, alert) with the drift and limit alerts of the last `newest` steps (None: all), the oldest first."""
+    for end in range(1 if newest is None else max(1, len(steps) + 1 - newest), len(steps) + 1):
+        window = steps[max(0, end - HISTORY) : end]
+        yield from ((int(window[-1]["step"]), text) for text in (*drift_alerts(window), *limit_alerts(window, limits)))
 
 
 def reward_against_audit(steps: Steps) -> str:

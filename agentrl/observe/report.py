@@ -11,7 +11,7 @@ from pathlib import Path
 
 from agentrl.base.files import write_atomically
 from agentrl.observe.charts import MAX_SERIES, Chart, Series, metric_charts, reward_chart
-from agentrl.observe.drift import HISTORY, drift_alerts
+from agentrl.observe.drift import past_alerts
 from agentrl.observe.evaluations import read_gate_section
 from agentrl.observe.exclusions import printable_text
 from agentrl.observe.markup import render
@@ -271,10 +271,7 @@ def _compute_cards(curves: Curves, title: str, note: str) -> Iterator[Chart]:
 
 def _drift_note(run: RunData) -> str:
     """Returns the note for the audit's chart, with all drift alerts of the run."""
-    steps = run.metrics.rows()
-    alerts = [
-        f"step {line['step']:g}: {text}" for at, line in enumerate(steps) for text in drift_alerts(steps[max(0, at + 1 - HISTORY) : at + 1])
-    ]
+    alerts = [f"step {step}: {text}" for step, text in past_alerts(run.metrics.rows())]
     return ". ".join(["mean training reward, and mean audit score, which is not used in training", *alerts])
 
 

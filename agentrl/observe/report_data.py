@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.errors import StoreError
-from agentrl.observe.rundata import Line, as_list, is_finite, read_lines, read_object
+from agentrl.observe.rundata import Line, as_list, is_finite, read_lines, read_object, read_rate
 from agentrl.observe.stats import Rate
 from agentrl.observe.summary import Summary
 from agentrl.observe.tails import MetricsTable, read_new_lines
@@ -18,7 +18,8 @@ Curves = tuple[Curve, ...]
 
 _EPISODE: Mapping[str, type] = {"task_id": str, "split": str, "messages": list}
 _TASK_GROUP: Mapping[str, type] = {"group": int, "task": str, "kind": str, "counted": int}
-_SETBACK: Mapping[str, type] = {"step": int, "action": str, "reasons": list, "groups": list, "episodes": list}
+SETBACK: Mapping[str, type] = {"step": int, "action": str, "reasons": list, "groups": list, "episodes": list}
+"""Required keys of a line in `failures/updates.jsonl`, and their types."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,10 +54,10 @@ def read_run(run_dir: Path) -> RunData:
     return RunData(
         name=run_dir.name,
         recipe=read_object(run_dir / "recipe.json", notes),
-        summary=_read_summary(run_dir, [] if evaluated else notes),
+        summary=read_summary(run_dir, [] if evaluated else notes),
         metrics=metrics,
         episodes=episodes,
-        setbacks=tuple(read_lines(run_dir / "failures" / "updates.jsonl", _SETBACK, notes, inside=run_dir)),
+        setbacks=tuple(read_lines(run_dir / "failures" / "updates.jsonl", SETBACK, notes, inside=run_dir)),
         left_out=tuple(_read_left_out(evaluations)),
         compute=tuple(_read_compute(evaluations)),
         thinking=tuple(_read_thinking(evaluations)),
@@ -106,9 +107,8 @@ def _last(phases: Line) -> str:
 
 def _read_rates(phases: Line) -> Iterator[tuple[str, Rate]]:
     for phase, split, result in _results(phases):
-        value, low, high, count = (result.get(name) for name in ("value", "ci_low", "ci_high", "n"))
-        if phase in ("eval", "sample") and isinstance(count, int) and is_finite(value) and is_finite(low) and is_finite(high):
-            yield split, Rate(value=value, ci_low=low, ci_high=high, n=count)
+        if phase in ("eval", "sample") and (rate := read_rate(result)) is not None:
+            yield split, rate
 
 
 def _results(phases: Line) -> Iterator[tuple[str, str, Line]]:
@@ -124,11 +124,12 @@ def _read_episodes(path: Path, notes: list[str]) -> tuple[Line, ...]:
     return tuple({(line["split"], line["task_id"], str(line.get("step")) if path.stem == "train" else ""): line for line in lines}.values())
 
 
-def _read_summary(run_dir: Path, notes: list[str]) -> Summary | None:
+def read_summary(run_dir: Path, notes: list[str]) -> Summary | None:
+    """Returns the summary of a run. If it cannot be read, returns None and adds the reason to `notes`."""
     try:
         return Summary.read(run_dir)
     except FileNotFoundError:
-        notes.append("The run has no summary yet.")
+        notes.append("the run has no summary yet")
     except StoreError:
         notes.append("summary.json does not validate and is ignored")
     except OSError as error:

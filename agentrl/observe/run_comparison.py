@@ -3,24 +3,28 @@ and their costs."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from agentrl.errors import StoreError, UserError
+from agentrl.observe.report_data import read_summary
 from agentrl.observe.rundata import Line, read_object
 from agentrl.observe.stats import Rate, format_count, format_duration, format_interval, format_optional, format_rate, rate_difference
 from agentrl.observe.summary import Summary
 from agentrl.observe.tails import MetricsTable, read_new_lines
 
-_LEAST_RUNS = 2
 _MAX_RECIPE = 1 << 20
 _MAX_TEXT = 60
 MISSING = "(not set)"
-_RATES = ("heldout_before", "heldout_after", "heldout_real_before", "heldout_real_after")
-_TITLES = {"heldout_before": "held-out, before", "heldout_after": "held-out, after"}
-_TITLES |= {"heldout_real_before": "held-out on real data, before", "heldout_real_after": "held-out on real data, after"}
+_RATES = {  # field of the summary -> title
+    "heldout_before": "held-out, before",
+    "heldout_after": "held-out, after",
+    "heldout_real_before": "held-out on real data, before",
+    "heldout_real_after": "held-out on real data, after",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,10 +80,10 @@ class RunComparison:
 
 def compare_folders(folders: Sequence[Path]) -> RunComparison:
     """Compares run folders. Raises `UserError` if there are fewer than two folders, and `StoreError` if a folder does not exist."""
-    if len(folders) < _LEAST_RUNS:
+    if len(folders) < 2:
         raise UserError("a comparison needs at least two runs", fix="agentrl compare RUN RUN")
     runs = [_read(folder) for folder in folders]
-    rates = [RateRow(name=_TITLES[key], rates=tuple(getattr(run.summary, key, None) for run in runs)) for key in _RATES]
+    rates = [RateRow(name=title, rates=tuple(getattr(run.summary, key, None) for run in runs)) for key, title in _RATES.items()]
     kinds = sorted({kind for run in runs for kind in _kinds(run)})
     return RunComparison(
         names=tuple(run.name for run in runs),
@@ -112,14 +116,7 @@ def _read(folder: Path) -> _Run:
     notes: list[str] = []
     metrics = MetricsTable(folder / "metrics.jsonl")
     read_new_lines(metrics, notes)
-    try:
-        summary = Summary.read(folder)
-    except FileNotFoundError:
-        summary = None
-        notes.append("the run has no summary yet")
-    except (StoreError, OSError):
-        summary = None
-        notes.append("summary.json cannot be read")
+    summary = read_summary(folder, notes)
     recipe = read_object(folder / "recipe.json", notes, most=_MAX_RECIPE)
     return _Run(name=folder.name, recipe=recipe, summary=summary, metrics=metrics, notes=tuple(notes))
 
@@ -161,15 +158,10 @@ def _costs(runs: Sequence[_Run]) -> Iterator[tuple[str, tuple[float | None, ...]
     yield "episodes", tuple(float(run.summary.episodes) if run.summary else None for run in runs)
     yield "tokens trained", tuple(sum(run.series("tokens_trained")) or None for run in runs)
     yield "wall time", tuple((sum(run.summary.wall_s.values()) or None) if run.summary else None for run in runs)
-    yield "median step", tuple(_median(run.series("step_s")) for run in runs)
+    yield "median step", tuple(statistics.median(times) if (times := run.series("step_s")) else None for run in runs)
     rewards = [run.series("reward_mean") for run in runs]
     yield "last reward", tuple(values[-1] if values else None for values in rewards)
     yield "best reward", tuple(max(values, default=None) for values in rewards)
-
-
-def _median(values: Sequence[float]) -> float | None:
-    ordered = sorted(values)
-    return ordered[len(ordered) // 2] if ordered else None
 
 
 def _row_data(row: RateRow) -> dict[str, Any]:

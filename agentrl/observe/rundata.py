@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from agentrl.base.untrusted_files import open_file, read_bytes
+from agentrl.observe.stats import Rate
 
 Line = dict[str, Any]
 _MAX_DIGITS = 18  # maximum number of digits in an integer; longer integers become floats
@@ -93,6 +94,12 @@ def as_mapping(value: Any) -> Line:
 def as_list(value: Any) -> list[Any]:
     """Returns the value if it is a list, otherwise an empty list."""
     return value if isinstance(value, list) else []
+
+
+def read_rate(value: Any) -> Rate | None:
+    """Returns the rate in a JSON object; None if a field is missing or is not a finite number."""
+    fields = {name: as_mapping(value).get(name) for name in ("value", "ci_low", "ci_high", "n")}
+    return Rate(**fields) if all(map(is_finite, fields.values())) else None
 
 
 def read_object(path: Path, notes: list[str], *, most: int = _MAX_BYTES, inside: Path | None = None) -> Line:

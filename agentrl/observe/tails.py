@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import os
 import statistics
+from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -28,20 +29,27 @@ _TIMED_STEPS = 10  # number of newest steps from which the remaining time is est
 _MAX_LEFT_S = 1e9  # bound on the remaining time, because a third party's run may contain any number
 
 
-class JsonTail:
-    """Calls `on_line` once for each complete line of a file if the line is a JSON object.
+class JsonTail(ABC):
+    """Passes each complete line of a file that is a JSON object to `_add`, once.
 
-    If the file was replaced or truncated, calls `on_restart` and reads the file from its start.
+    If the file was replaced or truncated, calls `_clear` and reads the file from its start.
     """
 
-    def __init__(self, path: Path, on_line: Callable[[dict[str, Any]], None], on_restart: Callable[[], None]) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self.bad_lines = 0
-        self._on_line, self._on_restart = on_line, on_restart
-        self._file: tuple[int, int] | None = None
-        self._offset = 0
-        self._rest = b""
-        self._skipping = False
+        self._restart(None)
+
+    @property
+    def notes(self) -> list[str]:
+        """Messages about what could not be read."""
+        bad = self._bad_lines
+        return [f"{self.path.name}: {bad} unreadable {'line' if bad == 1 else 'lines'} ignored"] if bad else []
+
+    @abstractmethod
+    def _add(self, line: Mapping[str, Any]) -> None: ...
+
+    @abstractmethod
+    def _clear(self) -> None: ...
 
     def refresh(self) -> bool:
         """Reads the lines that were added.
@@ -68,8 +76,8 @@ class JsonTail:
             return had
 
     def _restart(self, file: tuple[int, int] | None) -> None:
-        self._file, self._offset, self._rest, self._skipping, self.bad_lines = file, 0, b"", False, 0
-        self._on_restart()
+        self._file, self._offset, self._rest, self._skipping, self._bad_lines = file, 0, b"", False, 0
+        self._clear()
 
     def _take(self, piece: bytes) -> None:
         *lines, self._rest = (self._rest + piece).split(b"\n")
@@ -77,42 +85,26 @@ class JsonTail:
             if self._skipping:
                 self._skipping = False
             elif len(line) > MAX_LINE:
-                self.bad_lines += 1
+                self._bad_lines += 1
             elif line.strip():
                 data = parse_object(line.decode("utf-8", "replace"))
                 if data is None:
-                    self.bad_lines += 1
+                    self._bad_lines += 1
                 else:
-                    self._on_line(data)
+                    self._add(data)
         if len(self._rest) > MAX_LINE:
-            self.bad_lines += not self._skipping
+            self._bad_lines += not self._skipping
             self._rest, self._skipping = b"", True
 
 
-def _bad_lines(tail: JsonTail) -> list[str]:
-    bad = tail.bad_lines
-    return [f"{tail.path.name}: {bad} unreadable {'line' if bad == 1 else 'lines'} ignored"] if bad else []
-
-
-class MetricsTable:
+class MetricsTable(JsonTail):
     """The metrics of a run's steps, as columns of numbers. If a resumed run repeated a step, the newest values are used."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._tail = JsonTail(path, self._add, self._clear)
-        self._sorted: list[int] = []
-        self._clear()
-
-    def refresh(self) -> bool:
-        """Reads new lines. Returns whether there were any. Raises `OSError` and `ValueError`."""
-        return self._tail.refresh()
 
     @property
     def notes(self) -> list[str]:
         """Messages about what could not be read."""
-        return _bad_lines(self._tail) + (
-            [f"metrics.jsonl has more than {MAX_ROWS:,} steps or {MAX_CELLS:,} numbers; the later ones are not shown"] if self._full else []
-        )
+        limits = f"{MAX_ROWS:,} steps or {MAX_CELLS:,} numbers"
+        return super().notes + ([f"metrics.jsonl has more than {limits}; the later ones are not shown"] if self._full else [])
 
     @property
     def steps(self) -> list[int]:
@@ -171,7 +163,7 @@ class MetricsTable:
 
     def _clear(self) -> None:
         self._rows: dict[int, int] = {}
-        self._sorted = []
+        self._sorted: list[int] = []
         self._columns: dict[str, array[float]] = {}
         self._full = False
 
@@ -206,24 +198,10 @@ def _at(column: array[float], row: int) -> float:
     return column[row] if row < len(column) else math.nan
 
 
-class TaskTable:
-    """The task, kind and mean score of each group, from `tasks.jsonl`. Names are stored once."""
+class TaskTable(JsonTail):
+    """The kind and mean score of each group, from `tasks.jsonl`. The name of a kind is stored once."""
 
     MAX_GROUPS = 500_000
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._tail = JsonTail(path, self._add, self._clear)
-        self._clear()
-
-    def refresh(self) -> bool:
-        """Reads new lines. Returns whether there were any. Raises `OSError` and `ValueError`."""
-        return self._tail.refresh()
-
-    @property
-    def notes(self) -> list[str]:
-        """Messages about what could not be read."""
-        return _bad_lines(self._tail)
 
     def kind(self, group: int) -> str:
         """Returns the kind of a group's task; empty if the kind is unknown."""
@@ -254,7 +232,7 @@ class TaskTable:
         self._means.append(mean if _is_shown(mean) else math.nan)
 
 
-def read_new_lines(table: MetricsTable | TaskTable, notes: list[str]) -> None:
+def read_new_lines(table: JsonTail, notes: list[str]) -> None:
     """Reads the lines that were added to a table's file. Adds a note to `notes` if the file cannot be read."""
     try:
         table.refresh()

@@ -7,14 +7,14 @@ import os
 import re
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 from agentrl.observe.run_folders import changed_at, check_runs_folder, find_runs, held_locks, is_run, last_step, run_state
-from agentrl.observe.rundata import as_list, as_mapping, is_finite, read_object
+from agentrl.observe.rundata import as_list, as_mapping, is_finite, read_object, read_rate
 from agentrl.observe.summary import SUMMARY_FILE
 from agentrl.view.source import RunSource
 
@@ -159,6 +159,5 @@ def _text(value: Any) -> str:
 
 
 def _rate(value: Any) -> dict[str, float] | None:
-    fields = {name: as_mapping(value).get(name) for name in ("value", "ci_low", "ci_high", "n")}
-    numbers = {name: float(number) for name, number in fields.items() if is_finite(number)}
-    return numbers if len(numbers) == len(fields) else None
+    rate = read_rate(value)
+    return None if rate is None else asdict(rate)

@@ -8,15 +8,15 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
-from typing import Any, TypeGuard
+from typing import Any
 
 from agentrl.errors import StoreError
 from agentrl.observe.charts import MAX_POINTS, metric_charts, reward_chart
-from agentrl.observe.drift import HISTORY, drift_alerts, limit_alerts
+from agentrl.observe.drift import HISTORY, past_alerts
+from agentrl.observe.report_data import SETBACK
 from agentrl.observe.run_comparison import compare_folders
 from agentrl.observe.run_folders import run_state
-from agentrl.observe.rundata import Line, as_list, as_mapping, is_finite, iter_lines, read_object
-from agentrl.observe.stats import Rate
+from agentrl.observe.rundata import Line, as_list, as_mapping, is_finite, iter_lines, read_object, read_rate
 from agentrl.observe.summary import SUMMARY_FILE, read_sessions
 from agentrl.observe.timeline import PREFIX, time_by_state
 from agentrl.view.gate_data import verdict_rows
@@ -28,7 +28,6 @@ _MAX_FILE = 2 << 20  # parsed JSON may need twenty times the size of its text in
 _MAX_SETBACKS = 64 << 20
 _SETBACKS = 50
 _MAX_ENTRIES = 200  # maximum number of entries in a table in summary.json
-_SETBACK: Mapping[str, type] = {"step": int, "action": str, "reasons": list, "groups": list, "episodes": list}
 
 
 def run_data(source: RunSource) -> dict[str, Any]:
@@ -88,28 +87,17 @@ def reward_drops(points: Sequence[tuple[int, float]]) -> list[dict[str, float]]:
 
 
 def _reward_chart(source: RunSource, summary: Line) -> dict[str, Any] | None:
-    rates = {key: [_rate(summary.get(f"{key}_{phase}")) for phase in ("before", "after")] for key in ("heldout", "heldout_real")}
+    rates = {key: [read_rate(summary.get(f"{key}_{phase}")) for phase in ("before", "after")] for key in ("heldout", "heldout_real")}
     chart = reward_chart(source.metrics, rates)
     return None if chart is None else chart.to_data()
 
 
-def _rate(value: Any) -> Rate | None:
-    return Rate(**{name: value[name] for name in ("value", "ci_low", "ci_high", "n")}) if _is_rate(value) else None
-
-
 def _alerts(source: RunSource) -> list[dict[str, Any]]:
     """Returns the drift and limit alerts for the newest steps, the newest first."""
-    numbers = source.metrics.steps
     recipe, _ = source.recipe()
-    first = max(0, len(numbers) - _ALERTED)
-    rows = source.metrics.rows(numbers[max(0, first - HISTORY) :])
-    alerts = []
-    for position in range(first, len(numbers)):
-        at = position - max(0, first - HISTORY)
-        window = rows[max(0, at + 1 - HISTORY) : at + 1]
-        texts = drift_alerts(window) + (limit_alerts(window, recipe.learner.limits) if recipe is not None else [])
-        alerts += [{"step": numbers[position], "text": text} for text in texts]
-    return alerts[::-1]
+    rows = source.metrics.rows(source.metrics.steps[-(_ALERTED + HISTORY) :])
+    alerts = past_alerts(rows, newest=_ALERTED, limits=() if recipe is None else recipe.learner.limits)
+    return [{"step": step, "text": text} for step, text in alerts][::-1]
 
 
 def _parts(source: RunSource) -> list[dict[str, Any]]:
@@ -137,14 +125,14 @@ def _recipe_facts(recipe: Line) -> dict[str, str]:
 
 def _summary_facts(summary: Line) -> Line:
     """Returns the figures of summary.json, without strings that may be long."""
-    facts: Line = {key: value for key, value in summary.items() if is_finite(value) or isinstance(value, bool) or _is_rate(value)}
+    facts: Line = {key: value for key, value in summary.items() if is_finite(value) or isinstance(value, bool) or read_rate(value)}
     for key in ("failures", "left_out_reasons", "tokens", "versions", "judges"):
         if isinstance(summary.get(key), dict):
             facts[key] = dict(list(summary[key].items())[:_MAX_ENTRIES])
     if times := {name: value for name, value in _entries(summary.get("wall_s")) if is_finite(value)}:
         facts["wall_s"] = times
     facts["by_kind"] = {
-        phase: {kind: rate for kind, rate in _entries(kinds) if _is_rate(rate)} for phase, kinds in _entries(summary.get("by_kind"))
+        phase: {kind: rate for kind, rate in _entries(kinds) if read_rate(rate)} for phase, kinds in _entries(summary.get("by_kind"))
     }
     return facts | {"problems": [str(problem)[:500] for problem in as_list(summary.get("problems"))[:20]]}
 
@@ -153,14 +141,10 @@ def _entries(value: Any) -> list[tuple[str, Any]]:
     return list(as_mapping(value).items())[:_MAX_ENTRIES]
 
 
-def _is_rate(value: Any) -> TypeGuard[Line]:
-    return isinstance(value, dict) and all(is_finite(value.get(name)) for name in ("value", "ci_low", "ci_high", "n"))
-
-
 def _setbacks(source: RunSource, notes: list[str]) -> list[Line]:
     """Returns the newest skipped updates and untrained groups, with the reasons."""
     path = source.path / "failures" / "updates.jsonl"
-    lines = deque(iter_lines(path, _SETBACK, notes, most=_MAX_SETBACKS, inside=source.path), maxlen=_SETBACKS)
+    lines = deque(iter_lines(path, SETBACK, notes, most=_MAX_SETBACKS, inside=source.path), maxlen=_SETBACKS)
     names = ("step", "what", "action")
     return [
         {name: line.get(name) for name in names if isinstance(line.get(name), int | str)}

@@ -43,6 +43,7 @@ def test_runs_are_compared_by_settings_rates_kinds_and_cost(tmp_path: Path) -> N
     assert held_out.difference == (0.5, low, high)
     assert [row.name for row in compared.kinds] == ["count", "join"] and compared.kinds[0].difference is None
     assert dict(compared.costs)["tokens trained"] == (200.0, 200.0) and dict(compared.costs)["best reward"] == (0.3, 0.3)
+    assert dict(compared.costs)["median step"] == (3.0, 3.0), "the mean of the two middle values, 2 s and 4 s"
     text = compared.render()
     assert "learner.lr" in text and "+50.0" in text and "25.0% [" in text and text.splitlines()[0].split()[:2] == ["first", "second"]
 
