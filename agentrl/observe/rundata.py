@@ -98,7 +98,7 @@ def as_list(value: Any) -> list[Any]:
 
 def read_rate(value: Any) -> Rate | None:
     """Returns the rate in a JSON object; None if a field is missing or is not a finite number."""
-    fields = {name: as_mapping(value).get(name) for name in ("value", "ci_low", "ci_high", "n")}
+    fields: Line = {name: as_mapping(value).get(name) for name in ("value", "ci_low", "ci_high", "n")}
     return Rate(**fields) if all(map(is_finite, fields.values())) else None
 
 

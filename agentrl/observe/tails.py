@@ -100,6 +100,8 @@ class JsonTail(ABC):
 class MetricsTable(JsonTail):
     """The metrics of a run's steps, as columns of numbers. If a resumed run repeated a step, the newest values are used."""
 
+    _sorted: list[int]
+
     @property
     def notes(self) -> list[str]:
         """Messages about what could not be read."""
@@ -163,7 +165,7 @@ class MetricsTable(JsonTail):
 
     def _clear(self) -> None:
         self._rows: dict[int, int] = {}
-        self._sorted: list[int] = []
+        self._sorted = []
         self._columns: dict[str, array[float]] = {}
         self._full = False
 

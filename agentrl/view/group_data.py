@@ -26,26 +26,9 @@ _CACHED = 4096
 Data = dict[str, Any]
 
 
-class _Cache:
-    """Caches the table rows for the groups of all runs. The key contains the ledger entry, so that a changed entry is not served from the
-    cache."""
-
-    def __init__(self) -> None:
-        self._lines: OrderedDict[tuple[Path, LedgerEntry], Data] = OrderedDict()
-        self._lock = Lock()
-
-    def get(self, key: tuple[Path, LedgerEntry]) -> Data | None:
-        with self._lock:
-            return self._lines.get(key)
-
-    def put(self, key: tuple[Path, LedgerEntry], line: Data) -> None:
-        with self._lock:
-            self._lines[key] = line
-            while len(self._lines) > _CACHED:
-                self._lines.popitem(last=False)
-
-
-_cache = _Cache()
+# Cached table rows for the groups of all runs. The key contains the ledger entry, so the row of a changed entry is computed again.
+_rows: OrderedDict[tuple[Path, LedgerEntry], Data] = OrderedDict()
+_rows_lock = Lock()
 
 
 def step_data(source: RunSource, step: int, *, offset: int = 0) -> Data:
@@ -151,23 +134,25 @@ def question_of(source: RunSource, group: Group) -> str:
 def group_line(source: RunSource, entry: LedgerEntry) -> Data:
     """Returns a group as a row of a table. For a group that cannot be read, the row contains a `problem`."""
     key = (source.path, entry)
-    if (known := _cache.get(key)) is not None:
-        return known
+    with _rows_lock:
+        if (known := _rows.get(key)) is not None:
+            return known
     try:
         group = source.group(entry.index)
     except (StoreError, Missing) as error:
         return {**_entry_data(source, entry), "problem": str(error)[:400], "scores": [], "advantages": [], "attempts_text": []}
     line = _line(source, entry, group, train_group(source, entry, group))
-    _cache.put(key, line)
+    with _rows_lock:
+        _rows[key] = line
+        while len(_rows) > _CACHED:
+            _rows.popitem(last=False)
     return line
 
 
 def _line(source: RunSource, entry: LedgerEntry, group: Group, training: GroupTraining) -> Data:
     scores = [_score(scored, group.pass_threshold) for scored in group.episodes]
     counted = [scored.score.value for scored in group.scored if scored.score.value is not None]
-    reason = "" if entry.use is None else entry.use.reason
-    if entry.use is None:
-        reason = training.reason
+    reason = training.reason if entry.use is None else entry.use.reason
     return {
         **_entry_data(source, entry),
         "problem": None,

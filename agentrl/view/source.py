@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from dataclasses import dataclass
 from pathlib import Path
 from threading import RLock
 from typing import ClassVar
@@ -32,12 +31,6 @@ class Missing(UserError):
     """A run, group, episode or turn does not exist, or was removed."""
 
 
-@dataclass(frozen=True, slots=True)
-class _OpenStore:
-    reader: StoreReader
-    file: tuple[int, int]
-
-
 class RunSource:
     """The content of one run folder. Hold `lock` while you use it, because several threads read it."""
 
@@ -50,7 +43,7 @@ class RunSource:
         self.lock = RLock()
         self.metrics = MetricsTable(path / "metrics.jsonl")
         self.tasks = TaskTable(path / "tasks.jsonl")
-        self._store: _OpenStore | None = None
+        self._store: tuple[StoreReader, tuple[int, int]] | None = None  # reader, device and inode of the file
         self._index: EpisodeIndex | None = None
         self._recipe: tuple[object, Line, Recipe | None, str] | None = None
 
@@ -84,11 +77,10 @@ class RunSource:
         except OSError:
             self.close()
             raise StoreError(f"{self.name} has no stored groups yet: experience.sqlite does not exist") from None
-        if self._store is not None and self._store.file == file:
-            return self._store.reader
-        self.close()
-        self._store = _OpenStore(StoreReader(path), file)
-        return self._store.reader
+        if self._store is None or self._store[1] != file:
+            self.close()
+            self._store = StoreReader(path), file
+        return self._store[0]
 
     def index(self) -> EpisodeIndex:
         """Returns the index of episodes, which is opened on first use. Raises `StoreError`, and `UserError` if the run has no index."""
@@ -139,7 +131,7 @@ class RunSource:
     def close(self) -> None:
         """Closes the store and its index."""
         if self._store is not None:
-            self._store.reader.close()
+            self._store[0].close()
             self._store = None
         if self._index is not None:
             self._index.close()

@@ -7,7 +7,7 @@ Every line is cropped to the width of the terminal.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -15,10 +15,9 @@ from rich.cells import cell_len, chop_cells
 from rich.text import Text
 
 from agentrl.base.user_code import one_line, printable
-from agentrl.observe.stats import format_count, format_duration
+from agentrl.observe.stats import Format, format_count, format_duration
 from agentrl.observe.terminal import level, sparkline
 
-Format = Callable[[float], str]
 MAX_LINES = 20_000
 """Maximum number of lines in a transcript. A note replaces the remaining lines."""
 MAX_CHARS = 100_000
@@ -64,7 +63,7 @@ class RunFrame:
     """The content of the frame for one run."""
 
     name: str
-    state: str  # running, finished, interrupted, failed or killed
+    state: str  # new, running, finished, interrupted, failed, killed or removed
     stage: str = ""
     step: int = 0
     steps: int | None = None  # None means until the run is stopped
