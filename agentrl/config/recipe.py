@@ -58,7 +58,6 @@ __all__ = [
     "ServingConfig",
     "TasksConfig",
     "ToolConfig",
-    "apply_overrides",
     "build",
     "load",
 ]
@@ -141,8 +140,9 @@ class Recipe(Section):
         checks = (
             self._combinations,
             self._resources,
-            self._parts_are_started,
-            self._every_key_acts,
+            self._weight_store,
+            lambda: resource_errors(self.cluster.resources, list(self.part_counts), ranks=self.learner.ranks),
+            lambda: section.keys_without_effect(self),
             self._equal_scores_teach_nothing,
             self._one_restart_policy,
             self._sandboxes_suffice,
@@ -212,10 +212,6 @@ class Recipe(Section):
         if self.learner.minibatches > self.rollout.groups_per_step:
             yield "learner.minibatches must not exceed rollout.groups_per_step"
 
-    def _parts_are_started(self) -> Iterator[str]:
-        yield from self._weight_store()
-        yield from resource_errors(self.cluster.resources, list(self.part_counts), ranks=self.learner.ranks)
-
     def _weight_store(self) -> Iterator[str]:
         transfer = self.serving.weight_transfer
         if not transfer.options or transfer.ref not in parts.CHANNEL.with_options:
@@ -241,9 +237,6 @@ class Recipe(Section):
             )
         if "keep_steps" in options and self.tasks.weighting:
             yield "tasks.weighting needs all episodes after a resume: remove store.options.keep_steps, or set weighting to false"
-
-    def _every_key_acts(self) -> Iterator[str]:
-        yield from section.keys_without_effect(self)
 
     def _equal_scores_teach_nothing(self) -> Iterator[str]:
         objective = self.objective
@@ -382,11 +375,6 @@ class Recipe(Section):
             yield "objective.advantage=gae and critic go together: write critic=CriticConfig(), or choose a different advantage"
         if self.critic is not None and self.critic.minibatches * self.learner.minibatches > self.rollout.groups_per_step:
             yield "critic.minibatches times learner.minibatches must not exceed rollout.groups_per_step"
-
-
-def apply_overrides(recipe: Recipe, overrides: list[str]) -> Recipe:
-    """Returns the recipe with the overrides (`a.b=value`) from the command line applied, as `recipe.but(*overrides)` does."""
-    return recipe.but(*overrides)
 
 
 def build(data: Mapping[str, Any]) -> Recipe:

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from agentrl.base.error_text import validation_text
 from agentrl.cli.project import init_project
 from agentrl.cli.running import load_recipe
-from agentrl.config import CriticConfig, LearnerConfig, PolicyConfig, Recipe, TasksConfig, apply_overrides
+from agentrl.config import CriticConfig, LearnerConfig, PolicyConfig, Recipe, TasksConfig
 from agentrl.errors import RecipeError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -111,7 +111,7 @@ def test_an_unknown_key_is_never_accepted(key: str, value: int) -> None:
 def test_but_and_the_command_line_give_the_same_recipe(changes: dict[str, Any]) -> None:
     """A mapping, overrides in text, successive changes, and the saved file all give the same recipe."""
     derived = BASE.but(changes)
-    assert derived == apply_overrides(BASE, [f"{key}={json.dumps(value)}" for key, value in changes.items()])
+    assert derived == BASE.but(*(f"{key}={json.dumps(value)}" for key, value in changes.items()))
     sequential = BASE
     for key, value in changes.items():
         sequential = sequential.but({key: value})

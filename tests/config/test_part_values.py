@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from agentrl.base.error_text import validation_text
-from agentrl.config import ObjectiveConfig, Part, PolicyConfig, Recipe, SandboxConfig, TasksConfig, apply_overrides, load
+from agentrl.config import ObjectiveConfig, Part, PolicyConfig, Recipe, SandboxConfig, TasksConfig, load
 from agentrl.errors import RecipeError
 from agentrl.session.folder import check_resumed_recipe, merge_overrides
 
@@ -58,7 +58,7 @@ def test_a_recipe_with_options_survives_recipe_json_and_overrides(trackers: list
 def test_overrides_of_a_part_and_its_options_work_in_any_order() -> None:
     overrides = ["objective.loss=mine:loss", "objective.loss.options.beta=2", "objective.loss.options.a.b=[1]"]
     for order in itertools.permutations(overrides):
-        assert apply_overrides(BASE, list(order)).objective.loss == Part("mine:loss", options={"beta": 2, "a.b": [1]})
+        assert BASE.but(*order).objective.loss == Part("mine:loss", options={"beta": 2, "a.b": [1]})
     assert ObjectiveConfig().but("loss.options.beta=2", "loss=mine:loss") == OWN.objective
     assert BASE.but({"objective": {"loss": Part("mine:loss")}, "objective.loss.options.beta": 2}) == OWN
     assert OWN.but("objective.loss.options.beta=3", "objective.loss.options.c=x").objective.loss.options == {"beta": 3, "c": "x"}

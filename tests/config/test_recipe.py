@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.config import CriticConfig, LoraConfig, PolicyConfig, Recipe, TasksConfig, apply_overrides, load
+from agentrl.config import CriticConfig, LoraConfig, PolicyConfig, Recipe, TasksConfig, load
 from agentrl.config.section import Needs, Section, key_docs, named_section_of, section_of
 from agentrl.errors import RecipeError
 
@@ -14,7 +14,7 @@ BASE = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family
 
 
 def test_overrides_are_applied_and_typed() -> None:
-    changed = apply_overrides(BASE, ["learner.lr=1e-4", "steps=3", "policy.model=a/b", 'tasks.family.options={"size": 4}'])
+    changed = BASE.but("learner.lr=1e-4", "steps=3", "policy.model=a/b", 'tasks.family.options={"size": 4}')
     assert (changed.learner.lr, changed.steps, changed.policy.model, changed.tasks.family.options) == (1e-4, 3, "a/b", {"size": 4})
     assert BASE.steps == 16
 
@@ -46,29 +46,29 @@ def test_overrides_are_applied_and_typed() -> None:
 )
 def test_the_error_for_a_wrong_override_names_the_key_and_valid_values(override: str, texts: list[str]) -> None:
     with pytest.raises(RecipeError) as error:
-        apply_overrides(BASE, [override])
+        BASE.but(override)
     for text in texts:
         assert text in str(error.value)
 
 
 def test_an_override_enables_an_optional_section() -> None:
-    recipe = apply_overrides(BASE, ["objective.advantage=gae", "critic.lr=0.5"])
+    recipe = BASE.but("objective.advantage=gae", "critic.lr=0.5")
     assert recipe.critic == CriticConfig(lr=0.5)
     with pytest.raises(RecipeError, match=r"critic\.rate: unknown key; known here: epochs, gamma, lam, lr"):
-        apply_overrides(BASE, ["critic.rate=1"])
+        BASE.but("critic.rate=1")
     with pytest.raises(RecipeError, match=r"critic\.rate: unknown key; known here: epochs, gamma, lam, lr"):
-        apply_overrides(BASE, ["objective.advantage=gae", 'critic={"rate": 1}'])
+        BASE.but("objective.advantage=gae", 'critic={"rate": 1}')
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float64", "int8", 32])
 def test_an_unsupported_dtype_raises(dtype: object) -> None:
     with pytest.raises(RecipeError, match=r"policy\.dtype: Input should be 'float32' or 'bfloat16'"):
-        apply_overrides(BASE, [f"policy.dtype={dtype}"])
+        BASE.but(f"policy.dtype={dtype}")
 
 
 def test_rewritten_contexts_and_compaction_exclude_each_other() -> None:
     with pytest.raises(RecipeError, match="for agents with one context at a time"):
-        apply_overrides(BASE, ["policy.rewritten_context=restart", "rollout.compaction=0.5"])
+        BASE.but("policy.rewritten_context=restart", "rollout.compaction=0.5")
 
 
 def test_incompatible_learner_settings_raise() -> None:
@@ -81,15 +81,15 @@ def test_incompatible_learner_settings_raise() -> None:
         (["learner.ranks=2", "learner.sequence_parallel=2", "learner.max_tokens_per_microbatch=1023"], "split over the ranks of a team"),
     ):
         with pytest.raises(RecipeError, match=message):
-            apply_overrides(BASE, overrides)
-    recipe = apply_overrides(BASE, ["learner.ranks=4", "learner.sequence_parallel=2", "learner.max_tokens_per_microbatch=1024"])
+            BASE.but(*overrides)
+    recipe = BASE.but("learner.ranks=4", "learner.sequence_parallel=2", "learner.max_tokens_per_microbatch=1024")
     assert recipe.policy.max_model_len == 2048
-    assert apply_overrides(BASE, ["learner.lora={}"]).learner.lora == LoraConfig()
+    assert BASE.but("learner.lora={}").learner.lora == LoraConfig()
 
 
 def test_nccl_transfer_without_gpus_raises() -> None:
     with pytest.raises(RecipeError, match="nccl copies from GPU to GPU"):
-        apply_overrides(BASE, ["serving.weight_transfer=nccl", "device=cpu"])
+        BASE.but("serving.weight_transfer=nccl", "device=cpu")
 
 
 def test_a_saved_recipe_is_read_back_equal(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_every_impossible_combination_raises_an_error() -> None:
     messages = set()
     for row in rows:
         with pytest.raises(RecipeError) as error:
-            apply_overrides(BASE, row.split())
+            BASE.but(*row.split())
         messages.add(str(error.value))
     assert len(messages) == len(rows), "two lines raise the same error"
     undocumented = [need.what for need in needs if not any(need.what in message for message in messages)]

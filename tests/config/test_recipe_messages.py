@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from agentrl.config import Limit, PolicyConfig, Recipe, TasksConfig, apply_overrides
+from agentrl.config import Limit, PolicyConfig, Recipe, TasksConfig
 from agentrl.config.section import resumable_keys
 from agentrl.errors import RecipeError
 from agentrl.records.sampling import Sampling
@@ -19,15 +19,15 @@ BASE = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family
 def test_the_error_for_a_number_that_is_not_finite_names_the_key(key: str, value: str) -> None:
     """`recipe.json` would store it as null, and the learner would fail when it reads that."""
     with pytest.raises(RecipeError, match=rf"{key}: Input should be a finite number \(got "):
-        apply_overrides(BASE, ["objective.advantage=gae", "critic={}", f"{key}={value}"])
+        BASE.but("objective.advantage=gae", "critic={}", f"{key}={value}")
 
 
 def test_the_error_for_incompatible_keys_does_not_repeat_their_section() -> None:
     with pytest.raises(RecipeError) as error:
-        apply_overrides(BASE, ["objective.kl=k3"])
+        BASE.but("objective.kl=k3")
     assert str(error.value).startswith("objective: kl and kl_coef go together") and "got" not in str(error.value)
     with pytest.raises(RecipeError, match=r"learner\.lr: Input should be greater than 0 \(got -1\)"):
-        apply_overrides(BASE, ["learner.lr=-1"])
+        BASE.but("learner.lr=-1")
 
 
 LIST_ERRORS = {
@@ -46,7 +46,7 @@ LIST_ERRORS = {
 @pytest.mark.parametrize("override", LIST_ERRORS)
 def test_an_error_in_a_list_of_sections_has_its_index(override: str) -> None:
     with pytest.raises(RecipeError, match=re.escape(LIST_ERRORS[override])):
-        apply_overrides(BASE, [f"learner.limits{override}"])
+        BASE.but(f"learner.limits{override}")
 
 
 def test_a_list_of_sections_is_one_key() -> None:
@@ -68,10 +68,10 @@ def test_a_list_of_sections_is_one_key() -> None:
 def test_text_with_half_a_surrogate_pair_raises_an_error_that_names_the_key(override: str, key: str) -> None:
     """Otherwise writing recipe.json would fail when the run starts."""
     with pytest.raises(RecipeError) as error:
-        apply_overrides(BASE, [override])
+        BASE.but(override)
     assert str(error.value).startswith(f"{key}: it contains half of a surrogate pair")
     str(error.value).encode()
-    assert apply_overrides(BASE, ["policy.model=a\N{GRINNING FACE}"]).policy.model == "a\N{GRINNING FACE}", "a full pair is a character"
+    assert BASE.but("policy.model=a\N{GRINNING FACE}").policy.model == "a\N{GRINNING FACE}", "a full pair is a character"
 
 
 @pytest.mark.parametrize(
@@ -94,16 +94,16 @@ def test_text_with_half_a_surrogate_pair_raises_an_error_that_names_the_key(over
 )
 def test_the_error_for_unusable_sampling_settings_suggests_a_fix(overrides: list[str], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
-        apply_overrides(BASE, overrides)
+        BASE.but(*overrides)
 
 
 def test_none_disables_truncation_and_only_training_records_supports() -> None:
     settings = ["top_k=20", "top_p=0.9", "min_p=0.05", "temperature=0.7"]
-    recipe = apply_overrides(BASE, [f"{section}.sampling.{setting}" for section in ("rollout", "evaluation") for setting in settings])
+    recipe = BASE.but(*(f"{section}.sampling.{setting}" for section in ("rollout", "evaluation") for setting in settings))
     assert recipe.rollout.sampling == recipe.evaluation.sampling
     assert recipe.rollout.distribution == Sampling(temperature=0.7, top_k=20, top_p=0.9, min_p=0.05, supports=True)
     assert recipe.evaluation.distribution == Sampling(temperature=0.7, top_k=20, top_p=0.9, min_p=0.05)
-    off = apply_overrides(recipe, [f"rollout.sampling.{key}=None" for key in ("top_k", "top_p", "min_p")])
+    off = recipe.but(*(f"rollout.sampling.{key}=None" for key in ("top_k", "top_p", "min_p")))
     assert off.rollout.distribution == Sampling(temperature=0.7)
-    only = apply_overrides(BASE, ["evaluation.sampling.top_p=0.9"]).evaluation
+    only = BASE.but("evaluation.sampling.top_p=0.9").evaluation
     assert only.distribution == Sampling(top_p=0.9), "an evaluation trains nothing"

@@ -11,7 +11,7 @@ import pytest
 
 from agentrl.base.files import read_json_lines
 from agentrl.cli.train import render_result
-from agentrl.config import PolicyConfig, Recipe, TasksConfig, apply_overrides
+from agentrl.config import PolicyConfig, Recipe, TasksConfig
 from agentrl.errors import UserError
 from agentrl.experience import GroupOrder
 from agentrl.observe.sections import learning_tables
@@ -140,7 +140,7 @@ async def test_a_repeated_task_counts_once_and_groups_without_a_preference_do_no
 )
 async def test_sampling_ignores_how_the_recipe_orders_groups(overrides: list[str], tmp_path: Path) -> None:
     """All groups belong to one step for any recipe, so each has the next task."""
-    recipe = apply_overrides(make_recipe().but("steps=16", "rollout.groups_per_step=8"), overrides)
+    recipe = make_recipe().but("steps=16", "rollout.groups_per_step=8").but(*overrides)
     policy = Journaled(tmp_path / "journal", script=submits)
     order = GroupOrder.single_block(recipe.rollout)
     async with opened(tmp_path, policy, ScriptedSandboxes(printing("3")), recipe, Family(), order=order) as run:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.base.run_lock import DRIVER
-from agentrl.config import PolicyConfig, Recipe, TasksConfig, apply_overrides
+from agentrl.config import PolicyConfig, Recipe, TasksConfig
 from agentrl.config.section import Section, named_section_of, resumable_keys, section_of
 from agentrl.errors import RecipeError, UserError
 from agentrl.observe import Summary
@@ -39,7 +39,7 @@ def folder_for(runs: Path, *, resume: bool = False, requested: Path | None = Non
 
 def hold_run(folder: Path, overrides: Sequence[str] = (), recipe: Recipe = RECIPE) -> RunStart:
     start = RunStart(recipe=Path("recipes/mine.py"), folder=folder, overrides=tuple(overrides))
-    write_start(folder, apply_overrides(recipe, list(overrides)), start)
+    write_start(folder, recipe.but(*overrides), start)
     return start
 
 
@@ -94,11 +94,11 @@ def test_resume_needs_a_run_and_creates_no_folder(tmp_path: Path) -> None:
 def test_a_resumed_run_repeats_its_overrides_and_reports_changes(tmp_path: Path) -> None:
     hold_run(tmp_path, ["steps=24", "learner.lr=1e-3", "critic={}", "objective.advantage=gae"])
     before = recorded_overrides(tmp_path)
-    assert check_resumed_recipe(tmp_path, apply_overrides(RECIPE, list(before))) == []
+    assert check_resumed_recipe(tmp_path, RECIPE.but(*before)) == []
     longer = merge_overrides(before, ["steps=30", "learner.ranks=2"])
-    assert check_resumed_recipe(tmp_path, apply_overrides(RECIPE, list(longer))) == ["steps 24 -> 30", "learner.ranks 1 -> 2"]
+    assert check_resumed_recipe(tmp_path, RECIPE.but(*longer)) == ["steps 24 -> 30", "learner.ranks 1 -> 2"]
     with pytest.raises(RecipeError, match=r"differs from the run's: learner\.lr 0\.001 -> 0\.002") as error:
-        check_resumed_recipe(tmp_path, apply_overrides(RECIPE, list(merge_overrides(before, ["learner.lr=2e-3"]))))
+        check_resumed_recipe(tmp_path, RECIPE.but(*merge_overrides(before, ["learner.lr=2e-3"])))
     assert "steps" in error.value.fix and "docs/" not in str(error.value)
 
 
@@ -141,8 +141,8 @@ OVERRIDES = st.lists(KEYS.flatmap(lambda key: st.sampled_from([f"{key}={value}" 
 @given(OVERRIDES, OVERRIDES)
 def test_merged_overrides_equal_both_in_sequence(earlier: list[str], later: list[str]) -> None:
     frame = ["objective.advantage=gae", "critic={}"]
-    one_by_one = apply_overrides(RECIPE, [*frame, *earlier, *later])
-    assert apply_overrides(RECIPE, list(merge_overrides([*frame, *earlier], later))) == one_by_one
+    one_by_one = RECIPE.but(*frame, *earlier, *later)
+    assert RECIPE.but(*merge_overrides([*frame, *earlier], later)) == one_by_one
     assert merge_overrides(merge_overrides(earlier, later), later) == merge_overrides(earlier, later)
 
 
@@ -179,17 +179,17 @@ def test_every_key_is_either_resumable_or_decides_what_a_run_learns() -> None:
 def test_settings_against_a_slow_server_may_change_on_resume(tmp_path: Path) -> None:
     hold_run(tmp_path)
     faster = ["serving.threads=2", "rollout.concurrency=8", "serving.request_timeout_s=300", "rollout.checkpoint_turns=true"]
-    assert len(check_resumed_recipe(tmp_path, apply_overrides(RECIPE, faster))) == 4
+    assert len(check_resumed_recipe(tmp_path, RECIPE.but(*faster))) == 4
     with pytest.raises(RecipeError, match=r"rollout\.sampling\.temperature 1\.0 -> 0\.5") as error:
-        check_resumed_recipe(tmp_path, apply_overrides(RECIPE, [*faster, "rollout.sampling.temperature=0.5"]))
+        check_resumed_recipe(tmp_path, RECIPE.but(*faster, "rollout.sampling.temperature=0.5"))
     assert "rollout.concurrency" in error.value.fix and "serving.*" in error.value.fix
 
 
 def test_judge_servers_may_get_more_resources_but_not_other_weights(tmp_path: Path) -> None:
-    recipe = apply_overrides(RECIPE, ['judge_servers.small={"model": "m"}'])
+    recipe = RECIPE.but('judge_servers.small={"model": "m"}')
     hold_run(tmp_path, recipe=recipe)
-    assert check_resumed_recipe(tmp_path, apply_overrides(recipe, ["judge_servers.small.threads=2"])) == [
+    assert check_resumed_recipe(tmp_path, recipe.but("judge_servers.small.threads=2")) == [
         "judge_servers.small.threads 1 -> 2"
     ]
     with pytest.raises(RecipeError, match=r"judge_servers\.small\.model"):
-        check_resumed_recipe(tmp_path, apply_overrides(recipe, ["judge_servers.small.model=other"]))
+        check_resumed_recipe(tmp_path, recipe.but("judge_servers.small.model=other"))
