@@ -7,9 +7,12 @@ its episode are lost, so a file that cannot be written or read never stops a run
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -53,11 +56,11 @@ class FolderCheckpoints:
 
     async def save_state(self, group: int, member: int, state: EpisodeState) -> None:
         """Stores the newest state of an attempt."""
-        await asyncio.to_thread(self._write, group, self._path(group, member, "state"), state)
+        await asyncio.to_thread(self._store, group, member, "state", partial(encode_checkpoint, state))
 
     async def save_scored(self, group: int, member: int, scored: ScoredEpisode) -> None:
         """Stores the scored episode of an attempt in place of the attempt's state."""
-        await asyncio.to_thread(self._replace_state, group, member, scored)
+        await asyncio.to_thread(self._store, group, member, "scored", partial(encode_checkpoint, scored))
 
     async def load(self, group: int, member: int) -> EpisodeState | ScoredEpisode | None:
         """Returns the scored episode of an attempt or, if it has not finished, its newest state; None if neither is stored and intact."""
@@ -68,9 +71,7 @@ class FolderCheckpoints:
 
         `kind` is `state` or `scored`. A scored episode replaces the state.
         """
-        self._replace(group, self._path(group, member, kind), body)
-        if kind == "scored":
-            self._path(group, member, "state").unlink(missing_ok=True)
+        self._store(group, member, kind, lambda: body)
 
     def content(self, group: int, member: int, kind: str) -> bytes | None:
         """Returns the bytes of a file, to be sent to a different host; None if there is no file, or if it cannot be read."""
@@ -93,6 +94,8 @@ class FolderCheckpoints:
         """Returns the names of the images that the saved episodes contain."""
         names: set[str] = set()
         for path in self._folder.glob("[0-9]*/[0-9]*"):
+            if not path.parent.name.isdecimal() or not path.stem.isdecimal():  # a copy that a user made
+                continue
             saved = self._find(int(path.parent.name), int(path.stem))
             if isinstance(saved, EpisodeState):
                 names |= images_of(saved.trajectories, saved.prompt_ids)
@@ -107,40 +110,33 @@ class FolderCheckpoints:
         scored = self._read(self._path(group, member, "scored"), ScoredEpisode)
         return self._read(self._path(group, member, "state"), EpisodeState) if scored is None else scored
 
-    def _replace_state(self, group: int, member: int, scored: ScoredEpisode) -> None:
-        self._write(group, self._path(group, member, "scored"), scored)
-        self._path(group, member, "state").unlink(missing_ok=True)
-
-    def _write(self, group: int, path: Path, record: EpisodeState | ScoredEpisode) -> None:
+    def _store(self, group: int, member: int, kind: str, encode: Callable[[], bytes]) -> None:
+        path = self._path(group, member, kind)
         try:
-            body = encode_checkpoint(record)
-        except OSError as error:
-            log.warning("%s could not be written, so a crash would lose the turns since the last write: %s", path, error)
-            return
-        self._replace(group, path, body)
-
-    def _replace(self, group: int, path: Path, body: bytes) -> None:
-        try:
+            body = encode()
             path.parent.mkdir(parents=True, exist_ok=True)
             files.write_atomically(path, body, tag=str(next(self._numbers)))  # unique, because a write may outlive the turn that started it
+            if kind == "scored":
+                self._path(group, member, "state").unlink(missing_ok=True)
             if group in self._forgotten:
                 shutil.rmtree(path.parent, ignore_errors=True)
         except OSError as error:
-            if group in self._forgotten:  # the group's folder was removed
-                return
-            log.warning("%s could not be written, so a crash would lose the turns since the last write: %s", path, error)
+            if group not in self._forgotten:  # otherwise the group's folder was removed
+                log.warning("%s could not be written, so a crash would lose the turns since the last write: %s", path, error)
 
     def _read(self, path: Path, kind: type[T]) -> T | None:
         try:
-            body = untrusted_files.read_bytes(path, most=MAX_BYTES, inside=self._folder)
-            return decode_checkpoint(kind, body)
+            return decode_checkpoint(kind, untrusted_files.read_bytes(path, most=MAX_BYTES, inside=self._folder))
         except FileNotFoundError:
-            return None
-        except (OSError, ValueError) as error:
+            pass
+        except OSError as error:  # the file may be intact
+            log.warning("%s cannot be read; the episode restarts: %s", path, error)
+        except ValueError as error:
             aside = self._folder / f"damaged-{path.parent.name}-{path.name}"
-            log.warning("%s is damaged and was renamed to %s; the episode restarts: %s", path, aside.name, str(error)[:200])
-            path.replace(aside)
-            return None
+            log.warning("%s is damaged and is renamed to %s; the episode restarts: %s", path, aside.name, str(error)[:200])
+            with contextlib.suppress(OSError):
+                path.replace(aside)
+        return None
 
 
 def drop_unused_images(run_dir: Path, store: ExperienceStore, checkpoints: FolderCheckpoints) -> int:

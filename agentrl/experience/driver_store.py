@@ -14,8 +14,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
-from itertools import islice, takewhile
 from typing import Any, TypeVar
 
 from agentrl.errors import StoreError
@@ -34,12 +32,7 @@ T = TypeVar("T")
 class _Call:
     function: Callable[[ExperienceStore], Any]
     result: Future[Any]
-
-
-@dataclass(frozen=True, slots=True)
-class _Put:
-    group: Group
-    result: Future[bool]
+    group: Group | None = None  # the group that the call stores
 
 
 class DriverStore:
@@ -53,7 +46,7 @@ class DriverStore:
     """
 
     def __init__(self, factory: Callable[[], ExperienceStore]) -> None:
-        self._calls: queue.SimpleQueue[_Call | _Put | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._slots = asyncio.Semaphore(MAX_WAITING)
         self._closed: Future[None] | None = None
         self._opened: Future[ExperienceStore] = Future()
@@ -62,12 +55,13 @@ class DriverStore:
 
     @classmethod
     async def open(cls, factory: Callable[[], ExperienceStore]) -> DriverStore:
-        """Returns a `DriverStore` after its store is open. Raises the errors of the factory."""
+        """Returns a `DriverStore` after its store is open. Raises the errors of the factory. If it is cancelled, the thread closes the
+        store."""
         store = cls(factory)
         try:
-            await asyncio.wrap_future(store._opened)
+            await asyncio.shield(asyncio.wrap_future(store._opened))
         except BaseException:
-            store._calls.put(None)
+            store._end()
             raise
         return store
 
@@ -78,8 +72,7 @@ class DriverStore:
 
     async def put(self, group: Group) -> bool:
         """Stores a group durably and returns True. If a group with this index exists, stores nothing and returns False."""
-        result: Future[bool] = Future()
-        return await self._accept(_Put(group, result), result)
+        return await self._accept(lambda store: store.put(group), group)
 
     async def has(self, index: int) -> bool:
         """Whether a group is stored."""
@@ -96,23 +89,28 @@ class DriverStore:
 
     async def call(self, function: Callable[[ExperienceStore], T]) -> T:
         """Calls `function` with the store, on the store's thread, and returns the result."""
-        result: Future[T] = Future()
-        return await self._accept(_Call(function, result), result)
+        return await self._accept(function)
 
     async def close(self) -> None:
         """Closes the store after all accepted calls have finished. Later calls raise `StoreError`. Idempotent."""
         if self._closed is None:
-            self._closed = Future()
-            self._calls.put(_Call(lambda store: store.close(), self._closed))
-            self._calls.put(None)
+            self._closed = self._end()
         await asyncio.shield(asyncio.wrap_future(self._closed))
 
-    async def _accept(self, call: _Call | _Put, result: Future[T]) -> T:
+    def _end(self) -> Future[None]:
+        """Makes the thread close the store and exit after all accepted calls."""
+        closed: Future[None] = Future()
+        self._calls.put(_Call(lambda store: store.close(), closed))
+        self._calls.put(None)
+        return closed
+
+    async def _accept(self, function: Callable[[ExperienceStore], T], group: Group | None = None) -> T:
         await self._slots.acquire()
         if self._closed is not None:
             self._slots.release()
             raise StoreError("the experience store is closed")
-        self._calls.put(call)
+        result: Future[T] = Future()
+        self._calls.put(_Call(function, result, group))
         running = asyncio.wrap_future(result)
         running.add_done_callback(lambda _: self._slots.release())
         return await asyncio.shield(running)
@@ -120,44 +118,43 @@ class DriverStore:
     def _work(self, factory: Callable[[], ExperienceStore]) -> None:
         """Executes calls until the store is closed."""
         _settle(self._opened, factory)
-        waiting = deque[_Call | _Put | None]()
+        waiting = deque[_Call | None]()
         while True:
             while not waiting or (len(waiting) < MAX_WAITING and not self._calls.empty()):
                 waiting.append(self._calls.get())
-            if puts := list(islice(takewhile(lambda call: isinstance(call, _Put), waiting), MAX_PER_COMMIT)):
-                self._commit([call for call in puts if isinstance(call, _Put)])
-                for _ in puts:
-                    waiting.popleft()
+            puts: list[tuple[_Call, Group]] = []
+            while waiting and len(puts) < MAX_PER_COMMIT and (call := waiting[0]) is not None and call.group is not None:
+                puts.append((call, call.group))
+                waiting.popleft()
+            if puts:
+                self._commit(puts)
             elif (call := waiting.popleft()) is None:
                 return
-            elif isinstance(call, _Call):
-                _settle(call.result, partial(self._execute, call.function))
+            else:
+                self._execute(call)
 
-    def _execute(self, function: Callable[[ExperienceStore], T]) -> T:
-        return function(self._opened.result())
+    def _execute(self, call: _Call) -> None:
+        _settle(call.result, lambda: call.function(self._opened.result()))
 
-    def _store_alone(self, group: Group) -> bool:
-        return self._opened.result().put(group)
-
-    def _commit(self, puts: Sequence[_Put]) -> None:
+    def _commit(self, puts: Sequence[tuple[_Call, Group]]) -> None:
         """Stores groups in one commit. If a group cannot be encoded, only its call fails. If the store fails, all of the calls fail."""
         if len(puts) > 1 and self._opened.exception() is None and isinstance(store := self._opened.result(), GroupCommit):
             try:
-                stored = store.put_all([put.group for put in puts])
+                stored = store.put_all([group for _, group in puts])
             except StoreError as error:
-                for put in puts:
+                for call, _ in puts:
                     copy = StoreError(*error.args)  # several tasks add their tracebacks to it
                     copy.__cause__ = error.__cause__
-                    put.result.set_exception(copy)
+                    call.result.set_exception(copy)
                 return
             except Exception:  # raised by the encoding of one group, before anything was stored
                 pass
             else:
-                for put, new in zip(puts, stored, strict=True):
-                    put.result.set_result(new)
+                for (call, _), new in zip(puts, stored, strict=True):
+                    call.result.set_result(new)
                 return
-        for put in puts:
-            _settle(put.result, partial(self._store_alone, put.group))
+        for call, _ in puts:
+            self._execute(call)
 
 
 def _settle(result: Future[T], function: Callable[[], T]) -> None:

@@ -6,9 +6,8 @@ The store is only read, so a different process may drive the run at the same tim
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 from agentrl.base.database import connect_read_only, read_pragma
 from agentrl.base.files import fsync_path
@@ -16,24 +15,13 @@ from agentrl.errors import StoreError
 from agentrl.experience.audit import Progress
 from agentrl.experience.episode_index import COPY_FILE
 from agentrl.experience.store import APPLICATION_ID, SCHEMA, SqliteStore, translated_errors
-from agentrl.records import Group, LedgerEntry
+from agentrl.protocols import ExperienceStore
+from agentrl.records import LedgerEntry
 
 OLDEST_SCHEMA = 4
 """Oldest schema version of a store whose groups can be read."""
 _BATCH = 32  # groups per commit
 _QUERY_S = 300.0
-
-
-class GroupSource(Protocol):
-    """The source of a copy: an `ExperienceStore`, or a store file of an older version."""
-
-    def entries(self) -> tuple[LedgerEntry, ...]:
-        """Returns the ledger entries of all groups."""
-        ...
-
-    def groups(self, indices: Iterable[int]) -> tuple[Group, ...]:
-        """Returns groups in the requested order."""
-        ...
 
 
 class OlderStore(SqliteStore):
@@ -58,7 +46,7 @@ class OlderStore(SqliteStore):
             return db.execute("SELECT 1 FROM sqlite_schema WHERE name = 'episodes'").fetchone() is not None
 
 
-def copy_episodes(run_dir: Path, source: GroupSource, *, progress: Progress = lambda done, total: None) -> int:
+def copy_episodes(run_dir: Path, source: ExperienceStore, *, progress: Progress = lambda done, total: None) -> int:
     """Writes the groups of a store, with the steps that consumed them, to `episodes.sqlite`. Returns the number of groups.
 
     An existing file is replaced only when the new file is complete. Groups that are stored later are not in the file. To include them, copy

@@ -53,9 +53,9 @@ class Clock:
         return self._offset + time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class LatePart:
-    """The state of a part of a score that a stored group waits for or waited for."""
+    """The state of a part of a score that a stored group waits for or waited for. The fields are those in `_COLUMNS`, in this order."""
 
     group: int
     attempt: int
@@ -139,18 +139,8 @@ def add_score(db: sqlite3.Connection, score: LateScore, *, now: float, read: Cal
     row = db.execute(f"SELECT {_COLUMNS} FROM late_parts WHERE episode_id = ? AND part = ?", (score.episode_id, score.part)).fetchone()
     if row is None:
         raise unknown_part(score)
-    group, attempt, low, high, expires_at, value, scored_by, key, closed_at = row
-    part = LatePart(
-        group=group,
-        attempt=attempt,
-        low=low,
-        high=high,
-        expires_at=expires_at,
-        value=value,
-        scored_by=scored_by,
-        key=key,
-        closed_at=closed_at,
-    )
+    part = LatePart(*row)
+    group = part.group
     known = (
         "SELECT 1 FROM late_parts WHERE key = ?1 AND NOT (episode_id = ?2 AND part = ?3)"
         " UNION ALL SELECT 1 FROM replaced_scores WHERE key = ?1"
@@ -161,8 +151,8 @@ def add_score(db: sqlite3.Connection, score: LateScore, *, now: float, read: Cal
     new = part.accept(score, now=now, parked=_open_parts(db, group) > 0, consumed=consumed)
     if new:
         if part.value is not None:
-            log.info("%s: %g by %r replaces %g by %r", score.episode_id, score.value, score.scored_by, part.value, scored_by)
-            old = (key, score.episode_id, score.part, value, scored_by, closed_at, now)
+            log.info("%s: %g by %r replaces %g by %r", score.episode_id, score.value, score.scored_by, part.value, part.scored_by)
+            old = (part.key, score.episode_id, score.part, part.value, part.scored_by, part.closed_at, now)
             db.execute("INSERT INTO replaced_scores VALUES (?, ?, ?, ?, ?, ?, ?)", old)
         db.execute(
             "UPDATE late_parts SET value = ?, scored_by = ?, key = ?, closed_at = ? WHERE episode_id = ? AND part = ?",
@@ -170,7 +160,7 @@ def add_score(db: sqlite3.Connection, score: LateScore, *, now: float, read: Cal
         )
         update_counts(db, [group], read=read)
     replaced = part.value if new else None
-    return ScoreReceipt(group=group, attempt=attempt, remaining=_open_parts(db, group), repeated=not new, replaced=replaced)
+    return ScoreReceipt(group=group, attempt=part.attempt, remaining=_open_parts(db, group), repeated=not new, replaced=replaced)
 
 
 def _open_parts(db: sqlite3.Connection, group: int) -> int:
@@ -214,22 +204,12 @@ def pending_scores(db: sqlite3.Connection, *, limit: int, after: str) -> tuple[P
     """Returns the open parts of at most `limit` episodes whose ids follow `after`, in ascending order of id."""
     page = "SELECT DISTINCT episode_id FROM late_parts WHERE closed_at IS NULL AND episode_id > ? ORDER BY episode_id LIMIT ?"
     query = (
-        "SELECT episode_id, late_parts.idx, attempt, task_id, part, low, high, expires_at FROM late_parts JOIN groups USING (idx)"
+        'SELECT episode_id, late_parts.idx AS "group", attempt, task_id, part, low, high, expires_at FROM late_parts JOIN groups USING (idx)'
         f" WHERE closed_at IS NULL AND episode_id IN ({page}) ORDER BY episode_id, part"
     )
-    return tuple(
-        PendingScore(
-            episode_id=episode_id,
-            group=group,
-            attempt=attempt,
-            task_id=task_id,
-            part=part,
-            low=low,
-            high=high,
-            expires_at=expires_at,
-        )
-        for episode_id, group, attempt, task_id, part, low, high, expires_at in db.execute(query, (after, min(limit, MAX_PAGE)))
-    )
+    rows = db.execute(query, (after, min(limit, MAX_PAGE)))
+    fields = [column for column, *_ in rows.description]
+    return tuple(PendingScore(**dict(zip(fields, row, strict=True))) for row in rows)
 
 
 def parked_groups(db: sqlite3.Connection) -> tuple[int, ...]:

@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from agentrl.base.database import connect_read_only, decompress, read_pragma, require_schema
+from agentrl.base.database import connect_read_only, decompress
 from agentrl.errors import StoreError
 from agentrl.experience.audit import STATES, LedgerCounts
-from agentrl.experience.store import _ENTRIES, _SCHEMA_VERSION, APPLICATION_ID, SCHEMA, SqliteStore, _entry, translated_errors
+from agentrl.experience.store import _ENTRIES, SCHEMA, SqliteStore, _entry, check_schema, translated_errors
 from agentrl.records import Group, LedgerEntry, codec
 
 MAX_GROUP_BYTES = 24 << 20
@@ -37,19 +37,16 @@ class StoreReader(SqliteStore):
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._busy_timeout_s = _BUSY_S
-        self._lock = threading.Lock()
+        self.path, self._lock = path, threading.Lock()
         if not path.exists():
             raise StoreError(f"{path} does not exist: no group has been stored yet")
         with translated_errors(path):
             self._connection = connect_read_only(path, SCHEMA, timeout_s=_BUSY_S, longest=_MAX_ROW)
-        try:
-            with translated_errors(path):
-                self._check()
-        except BaseException:
-            self._connection.close()
-            raise
+            try:
+                check_schema(self._connection, path, fix="read it with the agentrl version that wrote this run")
+            except BaseException:
+                self._connection.close()
+                raise
 
     def entry(self, index: int) -> LedgerEntry | None:
         """Returns the ledger entry of one group; None if the group is not stored."""
@@ -114,14 +111,3 @@ class StoreReader(SqliteStore):
             return codec.from_json(Group, decompress(body, most=MAX_GROUP_BYTES))
         except ValueError as error:
             raise StoreError(f"group {index} in {self.path.name} cannot be shown: {str(error)[:300]}") from error
-
-    def _check(self) -> None:
-        db = self._connection
-        if read_pragma(db, "application_id") != APPLICATION_ID:
-            raise StoreError(f"{self.path} is an SQLite file but not an experience store")
-        if (version := read_pragma(db, "user_version")) != _SCHEMA_VERSION:
-            raise StoreError(
-                f"{self.path} has store schema {version}; this agentrl reads {_SCHEMA_VERSION}\n"
-                "  fix: read it with the agentrl version that wrote this run"
-            )
-        require_schema(db, SCHEMA)

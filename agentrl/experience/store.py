@@ -91,17 +91,15 @@ class SqliteStore:
     def __init__(self, path: Path | str, *, busy_timeout_s: float = LOCK_WAIT_S, keep_steps: int | None = None) -> None:
         self.path = Path(path)
         self._keep_steps, self._deleted = keep_steps, 0  # number of steps whose episodes this object has deleted
-        self._busy_timeout_s = busy_timeout_s
         self._lock = threading.Lock()  # one connection, used by one thread at a time
         with translated_errors(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._connection = connect(self.path, SCHEMA, timeout_s=busy_timeout_s)
-        try:
-            with translated_errors(self.path):
-                self._prepare()
-        except BaseException:
-            self._connection.close()
-            raise
+            try:
+                self._prepare(busy_timeout_s)
+            except BaseException:
+                self._connection.close()
+                raise
 
     def put(self, group: Group) -> bool:
         """Stores a group and returns True. If a group with this index exists, stores nothing and returns False."""
@@ -299,23 +297,25 @@ class SqliteStore:
         with self._lock, translated_errors(self.path), transaction(self._connection) as db:
             yield db
 
-    def _prepare(self) -> None:
+    def _prepare(self, timeout_s: float) -> None:
         db = self._connection
         db.execute(f"PRAGMA page_size = {_PAGE_BYTES}")  # page size of a new file
-        if (mode := enter_wal(db, timeout_s=self._busy_timeout_s)) != "wal":
+        if (mode := enter_wal(db, timeout_s=timeout_s)) != "wal":
             raise StoreError(
                 f"{self.path} is on a file system without shared memory for SQLite ({mode})\n  fix: use a local disk for --run-dir"
             )
         db.execute("PRAGMA synchronous = FULL")
         make_tables(db, SCHEMA)
-        if read_pragma(db, "application_id") != APPLICATION_ID:
-            raise StoreError(f"{self.path} is an SQLite file but not an experience store")
-        if (version := read_pragma(db, "user_version")) != _SCHEMA_VERSION:
-            raise StoreError(
-                f"{self.path} has store schema {version}; this agentrl reads {_SCHEMA_VERSION}\n"
-                "  fix: continue with the agentrl version that started this run, or start a new run folder"
-            )
-        require_schema(db, SCHEMA)  # without the primary keys, a group could have millions of rows
+        check_schema(db, self.path, fix="continue with the agentrl version that started this run, or start a new run folder")
+
+
+def check_schema(db: sqlite3.Connection, path: Path, *, fix: str) -> None:
+    """Raises an error if an open file is not an experience store of this schema version. `fix`: what to do if its version differs."""
+    if read_pragma(db, "application_id") != APPLICATION_ID:
+        raise StoreError(f"{path} is an SQLite file but not an experience store")
+    if (version := read_pragma(db, "user_version")) != _SCHEMA_VERSION:
+        raise StoreError(f"{path} has store schema {version}; this agentrl reads {_SCHEMA_VERSION}\n  fix: {fix}")
+    require_schema(db, SCHEMA)  # without the primary keys, a group could have millions of rows
 
 
 def _row(group: Group) -> tuple[Any, ...]:
@@ -375,11 +375,6 @@ def _name(indices: Sequence[int]) -> str:
     return ", ".join(map(str, indices[:_NAMED])) + (", ..." if len(indices) > _NAMED else "")
 
 
-def _code(error: sqlite3.Error) -> int:
-    """Returns SQLite's primary result code, without the extended bits."""
-    return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
-
-
 def deleted_error(index: int, path: Path) -> StoreError:
     """Returns the error for a group whose episodes were deleted."""
     why = f"the episodes of group {index} in {path} were deleted, because of store.options.keep_steps"
@@ -401,7 +396,7 @@ def translated_errors(path: Path) -> Iterator[None]:
             sqlite3.SQLITE_CANTOPEN: "the file cannot be opened\n  fix: check the path and permissions of the run folder",
             sqlite3.SQLITE_CONSTRAINT: "two groups have the same episode id\n  fix: stop the worker that sent the second, then --resume",
             sqlite3.SQLITE_IOERR: "reading or writing failed\n  fix: check the disk and its free space",
-        }.get(_code(error), "SQLite failed")
+        }.get(getattr(error, "sqlite_errorcode", 0) & 0xFF, "SQLite failed")  # without the extended bits
         raise StoreError(f"experience store {path}: {advice}\n  detail: {error}") from error
     except OSError as error:
         raise StoreError(f"experience store {path}: {error}") from error

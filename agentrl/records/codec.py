@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
@@ -10,13 +11,9 @@ from pydantic_core import to_json as dump
 T = TypeVar("T")
 
 
-_adapters: dict[type[Any], TypeAdapter[Any]] = {}
-
-
+@cache
 def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
-    if kind not in _adapters:
-        _adapters[kind] = TypeAdapter(kind)
-    return _adapters[kind]
+    return TypeAdapter(kind)
 
 
 def to_json(record: Any) -> bytes:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import os
+import shutil
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import zstandard
@@ -124,6 +128,27 @@ async def test_a_damaged_file_is_renamed_with_a_warning(
     assert [entry.name for entry in (tmp_path / "running").iterdir()] == ["damaged-000003-2.state"], "it stays for inspection"
 
 
+async def test_a_file_that_cannot_be_read_or_renamed_stops_nothing(
+    keeper: FolderCheckpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    await keeper.save_state(3, 2, STATE)
+    with monkeypatch.context() as no_descriptor:
+        error = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        no_descriptor.setattr(checkpoints.untrusted_files, "read_bytes", Mock(side_effect=error))
+        assert await keeper.load(3, 2) is None and "cannot be read" in caplog.text
+    assert await keeper.load(3, 2) == STATE, "the file is intact"
+    (tmp_path / "running" / "000003" / "2.state").write_bytes(b"damaged")
+    (tmp_path / "running" / "damaged-000003-2.state").mkdir()
+    assert await keeper.load(3, 2) is None
+
+
+async def test_a_scored_episode_that_cannot_be_written_leaves_the_state(keeper: FolderCheckpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    await keeper.save_state(3, 2, STATE)
+    monkeypatch.setattr(checkpoints.files, "write_atomically", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+    await keeper.save_scored(3, 2, SCORED)
+    assert await keeper.load(3, 2) == STATE
+
+
 async def test_any_changed_byte_is_detected(keeper: FolderCheckpoints, tmp_path: Path) -> None:
     """They include letters of a text, which would decode to another text."""
     await keeper.save_state(0, 0, STATE)
@@ -197,5 +222,7 @@ async def test_images_that_no_episode_shows_are_deleted(keeper: FolderCheckpoint
             1, 0, replace(STATE, trajectories=(replace(trajectory, turns=(replace(TURN, prompt_ids=ids[1]),)),), prompt_ids=(ids[2],))
         )
         await keeper.save_scored(1, 1, replace(stored, episode=replace(EPISODE, trajectories=(replace(trajectory, last_state=ids[3]),))))
+        shutil.copytree(tmp_path / "running" / "000001", tmp_path / "running" / "000001.bak")
+        (tmp_path / "running" / "000001" / "0.state.bak").write_bytes(b"a user's copy")
         assert drop_unused_images(tmp_path, store, keeper) == 1
     assert {path.stem for path in media.folder.iterdir()} == {sha256[:10] for sha256 in hashes[:4]}

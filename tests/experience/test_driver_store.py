@@ -85,6 +85,28 @@ async def test_all_calls_run_on_the_thread_that_opened_the_store(tmp_path: Path)
     assert len(set(threads)) == 1 and threads[0] is not threading.main_thread()
 
 
+async def test_a_store_whose_opening_is_cancelled_is_closed_by_its_thread(tmp_path: Path) -> None:
+    opening, free, closed = threading.Event(), threading.Event(), threading.Event()
+
+    class Slow(SqliteStore):
+        def __init__(self) -> None:
+            opening.set()
+            free.wait(60)
+            super().__init__(tmp_path / "experience.sqlite")
+
+        def close(self) -> None:
+            super().close()
+            closed.set()
+
+    task = asyncio.create_task(DriverStore.open(Slow))
+    await asyncio.to_thread(opening.wait, 60)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    free.set()
+    assert await asyncio.to_thread(closed.wait, 60)
+
+
 async def test_an_error_is_raised_only_for_the_calls_that_it_concerns(held_store: HeldStore, monkeypatch: pytest.MonkeyPatch) -> None:
     to_json = store_module.codec.to_json
 
