@@ -1,7 +1,7 @@
 """agentrl: reinforcement-learning post-training for tool-using language-model agents.
 
-The light face of the package: records, errors, the recipe. Importing it pulls no torch, vllm or deepspeed; nor anything else before
-it is used, since the pytest plug-in is imported in every pytest run.
+Exports the records, the errors and the recipe. A name is imported when it is first used, because every pytest run imports the pytest
+plug-in. None of these imports loads torch, vllm or deepspeed.
 """
 
 from typing import TYPE_CHECKING
@@ -19,8 +19,8 @@ else:
         if name not in _WHERE:
             raise AttributeError(f"module 'agentrl' has no attribute {name!r}")
         module = import_module(f"agentrl.{_WHERE[name] or name}")
-        found = globals()[name] = getattr(module, name) if _WHERE[name] else module
-        return found
+        value = globals()[name] = getattr(module, name) if _WHERE[name] else module
+        return value
 
 
 __version__ = "0.1.0"

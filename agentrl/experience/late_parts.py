@@ -204,7 +204,8 @@ def pending_scores(db: sqlite3.Connection, *, limit: int, after: str) -> tuple[P
     """Returns the open parts of at most `limit` episodes whose ids follow `after`, in ascending order of id."""
     page = "SELECT DISTINCT episode_id FROM late_parts WHERE closed_at IS NULL AND episode_id > ? ORDER BY episode_id LIMIT ?"
     query = (
-        'SELECT episode_id, late_parts.idx AS "group", attempt, task_id, part, low, high, expires_at FROM late_parts JOIN groups USING (idx)'
+        'SELECT episode_id, late_parts.idx AS "group", attempt, task_id, part, low, high, expires_at'
+        " FROM late_parts JOIN groups USING (idx)"
         f" WHERE closed_at IS NULL AND episode_id IN ({page}) ORDER BY episode_id, part"
     )
     rows = db.execute(query, (after, min(limit, MAX_PAGE)))

@@ -14,15 +14,14 @@ from __future__ import annotations
 
 import json
 import struct
-import sys
-from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.base.database import compress, decompress
 from agentrl.base.files import write_atomically
 from agentrl.base.untrusted_files import read_bytes
+from agentrl.records.sampling import packed, unpacked
 
 FOLDER = "updates"
 MAX_TOTAL_BYTES = 256 << 20
@@ -58,7 +57,7 @@ def write_records(run_dir: Path, step: int, rank: int, records: Sequence[TokenRe
         [[record.group, record.episode_id, record.part, len(record.logprobs)] for record in records], separators=(",", ":")
     ).encode()
     columns = b"".join(
-        _floats(value for record in records for value in getattr(record, name)) for name in ("logprobs", "entropies", "weights")
+        packed("f", (value for record in records for value in getattr(record, name))) for name in ("logprobs", "entropies", "weights")
     )
     flags = bytes(bool(value) for record in records for value in record.clipped)
     save_file(run_dir, step, rank, compress(struct.pack("<I", len(header)) + header + columns + flags))
@@ -119,7 +118,8 @@ def _records(data: bytes, group: int) -> list[TokenRecord]:
         records, start, base = [], 0, 4 + length
         for index, episode_id, part, size in header:
             if index == group:
-                columns = [_column(data, base + 4 * (number * total + start), size) for number in range(_COLUMNS)]
+                starts = [base + 4 * (number * total + start) for number in range(_COLUMNS)]
+                columns = [unpacked("f", data[column : column + 4 * size]) for column in starts]
                 flags = data[base + 4 * _COLUMNS * total + start :][:size]
                 records.append(
                     TokenRecord(
@@ -136,18 +136,3 @@ def _records(data: bytes, group: int) -> list[TokenRecord]:
         return records
     except (struct.error, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"is not a record of trained tokens: {error}") from None
-
-
-def _floats(values: Iterable[float]) -> bytes:
-    column = array("f", values)
-    if sys.byteorder == "big":
-        column.byteswap()
-    return column.tobytes()
-
-
-def _column(data: bytes, start: int, size: int) -> array[float]:
-    column = array("f")
-    column.frombytes(data[start : start + 4 * size])
-    if sys.byteorder == "big":
-        column.byteswap()
-    return column

@@ -76,7 +76,7 @@ class Supports(Record):
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)
-        sizes, ids = _unpacked("H", self.sizes), _unpacked("I", self.ids)
+        sizes, ids = unpacked("H", self.sizes), unpacked("I", self.ids)
         if sum(sizes) != len(ids):
             raise ValueError(f"Supports: sizes add up to {sum(sizes)}, but there are {len(ids)} ids")
         if max(sizes, default=0) > MAX_SUPPORT or max(ids, default=0) >= 1 << 31:
@@ -91,7 +91,7 @@ class Supports(Record):
         """Packs the ids of each support, in any order without duplicates; an empty row means the whole vocabulary."""
         known = [sorted(row) for row in rows]
         try:
-            return cls(sizes=_packed("H", map(len, known)), ids=_packed("I", (token for row in known for token in row)))
+            return cls(sizes=packed("H", map(len, known)), ids=packed("I", (token for row in known for token in row)))
         except OverflowError as error:
             raise ValueError(f"Supports: {error}") from None
 
@@ -108,13 +108,13 @@ class Supports(Record):
     @property
     def token_ids(self) -> Sequence[int]:
         """The ids of all supports, concatenated."""
-        return _unpacked("I", self.ids)
+        return unpacked("I", self.ids)
 
     @property
     def rows(self) -> tuple[tuple[int, ...], ...]:
         """The ids of each support; an empty row means the whole vocabulary."""
-        ids = _unpacked("I", self.ids)
-        edges = accumulate(_unpacked("H", self.sizes), initial=0)
+        ids = unpacked("I", self.ids)
+        edges = accumulate(unpacked("H", self.sizes), initial=0)
         return tuple(tuple(ids[start:end]) for start, end in pairwise(edges))
 
     def check(self, where: str, token_ids: Sequence[int]) -> None:
@@ -132,16 +132,17 @@ def check_forced_tokens(where: str, forced: Sequence[int], count: int) -> None:
         raise ValueError(f"{where}: forced indices must ascend, and a sampled token must follow the last of them")
 
 
-def _unpacked(code: str, data: bytes) -> array[int]:
+def unpacked(code: str, data: bytes) -> array[Any]:
     """Unpacks little-endian numbers of the array type `code`. Raises `ValueError` if a number is incomplete."""
-    values = array(code)
+    values: array[Any] = array(code)
     values.frombytes(data)
     if sys.byteorder == "big":
         values.byteswap()
     return values
 
 
-def _packed(code: str, numbers: Iterable[int]) -> bytes:
+def packed(code: str, numbers: Iterable[float]) -> bytes:
+    """Packs numbers of the array type `code`, little-endian."""
     values = array(code, numbers)
     if sys.byteorder == "big":
         values.byteswap()

@@ -67,7 +67,7 @@ class Trajectory(Record):
 
 
 def turn_key(episode_id: str, index: int, trajectory: Trajectory, number: int) -> TurnKey:
-    """Identifies turn `number` of an episode's trajectory `index` by the episode that sampled it and by its tokens.
+    """Returns the key of turn `number` in an episode's trajectory `index`: the episode that sampled the turn, and the turn's tokens.
 
     The tokens are needed because episodes with the same id may be started twice. The tokens do not suffice, because two attempts by a
     confident policy may sample the same tokens. Tokens and logprobs are compared as bytes, because a third party could choose numbers with
