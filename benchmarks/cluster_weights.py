@@ -39,7 +39,7 @@ import asyncio, sys
 from pathlib import Path
 from agentrl.cluster.link import Link, take_key
 from agentrl.cluster.mirror import Mirror
-from agentrl.cluster.relay import relaying
+from agentrl.cluster.mirror_host import relaying
 
 async def main(folder, url, address, name):
     mirror = Mirror(Path(folder), Link(url, take_key()))

@@ -81,7 +81,7 @@ def main_error(error: BaseException) -> BaseException:
 
 
 def one_line_error(error: BaseException) -> str:
-    """Returns `Type: message`, shortened."""
+    """Returns `Type: message`, shortened as by `clip_text`."""
     return clip_text(f"{type(error).__name__}: {raw_text(error)}".removesuffix(": "))
 
 

@@ -1,10 +1,11 @@
-"""Process-wide settings: exit with the parent, limits, garbage collection, OpenMP. Also kills processes that carry a mark."""
+"""Settings of a process (exit with the parent, limits, garbage collection, OpenMP), and what `proc(5)` reports about processes."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import ctypes
+import errno
 import gc
 import os
 import resource
@@ -68,7 +69,9 @@ def kill_marked(name: str, value: str) -> int:
     """
     wanted, killed = f"{name}={value}".encode(), 0
     for _ in range(8):  # repeated, because processes may start others meanwhile
-        pids = [pid for pid in _processes() if wanted in _environment(pid)]
+        pids: list[int] = []
+        with contextlib.suppress(OSError):  # no file descriptor is free
+            pids = [pid for pid in _processes() if wanted in _environment(pid)]
         for pid in pids:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
@@ -81,7 +84,7 @@ def kill_marked(name: str, value: str) -> int:
 def process_tree(root: int) -> dict[int, str]:
     """Returns the ids of a process and of all processes below it, each with its state in `proc(5)`: R, S, D, T (stopped), Z and others.
 
-    Linux only; empty on other systems, and if there is no such process.
+    Linux only; empty on other systems, and if there is no such process. Raises `OSError` as `read_stat` does.
     """
     stats = {pid: read_stat(pid) for pid in [*_processes(), os.getpid()]}
     below: dict[int, list[int]] = {}
@@ -94,15 +97,17 @@ def process_tree(root: int) -> dict[int, str]:
 
 
 def process_group(group: int) -> list[int]:
-    """Returns the ids of the processes in a group that have not exited. Linux only; empty on other systems."""
+    """Returns the ids of the processes in a group that have not exited. Linux only; empty on other systems. Raises `OSError` as
+    `read_stat` does."""
     return [pid for pid in _processes() if (stat := read_stat(pid)).group == group and not stat.has_ended]
 
 
 def memory_by_group() -> Counter[int]:
     """Returns process group -> resident bytes of its processes, except this process. Shared pages count for each process. Linux only."""
     used = Counter[int]()
-    for stat in map(read_stat, _processes()):
-        used[stat.group] += stat.memory
+    with contextlib.suppress(OSError):  # no file descriptor is free
+        for stat in map(read_stat, _processes()):
+            used[stat.group] += stat.memory
     return used
 
 
@@ -134,17 +139,31 @@ GONE = ProcessStat()
 
 
 def read_stat(pid: int) -> ProcessStat:
-    """Returns what `proc(5)` reports about a process; `GONE` if it does not exist. Linux only."""
-    with contextlib.suppress(OSError):  # the program's name, in parentheses, may contain anything
-        state, parent, group, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    """Returns what `proc(5)` reports about a process; `GONE` if it does not exist. Linux only.
+
+    Raises `OSError` if no file descriptor is free, because the process may exist.
+    """
+    with _absent_files():
+        text = Path(f"/proc/{pid}/stat").read_text()
+        state, parent, group, *rest = text.rpartition(")")[2].split()  # the program's name, in parentheses, may contain anything
         return ProcessStat(state, int(parent), int(group), int(rest[16]), int(rest[18]) * resource.getpagesize())
     return GONE
 
 
 def _processes() -> list[int]:
-    with contextlib.suppress(OSError):
+    with _absent_files():
         return [int(entry) for entry in os.listdir("/proc") if entry.isdecimal() and int(entry) != os.getpid()]
     return []
+
+
+@contextlib.contextmanager
+def _absent_files() -> Iterator[None]:
+    """Suppresses `OSError`, unless no file descriptor is free."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise
 
 
 def _environment(pid: int) -> list[bytes]:

@@ -20,8 +20,12 @@ _PIECES_AT_ONCE = 64
 
 def validate_url(url: str) -> str:
     """Returns the URL of an endpoint. Raises `UserError` if it is invalid or contains a secret."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.password or parts.query or parts.fragment:
+    try:
+        parts = urlsplit(url)
+        is_endpoint = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # an invalid port or IPv6 address
+        is_endpoint = False
+    if not is_endpoint or parts.username or parts.password or parts.query or parts.fragment:
         raise UserError(
             "an endpoint's url must be http(s)://HOST/PATH without a user, a password or a query",
             fix='write a url such as "https://api.example.org/v1", and set key_env to the environment variable that contains the key',
@@ -75,7 +79,8 @@ class Events:
             return []
         *events, rest = bytes(self._incomplete).replace(b"\r\n", b"\n").split(b"\n\n")
         self._incomplete = bytearray(rest)
-        return [_event(event.split(b"\n")) for event in events if event.strip() and not event.startswith(b":")]
+        lines = ([line for line in event.split(b"\n") if line.strip() and not line.startswith(b":")] for event in events)
+        return [_event(fields) for fields in lines if fields]
 
 
 def _event(lines: list[bytes]) -> tuple[bytes, bytes]:

@@ -136,14 +136,11 @@ class ChunkIndex:
                 digests.append(hashlib.sha256(data).hexdigest())
                 size += len(data)
             chunks = FileChunks(name=name, size=size, chunks=tuple(digests))
-            self._remember(path, status, chunks)
+            self.remember(path, chunks, status)
         return chunks
 
-    def remember(self, path: Path, chunks: FileChunks) -> None:
-        """Records the chunks from which a file was written. Raises `OSError`."""
-        self._remember(path, _status(path.stat()), chunks)
-
-    def _remember(self, path: Path, status: tuple[int, ...], chunks: FileChunks) -> None:
+    def remember(self, path: Path, chunks: FileChunks, status: tuple[int, ...]) -> None:
+        """Records the chunks of a file that has this status."""
         with self._lock:
             self._files[path] = status, chunks
             for number, digest in enumerate(chunks.chunks):
@@ -207,8 +204,8 @@ class ArrivingFolder:
 
     @property
     def missing_bytes(self) -> int:
-        """Upper bound on the disk space for the missing chunks, in bytes; a chunk may occur several times. Too large by at most `CHUNK` per
-        file."""
+        """Upper bound on the disk space for the missing chunks, in bytes; a chunk may occur several times. It is too large by at most
+        `CHUNK` per file."""
         with self._lock:
             return sum(len(slots) for slots in self._slots.values()) * CHUNK
 
@@ -248,7 +245,8 @@ class ArrivingFolder:
         commit_folder(self.part, self.final)
         self._index.forget(self.part)
         for file in self.listing.files:
-            self._index.remember(self.final / file.name, file)
+            path = self.final / file.name
+            self._index.remember(path, file, _status(path.stat()))
         self.unchanged = True
 
     def _has_final(self) -> bool:

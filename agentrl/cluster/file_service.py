@@ -188,7 +188,7 @@ class FileService:
         fetched_path(self.folder, *folder.split("/", 1))
         peers = self._peers.setdefault(folder, {})
         peers.pop(url, None)
-        earlier = [{"url": other, "key": its} for other, its in reversed(peers.items())]
+        earlier = [{"url": other, "key": other_key} for other, other_key in reversed(peers.items())]
         peers[url] = key
         while len(peers) > MAX_PEERS:
             del peers[next(iter(peers))]

@@ -131,12 +131,9 @@ def no_fit_error(plan: ClusterPlan, nodes: Sequence[ClusterNode], problems: Sequ
     message = (
         f"the plan does not fit the cluster at {plan.address}: {'; '.join(problems)}\n{describe_plan(plan)}\n\n{describe_nodes(nodes)}"
     )
-    reductions = list(dict.fromkeys(_reduction(part) for part in short or [part for part in plan.parts if not part.with_driver]))
+    shrinkable = short or [part for part in plan.parts if not part.with_driver]
+    reductions = list(dict.fromkeys(_REDUCTIONS.get(part.name, "configure fewer judge_servers") for part in shrinkable))
     return UserError(message, fix=f"add nodes, {', '.join(reductions)}, or set what a part reserves in cluster.resources")
-
-
-def _reduction(part: PlannedPart) -> str:
-    return _REDUCTIONS.get(part.name, "configure fewer judge_servers")
 
 
 def describe_plan(plan: ClusterPlan, assignment: Mapping[str, str] | None = None) -> str:

@@ -55,8 +55,12 @@ class Link:
     _local: threading.local = field(default_factory=threading.local)
 
     def __post_init__(self) -> None:
-        parts = urlsplit(self.url)
-        if parts.scheme != "http" or not parts.hostname or parts.path.strip("/"):
+        try:
+            parts = urlsplit(self.url)
+            is_address = parts.scheme == "http" and parts.hostname and not parts.path.strip("/") and parts.port != 0
+        except ValueError:  # an invalid port or IPv6 address
+            is_address = False
+        if not is_address:
             raise UserError(f"{self.url[:200]!a} is not the address of {self.what}", fix="give it as http://HOST:PORT")
 
     def call(self, method: str, path: str, body: bytes = b"", *, timeout_s: float = 60.0) -> bytes:
@@ -99,7 +103,8 @@ class Link:
         deadline = time.monotonic() + timeout_s
         connection = self._connection(min(self.silence_s, timeout_s))
         try:
-            connection.request(method, quote(path, safe="/?=&"), body or None, self._headers(body))
+            headers = {"authorization": f"Bearer {self.key}", **({"content-type": "application/octet-stream"} if body else {})}
+            connection.request(method, quote(path, safe="/?=&"), body or None, headers)
             answer = connection.getresponse()
             content = _content(answer, deadline, most)
         except BaseException:
@@ -114,10 +119,6 @@ class Link:
         connection, self._local.connection = getattr(self._local, "connection", None), None
         if connection is not None:
             connection.close()
-
-    def _headers(self, body: bytes) -> dict[str, str]:
-        kind = {"content-type": "application/octet-stream"} if body else {}
-        return {"authorization": f"Bearer {self.key}", **kind}
 
     def _connection(self, timeout_s: float) -> http.client.HTTPConnection:
         connection: http.client.HTTPConnection | None = getattr(self._local, "connection", None)

@@ -72,7 +72,8 @@ def _too_few(recipe: Recipe, *, needed: int, visible: int, ranks: int, with_gate
         keys.append("gate.server=own")
         fix = "set gate.server=shared, so that the policy's servers also run the gate's attempts"
     learner = f" with learner.ranks={ranks}" if ranks else ""
-    return UserError(f"{' and '.join(keys)}{learner} needs {needed} GPUs, but only {visible} are visible here", fix=fix)
+    verb = "is" if visible == 1 else "are"
+    return UserError(f"{' and '.join(keys)}{learner} needs {needed} GPUs, but only {visible} {verb} visible here", fix=fix)
 
 
 def visible_gpus() -> list[str]:

@@ -17,21 +17,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.cluster import cells
-from agentrl.cluster.network_policies import from_drivers, network_policies
+from agentrl.cluster.network_policies import DASHBOARD_PORT, NAME_LABEL, PART_LABEL, REDIS_PORT, from_drivers, network_policies
 from agentrl.cluster.plan import GIB, ClusterPlan, PlannedPart
 from agentrl.config.recipe import Recipe
 from agentrl.errors import UserError
 
 RAY_VERSION = "2.60.0"
-PART_LABEL = "agentrl-part"
-NAME_LABEL = "app.kubernetes.io/instance"
 _LONGEST_NAME = 40  # KubeRay extends the name of a RayJob and allows 47 characters
 _RAY_BYTES = GIB  # memory of Ray's processes in a pod
 _PRE_RUNNING_S = 1800
 _RETRIES = 4  # number of new clusters after the loss of the head; each continues the run
 _KEEP_S = 600  # seconds for which the pods of a finished job are kept, for their logs
 _USER = 1000
-_REDIS_PORT = 6379
 _PASSWORD = "AGENTRL_REDIS_PASSWORD"  # KubeRay forbids REDIS_PASSWORD in the head
 _OBJECT_STORE = str(100 << 20)  # bytes; parts exchange nothing through Ray
 _IMAGE = re.compile(r"[a-z0-9][a-z0-9._:/-]{0,200}(:[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?(@sha256:[0-9a-f]{64})?")
@@ -101,7 +98,7 @@ def _start_script(recipe: Recipe, plan: ClusterPlan, options: ManifestOptions, n
     """Returns the driver's script, which starts the run, or continues it in the cluster of a retry."""
     overrides = [*options.overrides, "cluster.address=auto", f"cluster.resources={json.dumps(_reservations(plan))}"]
     if plan.part("redis") is not None:
-        own = {"ref": "redis", "options": {"url": f"redis://{name}-redis:{_REDIS_PORT}/1", "password": f"env:{_PASSWORD}"}}
+        own = {"ref": "redis", "options": {"url": f"redis://{name}-redis:{REDIS_PORT}/1", "password": f"env:{_PASSWORD}"}}
         overrides.append(f"store={json.dumps(own)}")
     if options.cells:
         overrides.append(f"sandbox.backend={json.dumps(cells.backend_override(recipe, name))}")
@@ -160,7 +157,7 @@ class _Builder:
             "rayVersion": RAY_VERSION,
             "authOptions": {"mode": "token"},
             "gcsFaultToleranceOptions": {
-                "redisAddress": f"{self.name}-redis:{_REDIS_PORT}",
+                "redisAddress": f"{self.name}-redis:{REDIS_PORT}",
                 "redisPassword": {"valueFrom": self._password()},
             },
             "headGroupSpec": self._head(plan),
@@ -184,7 +181,7 @@ class _Builder:
             "ray-head", cpus=driver.bundle.cpus + 1, memory=driver.bundle.memory + 2 * _RAY_BYTES, nested=not self.options.cells
         )
         container |= {
-            "ports": [{"name": "gcs-server", "containerPort": 6379}, {"name": "dashboard", "containerPort": 8265}],
+            "ports": [{"name": "gcs-server", "containerPort": 6379}, {"name": "dashboard", "containerPort": DASHBOARD_PORT}],
             "env": [*container["env"], {"name": _PASSWORD, "valueFrom": self._password()}, *self._cell_key()],
             "volumeMounts": [
                 *container["volumeMounts"],
@@ -295,14 +292,14 @@ class _Builder:
     def redis(self) -> Iterator[dict[str, Any]]:
         """Yields the Service and the StatefulSet of Redis, which stores Ray's tables and the workers' groups."""
         name, labels = f"{self.name}-redis", self.labels("redis")
-        port = {"name": "redis", "port": _REDIS_PORT}
+        port = {"name": "redis", "port": REDIS_PORT}
         yield self.named("v1", "Service", name, spec={"clusterIP": "None", "selector": labels, "ports": [port]})
         container = self._container("redis", cpus=0.5, memory=GIB)
         container["securityContext"]["readOnlyRootFilesystem"] = True
         check = {"exec": {"command": ["redis-cli", "ping"]}, "periodSeconds": 5, "timeoutSeconds": 3}
         container |= {
             "command": ["sh", "-c", _REDIS],
-            "ports": [{"name": "redis", "containerPort": _REDIS_PORT}],
+            "ports": [{"name": "redis", "containerPort": REDIS_PORT}],
             "env": [{"name": "REDISCLI_AUTH", "valueFrom": self._password()}],
             "readinessProbe": check,
             "livenessProbe": check | {"failureThreshold": 12},

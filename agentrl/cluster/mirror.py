@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from agentrl.base.error_text import disk_full_error
-from agentrl.base.files import write_atomically
+from agentrl.base.files import wait_for_lock, write_atomically
 from agentrl.base.media import MediaFolder
 from agentrl.cluster.chunks import (
     CHUNK,
@@ -71,8 +71,8 @@ class Mirror:
 
     Args:
         link: the driver.
-        index: the chunks of this host, which its `agentrl.cluster.relay.Relay` serves to others.
-        relay: address and key of that relay; None means that this host serves no chunks to other hosts.
+        index: the chunks of this host, which `agentrl.cluster.mirror_host.relaying` serves to other hosts.
+        relay: address and key at which they are served; None means that this host serves no chunks to other hosts.
     """
 
     def __init__(self, folder: Path, link: Link, *, index: ChunkIndex | None = None, relay: tuple[str, str] | None = None) -> None:
@@ -273,16 +273,10 @@ class Mirror:
         """Locks the mirror for one transfer, because several parts on a host may need the same folder."""
         handle = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            deadline = time.monotonic() + timeout_s
-            while True:
-                try:
-                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > deadline:
-                        message = f"another process used the mirror {self.folder} for {timeout_s:g} s\n  fix: wait for it, or end it"
-                        raise InfrastructureError(message) from None
-                    time.sleep(0.05)
+            if not wait_for_lock(handle, fcntl.LOCK_EX, within_s=timeout_s):
+                raise InfrastructureError(
+                    f"another process used the mirror {self.folder} for {timeout_s:g} s\n  fix: wait for it, or end it"
+                )
             yield
         finally:
             os.close(handle)

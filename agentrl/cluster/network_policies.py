@@ -19,9 +19,10 @@ from typing import Any
 from agentrl.errors import UserError
 from agentrl.sandbox.cell import wire
 
-_NAME, _PART = "app.kubernetes.io/instance", "agentrl-part"
+NAME_LABEL, PART_LABEL = "app.kubernetes.io/instance", "agentrl-part"
+"""Labels of pods: the name of the run's objects, and the part."""
 _APART = ["redis", "sandbox"]
-_DASHBOARD, _REDIS = 8265, 6379
+DASHBOARD_PORT, REDIS_PORT = 8265, 6379
 _LINK_LOCAL = {4: ipaddress.ip_network("169.254.0.0/16"), 6: ipaddress.ip_network("fe80::/10")}
 
 
@@ -34,20 +35,20 @@ def network_policies(name: str, egress: Sequence[str] = ()) -> Iterator[tuple[st
 
     Raises `UserError` if a range is invalid.
     """
-    inside = {**_of(name), "matchExpressions": [{"key": _PART, "operator": "NotIn", "values": _APART}]}
+    inside = {**_of(name), "matchExpressions": [{"key": PART_LABEL, "operator": "NotIn", "values": _APART}]}
     redis, sandbox = _of(name, "redis"), _of(name, "sandbox")
     names = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "kube-system"}}}
     dns = {"to": [names], "ports": [{"protocol": protocol, "port": 53} for protocol in ("UDP", "TCP")]}
-    to_redis = {"to": [{"podSelector": redis}], "ports": [_port(_REDIS)]}
+    to_redis = {"to": [{"podSelector": redis}], "ports": [_port(REDIS_PORT)]}
     to_cells = {"to": [{"podSelector": sandbox}], "ports": [_port(wire.PORT)]}
     yield (
         f"{name}-inside",
         _policy(inside, ingress=[{"from": [{"podSelector": inside}]}], egress=[{"to": [{"podSelector": inside}]}, to_redis, to_cells, dns]),
     )
-    yield f"{name}-redis", _policy(redis, ingress=[{"from": [{"podSelector": inside}], "ports": [_port(_REDIS)]}], egress=[])
+    yield f"{name}-redis", _policy(redis, ingress=[{"from": [{"podSelector": inside}], "ports": [_port(REDIS_PORT)]}], egress=[])
     yield f"{name}-sandbox", _policy(sandbox, ingress=[from_drivers(name)], egress=[])
     operator = {"namespaceSelector": {}, "podSelector": {"matchLabels": {"app.kubernetes.io/name": "kuberay-operator"}}}
-    yield f"{name}-operator", _policy(_of(name, "driver"), ingress=[{"from": [operator], "ports": [_port(_DASHBOARD)]}])
+    yield f"{name}-operator", _policy(_of(name, "driver"), ingress=[{"from": [operator], "ports": [_port(DASHBOARD_PORT)]}])
     if egress:
         outside = _drivers(name)
         blocks = [{"ipBlock": _block(block)} for block in egress]
@@ -60,11 +61,11 @@ def from_drivers(name: str) -> dict[str, Any]:
 
 
 def _drivers(name: str) -> dict[str, Any]:
-    return {**_of(name), "matchExpressions": [{"key": _PART, "operator": "In", "values": ["driver", "worker"]}]}
+    return {**_of(name), "matchExpressions": [{"key": PART_LABEL, "operator": "In", "values": ["driver", "worker"]}]}
 
 
 def _of(name: str, part: str = "") -> dict[str, Any]:
-    return {"matchLabels": {_NAME: name, **({_PART: part} if part else {})}}
+    return {"matchLabels": {NAME_LABEL: name, **({PART_LABEL: part} if part else {})}}
 
 
 def _port(number: int) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -33,7 +33,6 @@ _GONE_S = 60.0
 _LOOK_S = 0.01  # seconds between checks for killed processes
 _POLL_S = 0.05  # seconds between checks of a process, if the kernel has no pidfd_open
 _REASON_BYTES = 1 << 20
-NO_DEVICES: Mapping[str, str] = MappingProxyType({})
 _PIPE_BYTES = 1 << 20  # more than the pipe can hold
 
 
@@ -72,7 +71,8 @@ class HostedProcess:
         self.cleaned = False  # whether no process, scratch folder or port is left
         self.scratch = str(scratch_folder(command.scratch)) if command.scratch else ""
         self._reports = _Reports()
-        self._port = ReservedPort(host) if any(PORT in text for text in _texts(command)) else None
+        texts = (*command.argv, *command.environment.values(), command.stdin)
+        self._port = ReservedPort(host) if any(PORT in text for text in texts) else None
         self.port = 0 if self._port is None else self._port.number
         self._slots = {
             PYTHON: sys.executable,
@@ -137,25 +137,28 @@ class HostedProcess:
     def send_kill(self) -> None:
         """Kills all processes of the part, without waiting for them to exit."""
         if not self.cleaned:
-            _kill(self._members(), group=self.pid)
+            members: Mapping[int, int] = {}
+            with contextlib.suppress(OSError):
+                members = self._members()
+            _kill(members, group=self.pid)
 
     async def kill(self) -> None:
         """Kills all processes of the part and returns when none is left. Idempotent.
 
         Raises `LaunchError` if a process has not exited within a minute.
         """
-        await self._kill(self._members())
+        await self._kill(await self._wait_for_members())
 
     async def terminate(self, *, grace_s: float) -> None:
         """Sends SIGTERM to the first process, waits up to `grace_s` seconds for it to exit, then kills the part as `kill` does.
         Idempotent."""
-        members = self._members()
+        members = await self._wait_for_members()
         if self.returncode is None:
             self._popen.terminate()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(grace_s):
                     await self.wait()
-        await self._kill(members | self._members())
+        await self._kill(members | await self._wait_for_members())
 
     async def _kill(self, members: Mapping[int, int]) -> None:
         if self.cleaned:
@@ -165,12 +168,12 @@ class HostedProcess:
             async with asyncio.timeout(_GONE_S):
                 _kill(left, group=self.pid)
                 await self.wait()
-                while left := _living(left | self._members()):
+                while left := _living(left | await self._wait_for_members()):
                     _kill(left, group=self.pid)
                     await asyncio.sleep(_LOOK_S)
         except TimeoutError:
             raise LaunchError(
-                f"process {next(iter(left))} of {self.name} does not end after SIGKILL: a disk or GPU does not respond\n"
+                f"process {next(iter(left), self.pid)} of {self.name} does not end after SIGKILL: a disk or GPU does not respond\n"
                 "  fix: check the disk and the GPU, and wait for the process to end before you resume"
             ) from None
         self._clean()
@@ -178,14 +181,16 @@ class HostedProcess:
     async def signal_children(self, number: int) -> None:
         """Sends a signal to the children of the first process."""
         for pid in self.processes():
-            if read_stat(pid).parent == self.pid:
-                with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(OSError):  # it has exited, or no file descriptor is free
+                if read_stat(pid).parent == self.pid:
                     os.kill(pid, number)
 
     def processes(self) -> dict[int, str]:
         """Returns process id -> state for the processes of the part; empty after the first process has exited, because the kernel may reuse
-        its id."""
-        return process_tree(self.pid) if self.returncode is None else {}
+        its id, and while no file descriptor is free."""
+        with contextlib.suppress(OSError):
+            return process_tree(self.pid) if self.returncode is None else {}
+        return {}
 
     def read_progress(self) -> bytes:
         """Returns the bytes that the part has written to `PROGRESS` since the last call."""
@@ -200,8 +205,22 @@ class HostedProcess:
 
     def _members(self) -> dict[int, int]:
         """Returns process id -> start time for the processes of the part. Some may be in a separate group, and others may have lost their
-        parent."""
-        return {} if self.cleaned else {pid: read_stat(pid).started for pid in (*self.processes(), *process_group(self.pid))}
+        parent. Raises `OSError` if no file descriptor is free."""
+        if self.cleaned:
+            return {}
+        tree = process_tree(self.pid) if self.returncode is None else ()
+        return {pid: read_stat(pid).started for pid in (*tree, *process_group(self.pid))}
+
+    async def _wait_for_members(self) -> dict[int, int]:
+        """Returns the processes of the part. Waits while no file descriptor is free. After a minute, returns an empty mapping, so that at
+        least the group is killed."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_GONE_S):
+                while True:
+                    with contextlib.suppress(OSError):
+                        return self._members()
+                    await asyncio.sleep(_LOOK_S)
+        return {}
 
     def _clean(self) -> None:
         self.cleaned = True
@@ -221,7 +240,7 @@ class LocalLauncher:
         folder: Path,
         *,
         root: Path | None = None,
-        devices: Mapping[str, str] = NO_DEVICES,
+        devices: Mapping[str, str] = MappingProxyType({}),
         wrap: Callable[[PartCommand], PartCommand] | None = None,
     ) -> None:
         """`folder`: the run folder. `root`: the project. `devices`: CUDA_VISIBLE_DEVICES by part; other parts inherit the driver's value.
@@ -277,12 +296,8 @@ def scratch_folder(of: str) -> Path:
     return folder
 
 
-def _texts(command: PartCommand) -> Iterable[str]:
-    return (*command.argv, *command.environment.values(), command.stdin)
-
-
 def _living(members: Mapping[int, int]) -> dict[int, int]:
-    """Returns those of the given processes that have not exited."""
+    """Returns those of the given processes that have not exited. Raises `OSError` as `read_stat` does."""
     stats = {pid: read_stat(pid) for pid in members}
     return {pid: started for pid, started in members.items() if not stats[pid].has_ended and stats[pid].started == started}
 
@@ -290,7 +305,10 @@ def _living(members: Mapping[int, int]) -> dict[int, int]:
 def _kill(members: Mapping[int, int], *, group: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
-    for pid in _living(members):
+    living: Mapping[int, int] = {}
+    with contextlib.suppress(OSError):  # no file descriptor is free
+        living = _living(members)
+    for pid in living:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 

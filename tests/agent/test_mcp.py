@@ -425,6 +425,10 @@ def test_events_are_independent_of_the_pieces(events: list[bytes], crlf: bool, c
     assert received == [event for event in events if event] and stream.held == 0
 
 
+def test_a_comment_does_not_hide_the_event_that_contains_it() -> None:
+    assert web.Events().feed(b": ping\ndata: x\n\n: ping\n\n") == [(b"message", b"x")]
+
+
 async def test_child_processes_of_an_external_program_end_with_its_episode(tmp_path: Path) -> None:
     """A daemon has left the process group and session of the program that started it."""
     daemon = "import os, time; os.setsid(); open('daemon', 'w').write(str(os.getpid())); time.sleep(60)"

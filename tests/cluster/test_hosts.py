@@ -27,7 +27,7 @@ import asyncio, os, sys
 from pathlib import Path
 from agentrl.cluster.link import Link, take_key
 from agentrl.cluster.mirror import Mirror
-from agentrl.cluster.relay import relaying
+from agentrl.cluster.mirror_host import relaying
 
 async def main(folder, url, address, operation, name):
     mirror = Mirror(Path(folder), Link(url, take_key(), silence_s=2.0))

@@ -95,14 +95,14 @@ def test_without_training_no_gpu_is_kept_for_learner_or_gate(monkeypatch: pytest
     assert devices(several.but("serving.replicas=1"), training=False) == {}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
     assert devices(make_recipe("nccl", ranks=2), training=False) == {"server": "5"}
-    with pytest.raises(UserError, match=r"serving\.replicas=2 needs 2 GPUs, but only 1 are visible here") as caught:
+    with pytest.raises(UserError, match=r"serving\.replicas=2 needs 2 GPUs, but only 1 is visible here") as caught:
         devices(several, training=False)
     assert "learner" not in str(caught.value)
 
 
 def test_too_few_gpus_are_an_error_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    with pytest.raises(UserError, match="needs 2 GPUs, but only 1 are visible"):
+    with pytest.raises(UserError, match="needs 2 GPUs, but only 1 is visible"):
         devices(make_recipe("nccl"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     assert visible_gpus() == []

@@ -26,7 +26,7 @@ from agentrl.cluster import chunks, file_service, mirror
 from agentrl.cluster.chunks import ArrivingFolder, ChunkIndex, FileChunks, FolderListing
 from agentrl.cluster.link import Link, LinkLost, NotFound, SessionEnded
 from agentrl.cluster.mirror import Mirror, mirrored_media
-from agentrl.cluster.relay import relaying
+from agentrl.cluster.mirror_host import relaying
 from agentrl.cluster.run_service import HOST, LEARNER, WORKER
 from agentrl.errors import DiskFull, InfrastructureError, UserError
 from agentrl.records import codec
@@ -301,8 +301,9 @@ def test_a_driver_that_does_not_answer_is_an_error_in_time(tmp_path: Path, drive
         Mirror(tmp_path / "mirror", dead).fetch("versions/000001", timeout_s=0.3)
     with pytest.raises(UserError, match="rejected the key"):
         Mirror(tmp_path / "mirror", Link(driver.url, "wrong")).fetch("versions/000001")
-    with pytest.raises(UserError, match=r"http://HOST:PORT"):
-        Link("ftp://x", "key")
+    for url in ("ftp://x", "http://[::1", "http://x:port"):
+        with pytest.raises(UserError, match=r"http://HOST:PORT"):
+            Link(url, "key")
 
 
 def test_a_replaced_learner_can_no_longer_change_anything(tmp_path: Path, driver: Driver) -> None:

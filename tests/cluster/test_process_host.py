@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import signal
 import subprocess
 import sys
@@ -45,6 +46,24 @@ async def test_a_process_that_ignores_sigterm_and_its_detached_child_are_killed(
     await part.terminate(grace_s=0.1)
     assert part.returncode == -signal.SIGTERM and read_stat(int(child)).has_ended
     await part.kill()
+
+
+async def test_a_part_is_killed_completely_as_soon_as_a_file_descriptor_is_free(tmp_path: Path) -> None:
+    part = ProcessHost(tmp_path).start(command(DETACHED))
+    child, _ = await output(tmp_path, 2)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            read_stat(int(child))
+        assert part.processes() == {}
+        killing = asyncio.create_task(part.kill())
+        await asyncio.sleep(0.2)
+        assert not killing.done()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    await killing
+    assert read_stat(int(child)).has_ended
 
 
 async def test_the_remaining_group_of_a_dead_process_is_killed(tmp_path: Path) -> None:

@@ -272,6 +272,8 @@ def test_a_version_uses_its_runs_settings_and_a_folder_the_defaults(project: Pat
         (["s", "--policy", "a:b", "rollout.size=3"], "rollout.size: unknown key"),
         (["s", "--policy", "http://127.0.0.1/v1"], "an endpoint needs the name of its model"),
         (["s", "--policy", "http://u:secret@127.0.0.1/v1", "--model", "m"], "without a user, a password"),
+        (["s", "--policy", "http://[::1/v1", "--model", "m"], "must be http(s)://HOST/PATH"),
+        (["s", "--policy", "http://127.0.0.1:port/v1", "--model", "m"], "must be http(s)://HOST/PATH"),
         (["s", "--policy", "a:b", "--key-env", "KEY"], "require an endpoint"),
         (["s", "--policy", "http://127.0.0.1/v1", "--model", "m", "evaluation.sampling.top_k=3"], "chat completions do not support top_k"),
         (["recipes/x.py", "--junit", "x.xml"], "need --policy"),

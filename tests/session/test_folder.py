@@ -188,8 +188,6 @@ def test_settings_against_a_slow_server_may_change_on_resume(tmp_path: Path) -> 
 def test_judge_servers_may_get_more_resources_but_not_other_weights(tmp_path: Path) -> None:
     recipe = RECIPE.but('judge_servers.small={"model": "m"}')
     hold_run(tmp_path, recipe=recipe)
-    assert check_resumed_recipe(tmp_path, recipe.but("judge_servers.small.threads=2")) == [
-        "judge_servers.small.threads 1 -> 2"
-    ]
+    assert check_resumed_recipe(tmp_path, recipe.but("judge_servers.small.threads=2")) == ["judge_servers.small.threads 1 -> 2"]
     with pytest.raises(RecipeError, match=r"judge_servers\.small\.model"):
         check_resumed_recipe(tmp_path, recipe.but("judge_servers.small.model=other"))
