@@ -21,9 +21,9 @@ import pytest
 from agentrl.base.files import folder_manifest
 from agentrl.cluster import object_store
 from agentrl.cluster.chunks import ChunkIndex, drop_folders
+from agentrl.cluster.mirror_host import relaying
 from agentrl.cluster.object_store import ObjectStore
 from agentrl.cluster.ray_host import ID_FILE, run_id
-from agentrl.cluster.mirror_host import relaying
 from agentrl.config.cluster import store_problem
 from agentrl.errors import InfrastructureError, UserError
 from tests.cluster.serving import Driver, driving
