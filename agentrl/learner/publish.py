@@ -19,9 +19,9 @@ from torch import Tensor
 
 from agentrl.base.files import commit_folder, partial_folder, replace_file, sha256_file, write_atomically
 from agentrl.learner import lora
-from agentrl.learner.access import LearnerAccess
 from agentrl.learner.driver_reports import disk_errors_raised
 from agentrl.learner.engine import PolicyEngine
+from agentrl.learner.remote_access import LearnerAccess
 from agentrl.records import ADAPTER, WHOLE_MODEL, Group, PolicyVersion, Probe, codec
 from agentrl.records.images import without_cut_image
 from agentrl.version import deltas

@@ -1,4 +1,4 @@
-"""A `LearnerAccess` for a learner that does not share the driver's disk: a mirror of the run folder, and calls to the driver.
+"""Access to a run for a learner that does not share the driver's disk: a mirror of the run folder, and calls to the driver.
 
 The driver has the ledger, the registry, and the newest checkpoints and versions. The learner writes into its mirror and sends what is
 complete, in the same order in which a learner on the driver's disk writes: checkpoint, commit, version, registration. A local checkpoint
@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agentrl.base.files import has_intact_files
 from agentrl.base.media import MediaFolder
@@ -25,12 +25,15 @@ from agentrl.cluster.mirror import Mirror, mirrored_media
 from agentrl.errors import AgentRLError, DiskFull
 from agentrl.experience import token_records
 from agentrl.experience.step_uses import StepUses
-from agentrl.learner.access import Collective, Spare
+from agentrl.learner.access import FolderAccess, Spare
 from agentrl.learner.update_guard import UpdateFailure
 from agentrl.records import Group, GroupUse, LedgerEntry, PolicyVersion, VersionState, codec
 from agentrl.records.images import images_of
 from agentrl.serving.access import ServerAddress
 from agentrl.version.rollback import RollbackRequest
+
+if TYPE_CHECKING:
+    from agentrl.learner.ranks import Ranks
 
 log = logging.getLogger("agentrl.learner")
 
@@ -53,7 +56,7 @@ class Calls:
 
 
 class RemoteStore:
-    """A `LearnerStore`: the driver's ledger."""
+    """The driver's ledger: the methods of an `ExperienceStore` that a learner calls."""
 
     def __init__(self, calls: Calls, media: MediaFolder) -> None:
         self._calls, self._media = calls, media
@@ -87,7 +90,7 @@ class RemoteStore:
 
 
 class RemoteRegistry:
-    """A `LearnerRegistry`: the driver's registry of versions."""
+    """The driver's registry: the methods of a `VersionRegistry` that a learner calls."""
 
     def __init__(self, calls: Calls, mirror: Mirror) -> None:
         self._calls, self._mirror = calls, mirror
@@ -131,7 +134,7 @@ class RemoteRegistry:
 
 
 class RemoteAccess:
-    """A `LearnerAccess` that uses a mirror of the run folder.
+    """The methods of `FolderAccess`, for a mirror of the run folder.
 
     Args:
         mirror: contains the recipe; `fetch_base` adds version 0.
@@ -153,11 +156,11 @@ class RemoteAccess:
         mirror.fetch("recipe.json")
         return cls(mirror)
 
-    def fetch_base(self, ranks: Collective) -> None:
+    def fetch_base(self, ranks: Ranks) -> None:
         """Fetches version 0. Must be called on all ranks."""
         _once_per_host(ranks, lambda: self._mirror.fetch("versions/000000"))
 
-    def prepare(self, alert: Callable[[str], None], ranks: Collective) -> None:
+    def prepare(self, alert: Callable[[str], None], ranks: Ranks) -> None:
         """Fetches the newest intact checkpoint and deletes local checkpoints that the driver does not have."""
         _once_per_host(ranks, lambda: self._fetch_newest(alert))
 
@@ -169,7 +172,7 @@ class RemoteAccess:
                 return
             alert(f"checkpoint {name} is damaged at the driver, so the previous checkpoint is used\n  fix: check the driver's disk")
 
-    def need_checkpoint(self, number: int, ranks: Collective) -> None:
+    def need_checkpoint(self, number: int, ranks: Ranks) -> None:
         """Fetches a checkpoint if the driver has it."""
 
         def fetch() -> None:
@@ -178,7 +181,7 @@ class RemoteAccess:
 
         _once_per_host(ranks, fetch)
 
-    def checkpoint_written(self, folder: Path, spare: Spare, ranks: Collective) -> None:
+    def checkpoint_written(self, folder: Path, spare: Spare, ranks: Ranks) -> None:
         """Sends a checkpoint. If the driver's disk is nearly full, older checkpoints are deleted there first. Each host sends its own
         files."""
         name = f"checkpoints/{folder.name}"
@@ -191,7 +194,7 @@ class RemoteAccess:
             self.prune_checkpoints(1, spare)
             self._mirror.push(name)
 
-    def _send_parts(self, name: str, folder: Path, spare: Spare, ranks: Collective) -> None:
+    def _send_parts(self, name: str, folder: Path, spare: Spare, ranks: Ranks) -> None:
         own = self._mirror.index.list_folder(folder) if ranks.is_first_on_host else FolderListing(files=())
         by_name: dict[str, FileChunks] = {}
         for data in reversed(ranks.gather_bytes(codec.to_json(own))):  # if several hosts have the same file, the first host's is used
@@ -268,7 +271,10 @@ class RemoteAccess:
         self._mirror.link.close()
 
 
-def _once_per_host(ranks: Collective, work: Callable[[], object]) -> None:
+LearnerAccess = FolderAccess | RemoteAccess
+
+
+def _once_per_host(ranks: Ranks, work: Callable[[], object]) -> None:
     """Calls `work` on the first rank of each host, and returns on all ranks when every host is done. `work` runs only
     once per host, because it hashes gigabytes."""
     if ranks.is_first_on_host:

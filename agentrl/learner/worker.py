@@ -29,7 +29,7 @@ from agentrl.errors import LearnerError, LearnerHalted, StoreError
 from agentrl.experience import GroupOrder, open_store, step_uses
 from agentrl.learner import checkpoint as checkpoints
 from agentrl.learner import ranks as processes
-from agentrl.learner.access import FolderAccess, LearnerAccess
+from agentrl.learner.access import FolderAccess
 from agentrl.learner.broadcast import Broadcaster
 from agentrl.learner.checkpoint import CheckpointMeta
 from agentrl.learner.critic import Critic
@@ -37,7 +37,7 @@ from agentrl.learner.driver_reports import SILENT, ProgressReporter
 from agentrl.learner.engine import PolicyEngine
 from agentrl.learner.publish import publish_version, select_probe_rows, version_folder, write_base_probe
 from agentrl.learner.ranks import Ranks
-from agentrl.learner.remote_access import RemoteAccess
+from agentrl.learner.remote_access import LearnerAccess, RemoteAccess
 from agentrl.learner.token_recorder import TokenRecorder
 from agentrl.learner.ulysses import form_teams
 from agentrl.learner.update import Updater

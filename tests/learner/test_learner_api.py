@@ -11,9 +11,9 @@ from agentrl.cluster.mirror import Mirror
 from agentrl.cluster.run_service import LEARNER
 from agentrl.errors import StoreError
 from agentrl.experience import SqliteStore, step_uses, token_records
-from agentrl.learner.access import FolderAccess, LearnerAccess
+from agentrl.learner.access import FolderAccess
 from agentrl.learner.driver_reports import FILE
-from agentrl.learner.remote_access import RemoteAccess
+from agentrl.learner.remote_access import LearnerAccess, RemoteAccess
 from agentrl.learner.update_guard import UpdateFailure
 from agentrl.records import GroupUse, PolicyVersion, VersionState, codec
 from agentrl.serving.access import NAME, ServerAddress
