@@ -1,7 +1,8 @@
 """Turns scored groups into the token sequences of one learner step.
 
-Every sampled token of a counted episode is trained exactly once, with the id and logprob that it was sampled with, and no other token is
-trained. Turns that branched episodes share are trained in one of these episodes (`agentrl.objective.branches`).
+Every sampled token of a counted episode is trained exactly once, with the id and logprob that it was sampled with. Prompts, tool output and
+inserted tokens (`Turn.forced`) are context and are never trained. Turns that branched episodes share are trained in one of these episodes
+(`agentrl.objective.branches`).
 """
 
 from __future__ import annotations

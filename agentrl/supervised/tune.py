@@ -31,7 +31,10 @@ _NOT_COPIED = (
 
 
 def train_sft(rows: Sequence[dict[str, list[int]]], model: Path, out: Path, *, epochs: float, lr: float, batch: int, seed: int) -> float:
-    """Fine-tunes `model` on `rows` (`select_demonstrations`), writes a model folder and returns the last loss (nats per token)."""
+    """Fine-tunes `model` on `rows` (`select_demonstrations`), writes a model folder, and returns the final loss in nats per token.
+
+    The final loss of every function in this module is the mean over the last tenth of the steps.
+    """
     from datasets import Dataset
     from transformers import AutoModelForCausalLM
     from trl import SFTConfig, SFTTrainer
@@ -53,7 +56,7 @@ def train_dpo(
 ) -> float:
     """Trains with direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290) from `model`, which is also the reference model.
 
-    Writes a model folder and returns the last loss.
+    Writes a model folder and returns the final loss.
     """
     from datasets import Dataset
     from transformers import AutoModelForCausalLM
@@ -86,8 +89,8 @@ def train_reward_model(
 ) -> float:
     """Trains a model from `model`'s trunk to score the better episode of a pair higher (Bradley-Terry).
 
-    Writes a folder for `AutoModelForSequenceClassification` with a record of the model's input and scale, and returns the last loss. Raises
-    `UserError` if the trained model does not separate the pairs. `shows`: the prompt fields that the text of each `TextPreference`
+    Writes a folder for `AutoModelForSequenceClassification` with a record of the model's input and scale, and returns the final loss.
+    Raises `UserError` if the trained model does not separate the pairs. `shows`: the prompt fields that the text of each `TextPreference`
     contains.
     """
     from datasets import Dataset
@@ -161,18 +164,20 @@ def _tokenizer(model: Path) -> Any:
 
 
 def _train(trainer: Any, model: Path, out: Path, *, finish: Callable[[Any, Path], None] = lambda trained, folder: None) -> float:
-    """Trains, writes the folder, and returns the last loss, averaged over the last tenth of the steps. Calls `finish` with the trained
-    model and the unfinished folder."""
+    """Trains, writes the folder, and returns the final loss. Calls `finish` with the trained model and the unfinished folder."""
     trainer.train()
     if not all(parameter.isfinite().all() for parameter in trainer.model.parameters()):  # TRL logs a NaN loss as 0
         raise UserError("the training diverged: weights are not finite, so no model is saved", fix="lower --lr")
     losses = [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
     part = partial_folder(out)
-    shutil.copytree(model, part, ignore=shutil.ignore_patterns(*_NOT_COPIED), dirs_exist_ok=True)
-    trainer.model.config.use_cache = True
-    trainer.model.to(_own_dtype(model)).save_pretrained(part)
-    finish(trainer.model, part)
-    commit_folder(part, out)
+    try:
+        shutil.copytree(model, part, ignore=shutil.ignore_patterns(*_NOT_COPIED), dirs_exist_ok=True)
+        trainer.model.config.use_cache = True
+        trainer.model.to(_own_dtype(model)).save_pretrained(part)
+        finish(trainer.model, part)
+        commit_folder(part, out)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)  # a committed folder has been renamed
     tail = losses[-max(1, len(losses) // 10) :]
     return sum(tail) / len(tail)
 

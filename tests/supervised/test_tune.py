@@ -99,6 +99,15 @@ def test_a_reward_model_scores_good_completions_higher(model: Path, tmp_path: Pa
     assert load_record(tmp_path / "text").value(yes) > 0.5 > load_record(tmp_path / "text").value(no)
 
 
+def test_a_reward_model_that_separates_no_pair_raises_and_leaves_nothing(model: Path, tmp_path: Path) -> None:
+    from agentrl.supervised.tune import train_reward_model
+
+    texts = [TextPreference(chosen="answer: yes", rejected="answer: yes")] * 4
+    with pytest.raises(UserError, match="does not score the better attempt"):
+        train_reward_model(texts, model, tmp_path / "out", epochs=1, lr=1e-3, batch=4, seed=0, shows=("answer",))
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_diverged_training_raises_and_writes_nothing(model: Path, tmp_path: Path) -> None:
     from agentrl.supervised.tune import train_sft
 
