@@ -44,7 +44,7 @@ class HttpServer:
         return f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
 
     async def start(self) -> None:
-        """Listens and serves. Raises `InfrastructureError` if the address is not available."""
+        """Listens and serves. Raises `InfrastructureError` if the address is not available or the server does not start in time."""
         import uvicorn
 
         listener = self._listen()
@@ -62,13 +62,23 @@ class HttpServer:
             timeout_graceful_shutdown=1,
         )
         server = _quiet_server(config)
-        self._task = asyncio.create_task(server.serve(sockets=[listener]), name=self.name)
-        async with asyncio.timeout(START_S):
-            while not server.started:
-                if self._task.done():
-                    raise InfrastructureError(f"the {self.name} did not start: {self._task.exception()!r}")
-                await asyncio.sleep(0.002)
-        self._server, (self.host, self.port) = server, listener.getsockname()[:2]
+        task = asyncio.create_task(server.serve(sockets=[listener]), name=self.name)
+        try:
+            async with asyncio.timeout(START_S):
+                while not server.started:
+                    if task.done():
+                        raise InfrastructureError(f"the {self.name} did not start: {task.exception()!r}")
+                    await asyncio.sleep(0.002)
+        except BaseException as error:
+            server.should_exit = True
+            await asyncio.wait({task}, timeout=CLOSE_S)
+            for started in getattr(server, "servers", ()):  # uvicorn closes them only if it has started completely
+                started.close()
+            listener.close()
+            if isinstance(error, TimeoutError):
+                raise InfrastructureError(f"the {self.name} did not start within {START_S:g} s") from None
+            raise
+        self._server, self._task, (self.host, self.port) = server, task, listener.getsockname()[:2]
 
     async def wait(self) -> None:
         """Waits until a started server exits, and raises its error, if any."""

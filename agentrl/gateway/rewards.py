@@ -83,7 +83,7 @@ class PostedRewards:
             raise RequestError("not_found", f"There is no session {session[:100]!a}.")
         if reward.done():
             raise RequestError("invalid", "This session already has a reward.")
-        self.store(session, score)
+        reward.set_result(score)
 
     def store(self, session: str, score: Score) -> None:
         """Stores the reward for an open session that has none yet; otherwise does nothing."""

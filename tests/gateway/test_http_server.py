@@ -1,0 +1,42 @@
+"""A server whose start fails or is cancelled leaves its port free."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from agentrl.errors import InfrastructureError
+from agentrl.gateway import http_server
+from agentrl.gateway.http_server import HttpServer
+
+
+async def app(scope: Any, receive: Any, send: Any) -> None:
+    """An application that no test calls."""
+
+
+async def starts(port: int) -> int:
+    """Starts and stops a server. Returns its port."""
+    server = HttpServer(app=app, name="test server", host="127.0.0.1", port=port)
+    await server.start()
+    await server.stop()
+    return server.port
+
+
+@pytest.mark.parametrize("cause", ["slow", "cancelled"])
+async def test_a_server_that_did_not_start_leaves_its_port_free(cause: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    port = await starts(0)
+    server = HttpServer(app=app, name="test server", host="127.0.0.1", port=port)
+    if cause == "slow":
+        with monkeypatch.context() as patch, pytest.raises(InfrastructureError, match="the test server did not start within 0 s"):
+            patch.setattr(http_server, "START_S", 0.0)
+            await server.start()
+    else:
+        starting = asyncio.create_task(server.start())
+        await asyncio.sleep(0)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+    await asyncio.sleep(0.05)
+    assert await starts(port) == port
