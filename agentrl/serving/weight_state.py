@@ -22,18 +22,13 @@ class WeightState:
     def __init__(self, number: int) -> None:
         self.number = number
         self.cache_salt = _salt(number)
-        self._probation: int | None = None
+        self.on_probation: int | None = None  # the version that is in use but not yet verified
         self._rejected: set[int] = set()
         self._decided = asyncio.Event()  # read only during probation
 
-    @property
-    def on_probation(self) -> int | None:
-        """The version that is in use but not yet verified, or None."""
-        return self._probation
-
     def begin_probation(self, number: int) -> None:
         """Starts the probation of `number`. Call it after its weights are loaded, while the server is paused."""
-        self._probation = number
+        self.on_probation = number
         self._rejected.discard(number)
         self.cache_salt = _salt(number)
         self._decided.clear()
@@ -45,8 +40,8 @@ class WeightState:
 
     def refuse(self) -> None:
         """Rejects the version on probation, if there is one. All tokens that it sampled are invalid."""
-        if self._probation is not None:
-            self._rejected.add(self._probation)
+        if self.on_probation is not None:
+            self._rejected.add(self.on_probation)
         self.cache_salt = _salt(self.number)
         self._end_probation()
 
@@ -54,13 +49,13 @@ class WeightState:
         """Waits until none of `versions` is on probation; the caller sets the deadline. Raises `ServingError` if one of
         them was rejected."""
         versions = frozenset(versions)
-        while self._probation in versions:
+        while self.on_probation in versions:
             await self._decided.wait()
         if rejected := versions & self._rejected:
             raise ServingError(f"sampled with weights that were rejected after the swap (version {min(rejected)})")
 
     def _end_probation(self) -> None:
-        self._probation = None
+        self.on_probation = None
         self._decided.set()
 
 
