@@ -19,7 +19,7 @@ from agentrl.learner.optimizer import learning_rate
 from agentrl.learner.packing import MicroBatch
 from agentrl.learner.ranks import Ranks
 from agentrl.learner.token_scorer import value_head, values_of
-from agentrl.objective.values import gae, rows_of, value_loss
+from agentrl.objective.values import value_loss
 
 EPS = 1e-8
 
@@ -110,15 +110,6 @@ class SharedCritic:
             if not state["exp_avg"].any():  # it has received no gradient yet, so its bias correction must not count this step
                 state["step"] = state["step"] * 0
         return result
-
-
-@torch.no_grad()
-def critic_advantages(batch: MicroBatch, values: Tensor, config: CriticConfig) -> tuple[Tensor, Tensor]:
-    """Computes the advantages [N] and the returns [N] of the batch's trained tokens from `batch.rewards` and the tokens' values [N]."""
-    rewards, mask = rows_of(batch.rewards.to(values.dtype), batch.sequence)
-    rows, _ = rows_of(values, batch.sequence)
-    advantages, returns = gae(rewards, rows, mask, gamma=config.gamma, lam=config.lam)
-    return advantages[mask], returns[mask]
 
 
 def advantage_moments(advantages: Sequence[Tensor], ranks: Ranks) -> tuple[float, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -214,38 +214,19 @@ def deepspeed_config(recipe: Recipe, ranks: Ranks, size: int) -> dict[str, Any]:
     }
 
 
-class KLReferenceModel:
-    """Version 0 (`folder`), unsharded on every rank, without an optimizer. Each rank needs memory for the weights. `logprobs` is a
-    collective only in teams."""
+def kl_reference_for(engine: PolicyEngine) -> Callable[[MicroBatch], Tensor]:
+    """Returns a function that computes the KL reference model's logprobs [N] of a batch's trained tokens, as `PolicyEngine.logprobs` does.
 
-    def __init__(self, folder: Path, recipe: Recipe, ranks: Ranks) -> None:
-        self._temperature = recipe.rollout.sampling.temperature
-        self._scorer = TokenScorer(load_model(folder, recipe, ranks.device)).eval().requires_grad_(False)
-
-    @torch.no_grad()
-    def logprobs(self, batch: MicroBatch) -> Tensor:
-        """Returns logprobs [N] of the batch's trained tokens at the sampling temperature, over their supports."""
-        return score_tokens(self._scorer, batch, self._temperature)[0]
-
-
-class AdapterFreePolicy:
-    """The policy without its adapters, which is version 0 of a run that trains adapters.
-
-    It uses the policy's base weights and no extra memory. Under ZeRO-3, `logprobs` is a collective.
+    The KL reference model is version 0. In a run that trains adapters, it is the policy without its adapters, which needs no extra memory,
+    and the function is a collective under ZeRO-3. Otherwise, each rank holds the unsharded weights of the engine's folder, and the function
+    is a collective only in teams.
     """
-
-    def __init__(self, engine: PolicyEngine) -> None:
-        self._engine = engine
-
-    @torch.no_grad()
-    def logprobs(self, batch: MicroBatch) -> Tensor:
-        """Returns what `KLReferenceModel.logprobs` returns."""
-        with lora.disabled(self._engine.lm):
-            return self._engine.logprobs(batch)[0]
-
-
-def kl_reference_for(engine: PolicyEngine) -> KLReferenceModel | AdapterFreePolicy:
-    """Returns the KL reference model of an engine's policy."""
     if engine.recipe.learner.lora is not None:
-        return AdapterFreePolicy(engine)
-    return KLReferenceModel(engine.folder, engine.recipe, engine.ranks)
+
+        def without_adapters(batch: MicroBatch) -> Tensor:
+            with torch.no_grad(), lora.disabled(engine.lm):
+                return engine.logprobs(batch)[0]
+
+        return without_adapters
+    scorer = TokenScorer(load_model(engine.folder, engine.recipe, engine.ranks.device)).eval().requires_grad_(False)
+    return torch.no_grad()(lambda batch: score_tokens(scorer, batch, engine.temperature)[0])

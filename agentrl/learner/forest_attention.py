@@ -30,13 +30,13 @@ _BLOCK = 128  # FlexAttention's tile
 class ForestLayout:
     """The data that attention needs about one forest, on one device. It is built once and used by every layer."""
 
-    def __init__(self, forest: Forest, device: torch.device, stretch: TokenShard | None = None) -> None:
-        """`stretch`: the part of the tokens that this rank holds and that `positions` covers; None means all tokens."""
+    def __init__(self, forest: Forest, device: torch.device, shard: TokenShard | None = None) -> None:
+        """`shard`: the part of the tokens that this rank holds and that `positions` covers; None means all tokens."""
         self.device = device
-        self.shard = stretch
+        self.shard = shard
         self.length = len(forest.token_ids)
         self.all_positions = torch.from_numpy(forest.positions).to(device)
-        self.positions = self.all_positions if stretch is None else stretch.part(self.all_positions)
+        self.positions = self.all_positions if shard is None else shard.part(self.all_positions)
         self.ends = torch.from_numpy(forest.ends).to(device)
         self.batches = [_Batch(branches, device) for branches in _alike(_pieces(forest.branches))] if device.type == "cpu" else []
         if self.batches:

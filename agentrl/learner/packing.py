@@ -87,7 +87,6 @@ class MicroBatch:
     expand: Tensor  # [N] index into [U]
     behaviour: Tensor  # [N] float32
     advantages: Tensor  # [N] float32, NaN if a sample has rewards and no critic has computed its advantages yet
-    rewards: Tensor  # [N] float32, NaN if a sample has advantages
     versions: Tensor  # [N] int64 policy version that sampled the token
     sequence: Tensor  # [N] int64 index of the token's sample in the optimizer step
     rollout_tokens: Tensor  # [N] int64 number of trained tokens in all samples of the token's episode
@@ -114,21 +113,20 @@ def build_micro_batch(rows: Rows, device: torch.device, numbers: Sequence[int] |
         return torch.tensor(flat, dtype=torch.long, device=device)
 
     positions, targets, expand, supports = _predictions(rows, forest)
-    token_ids, stretch = torch.from_numpy(forest.token_ids), None
+    token_ids, shard = torch.from_numpy(forest.token_ids), None
     if team is not None:
-        stretch = TokenShard.of(team, len(token_ids), positions)
-        token_ids, positions, targets = stretch.part(token_ids), positions[stretch.own] - stretch.start, targets[stretch.own]
-        supports = None if supports is None else supports[stretch.own]
+        shard = TokenShard.of(team, len(token_ids), positions)
+        token_ids, positions, targets = shard.part(token_ids), positions[shard.own] - shard.start, targets[shard.own]
+        supports = None if supports is None else supports[shard.own]
     return MicroBatch(
         input_ids=token_ids[None].to(device),
-        layout=ForestLayout(forest, device, stretch),
+        layout=ForestLayout(forest, device, shard),
         positions=positions.to(device),
         targets=targets.to(device),
         supports=None if supports is None else supports.to(device),
         expand=expand.to(device),
         behaviour=trained(row.logprobs for row in rows),
         advantages=trained(row.advantages or repeat(math.nan) for row in rows),
-        rewards=trained(row.rewards or repeat(math.nan) for row in rows),
         versions=trained((row.versions for row in rows), torch.long),
         sequence=repeated(range(len(rows)) if numbers is None else numbers),
         rollout_tokens=repeated(rollout_lengths),

@@ -75,7 +75,7 @@ class TokenShard:
 
 
 def sharded_attention(
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor, stretch: TokenShard
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor, shard: TokenShard
 ) -> Tensor:
     """Computes attention over all tokens of a forest, of which each rank holds a part. Maps [1, H, S, D] to [1, S, H, D].
 
@@ -84,10 +84,10 @@ def sharded_attention(
     from deepspeed.sequence.layer import DistributedAttention
 
     def whole(*parts: Tensor) -> Tensor:
-        output = attend(*(part[:, : stretch.length].transpose(1, 2) for part in parts))
-        return F.pad(output, (0, 0, 0, 0, 0, parts[0].shape[1] - stretch.length))
+        output = attend(*(part[:, : shard.length].transpose(1, 2) for part in parts))
+        return F.pad(output, (0, 0, 0, 0, 0, parts[0].shape[1] - shard.length))
 
-    attention = DistributedAttention(whole, stretch.team.group, scatter_idx=2, gather_idx=1)
+    attention = DistributedAttention(whole, shard.team.group, scatter_idx=2, gather_idx=1)
     output: Tensor = attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), 0)
     return output
 
@@ -99,11 +99,11 @@ class _Gathered(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, stretch: TokenShard) -> Tensor:
-        ctx.own = stretch.own
-        whole = own.new_zeros(own.shape[0], stretch.predictions)
-        whole[:, stretch.own] = own
-        dist.all_reduce(whole, group=stretch.team.group)
+    def forward(ctx: Any, own: Tensor, shard: TokenShard) -> Tensor:
+        ctx.own = shard.own
+        whole = own.new_zeros(own.shape[0], shard.predictions)
+        whole[:, shard.own] = own
+        dist.all_reduce(whole, group=shard.team.group)
         return whole
 
     @staticmethod

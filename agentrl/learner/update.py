@@ -14,19 +14,18 @@ from statistics import fmean, pstdev
 import torch
 from torch import Tensor
 
-from agentrl.config.recipe import CriticConfig
-from agentrl.learner.critic import Critic, SharedCritic, advantage_moments, critic_advantages, critic_metrics
+from agentrl.learner.critic import Critic, SharedCritic, advantage_moments, critic_metrics
 from agentrl.learner.engine import PolicyEngine, kl_reference_for
 from agentrl.learner.optimizer import learning_rate
 from agentrl.learner.packing import MicroBatch, build_micro_batch, check_vocabulary, plan_micro_batches, split_minibatches
 from agentrl.learner.token_recorder import TokenRecorder
 from agentrl.learner.update_guard import UpdateGuard
-from agentrl.objective import scale_beside_residuals
+from agentrl.objective import scale_for_residuals
 from agentrl.objective.aggregate import loss_denominator
 from agentrl.objective.losses import second_moment_reach, sequence_penalty
 from agentrl.objective.metrics import MAX_NAMES, SUM_NAMES, combine_steps, summarize
 from agentrl.objective.policy_loss import TrainedTokens, load_loss, policy_loss
-from agentrl.objective.values import VALUE_WEIGHT, gae_of_episodes, value_loss
+from agentrl.objective.values import VALUE_WEIGHT, gae, value_loss
 from agentrl.records import Batch, Sample
 
 
@@ -42,12 +41,6 @@ class PreparedMicroBatch:
     reference: Tensor | None  # logprobs of the KL reference model
     returns: Tensor | None = None  # [N]
     values: Tensor | None = None  # [N] before the step
-
-    def with_advantages(self, config: CriticConfig) -> PreparedMicroBatch:
-        """Returns a copy with the advantages and returns computed from the critic's values."""
-        assert self.values is not None, "the critic has computed its values"
-        advantages, returns = critic_advantages(self.batch, self.values, config)
-        return replace(self, batch=replace(self.batch, advantages=advantages), returns=returns)
 
     def whitened(self, mean: float, scale: float) -> PreparedMicroBatch:
         """Returns a copy whose advantages have mean 0 and standard deviation 1 over the batch."""
@@ -91,7 +84,7 @@ class Updater:
         start = time.perf_counter()
         self.guard.begin_step()
         recipe = self.engine.recipe
-        parts = [scale_beside_residuals(part, recipe) for part in split_minibatches(batch, self._learner.minibatches)]
+        parts = [scale_for_residuals(part, recipe) for part in split_minibatches(batch, self._learner.minibatches)]
         prepared = self._prepare(parts)
         metrics = _batch_metrics(batch)
         warming_up = self.critic is not None and batch.step < self.critic.config.warmup_steps
@@ -131,7 +124,7 @@ class Updater:
         total = torch.zeros(len(samples), dtype=torch.float64, device=ranks.device)
         for batch in self._micro_batches(samples):
             ranks.report_progress("computing a penalty", batch.layout.length)
-            total += sequence_penalty(batch.behaviour, self._reference.logprobs(batch), batch.sequence, len(samples))
+            total += sequence_penalty(batch.behaviour, self._reference(batch), batch.sequence, len(samples))
         penalties: dict[str, float] = defaultdict(float)
         for sample, value in zip(samples, ranks.sum(total).tolist(), strict=True):
             penalties[sample.episode_id] += self._objective.kl_coef * value
@@ -190,7 +183,7 @@ class Updater:
             critic_step=critic_step,
             critic_tokens=piece.denominator,
             proximal=proximal,
-            reference=None if in_loss is None else in_loss.logprobs(batch),
+            reference=None if in_loss is None else in_loss(batch),
             values=values,
         )
 
@@ -208,44 +201,37 @@ class Updater:
         return updated, metrics
 
     def _estimated(self, micro_batches: list[PreparedMicroBatch], critic: Critic | SharedCritic) -> list[PreparedMicroBatch]:
-        """Returns the micro-batches of an optimizer step with their advantages and returns. A collective if a
-        sample was truncated or continues in another sample."""
-        estimated: list[PreparedMicroBatch] = []
-        for _, step in groupby(micro_batches, key=attrgetter("critic_step")):
-            micros = list(step)
-            samples = micros[0].samples
-            if any(sample.continued_in is not None or sample.last_state for sample in samples):
-                estimated += self._estimated_together(micros, samples, critic)
-            else:
-                estimated += [micro.with_advantages(critic.config) for micro in micros]
-        return estimated
+        """Returns the micro-batches of an optimizer step with their advantages and returns."""
+        steps = groupby(micro_batches, key=attrgetter("critic_step"))
+        return [micro for _, step in steps for micro in self._with_returns(list(step), critic)]
 
     @torch.no_grad()
-    def _estimated_together(
-        self, micros: list[PreparedMicroBatch], samples: Sequence[Sample], critic: Critic | SharedCritic
-    ) -> list[PreparedMicroBatch]:
-        """Returns the micro-batches of one critic step with the advantages of complete episodes, whose samples may be on several ranks."""
-        ranks, lengths = self.engine.ranks, [sum(sample.loss_mask) for sample in samples]
-        starts = [0, *accumulate(lengths)]
-        values = torch.zeros(starts[-1])
+    def _with_returns(self, micros: list[PreparedMicroBatch], critic: Critic | SharedCritic) -> list[PreparedMicroBatch]:
+        """Returns the micro-batches of one critic step with the advantages of complete episodes, whose samples may be on several ranks.
+
+        A collective."""
+        samples, config = micros[0].samples, critic.config
+        starts = [0, *accumulate(sum(sample.loss_mask) for sample in samples)]
+        values = torch.zeros(starts[-1], dtype=torch.float64)
         indices = [index_of_tokens(micro.batch.sequence.cpu(), torch.tensor(starts)) for micro in micros]
         for micro, index in zip(micros, indices, strict=True):
             assert micro.values is not None, "the critic has computed its values"
-            values[index] = micro.values.float().cpu()
-        known = ranks.sum(values).tolist()
+            values[index] = micro.values.double().cpu()
+        known = self.engine.ranks.sum(values).tolist()
         rows = [known[start:end] for start, end in pairwise(starts)]
-        config, last = critic.config, self._last_values(samples, critic)
-        advantages, returns = gae_of_episodes(samples, rows, last, gamma=config.gamma, lam=config.lam)
-        flat = torch.tensor([list(chain.from_iterable(advantages)), list(chain.from_iterable(returns))])
+        advantages, returns = gae(samples, rows, self._last_values(samples, critic), gamma=config.gamma, lam=config.lam)
+        flat = torch.tensor([list(chain.from_iterable(advantages)), list(chain.from_iterable(returns))], dtype=torch.float64)
         estimated = []
         for micro, index in zip(micros, indices, strict=True):
-            own = flat[:, index].to(micro.batch.rewards.device)
+            own = flat[:, index].to(micro.values)
             estimated.append(replace(micro, batch=replace(micro.batch, advantages=own[0]), returns=own[1]))
         return estimated
 
     def _last_values(self, samples: Sequence[Sample], critic: Critic | SharedCritic) -> dict[int, float]:
         """Returns a mapping from the index of each truncated sample to the value of its last state. A collective."""
         truncated = {number: sample for number, sample in enumerate(samples) if sample.last_state}
+        if not truncated:
+            return {}
         states = [state_sample(sample) for sample in truncated.values()]
         values = torch.zeros(len(states))
         for batch in self._micro_batches(states):

@@ -4,6 +4,6 @@ Importing this package does not import torch. Import the modules that need torch
 """
 
 from agentrl.objective.advantages import GroupAdvantages, batch_advantages
-from agentrl.objective.samples import AssembledBatch, assemble, counted_samples, scale_beside_residuals
+from agentrl.objective.samples import AssembledBatch, assemble, counted_samples, scale_for_residuals
 
-__all__ = ["AssembledBatch", "GroupAdvantages", "assemble", "batch_advantages", "counted_samples", "scale_beside_residuals"]
+__all__ = ["AssembledBatch", "GroupAdvantages", "assemble", "batch_advantages", "counted_samples", "scale_for_residuals"]

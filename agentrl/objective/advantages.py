@@ -84,11 +84,7 @@ def rewards_for_a_critic(groups: Groups, *, normalize_std: bool = True) -> list[
 
 
 def batch_advantages(
-    groups: Sequence[Group],
-    objective: ObjectiveConfig,
-    *,
-    min_group_size: int,
-    penalties: Mapping[str, float] | None = None,
+    groups: Sequence[Group], objective: ObjectiveConfig, *, min_group_size: int, penalties: Mapping[str, float] | None = None
 ) -> list[GroupAdvantages]:
     """Computes the advantage of each episode of a step with the estimator in `objective.advantage`.
 
@@ -162,9 +158,6 @@ def _shape(value: object) -> str:
 
 
 def _estimate(function: AdvantageEstimator, scores: list[list[float]], name: str) -> list[list[float]]:
-    if name in parts.ADVANTAGE.shipped:
-        return [list(values) for values in function(scores)]
-
     def failed(error: BaseException) -> PluginError:
         cause = f"{one_line_error(error)} ({raise_location(error)})"
         return PluginError(f"objective.advantage {name!r} failed on {len(scores)} groups: {cause}", fix="correct it there")

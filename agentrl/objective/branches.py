@@ -24,6 +24,7 @@ penalty on scores (`kl=k1_reward`) covers all of an episode's tokens, including 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -42,30 +43,32 @@ class CreditedTrajectory:
     trains: Sequence[bool] = ()  # [turn] whether its tokens are trained here; empty means all
 
 
-def assign_shared_turns(lines: Sequence[CreditedTrajectory], *, mean: bool) -> list[CreditedTrajectory]:
+def assign_shared_turns(trajectories: Sequence[CreditedTrajectory], *, mean: bool) -> list[CreditedTrajectory]:
     """Returns the trajectories with `trains` set: the first trajectory with a sampled turn trains that turn.
 
     Trajectories that train no turn are dropped.
 
     Args:
-        lines: all counted trajectories of one group, in the group's order.
+        trajectories: all counted trajectories of one group, in the group's order.
         mean: whether a shared turn receives the mean credit of its trajectories instead of the credit of the first.
     """
-    if not any(line.trajectory.inherited for line in lines):
-        return list(lines)
-    credits: dict[TurnKey, list[float]] = {}
-    for line in lines:
-        for number, value in enumerate(line.credit):
-            credits.setdefault(turn_key(line.episode_id, line.index, line.trajectory, number), []).append(value)
+    if not any(each.trajectory.inherited for each in trajectories):
+        return list(trajectories)
+    keys_of = [
+        [turn_key(each.episode_id, each.index, each.trajectory, number) for number in range(len(each.credit))] for each in trajectories
+    ]
+    credits: defaultdict[TurnKey, list[float]] = defaultdict(list)
+    for each, keys in zip(trajectories, keys_of, strict=True):
+        for key, value in zip(keys, each.credit, strict=True):
+            credits[key].append(value)
     trained: set[TurnKey] = set()
     training = []
-    for line in lines:
-        keys = [turn_key(line.episode_id, line.index, line.trajectory, number) for number in range(len(line.credit))]
+    for each, keys in zip(trajectories, keys_of, strict=True):
         trains = [key not in trained for key in keys]
         trained.update(keys)
-        credit = [fmean(credits[key]) for key in keys] if mean else line.credit
-        if any(trained_here and turn.completion_ids for trained_here, turn in zip(trains, line.trajectory.turns, strict=True)):
-            training.append(replace(line, trains=trains, credit=credit))
+        credit = [fmean(credits[key]) for key in keys] if mean else each.credit
+        if any(trained_here and turn.completion_ids for trained_here, turn in zip(trains, each.trajectory.turns, strict=True)):
+            training.append(replace(each, trains=trains, credit=credit))
     return training
 
 

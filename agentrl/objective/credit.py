@@ -253,9 +253,5 @@ def _returns(rewards: list[list[float]], following: Sequence[int | None]) -> lis
     for index in reversed(range(len(rewards))):
         after = following[index]
         rest = sums[after][0] if after is not None and sums[after] else 0.0
-        sums[index] = [value + rest for value in _sums_to_end(rewards[index])]
+        sums[index] = [value + rest for value in accumulate(reversed(rewards[index]))][::-1]
     return sums
-
-
-def _sums_to_end(rewards: list[float]) -> list[float]:
-    return list(accumulate(reversed(rewards)))[::-1]

@@ -198,15 +198,11 @@ def second_moment_reach(log_ratio: Tensor, add: Callable[[Tensor], Tensor], *, a
 
     if not exceeds(math.inf):
         return math.inf
-    low, high = 0, _bits(math.inf)  # the bit patterns of non-negative floats are ordered like the floats
+    low, high = 0, 0x7FF << 52  # bit patterns of 0 and infinity; those of non-negative floats are ordered like the floats
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if exceeds(_float(middle)) else (middle, high)
     return _float(low)
-
-
-def _bits(value: float) -> int:
-    return int.from_bytes(struct.pack(">d", value), "big")
 
 
 def _float(bits: int) -> float:

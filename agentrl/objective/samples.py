@@ -65,7 +65,7 @@ def assemble(step: int, groups: Sequence[Group], recipe: Recipe, *, penalties: M
     return AssembledBatch(batch=batch, drop_reasons=dropped)
 
 
-def scale_beside_residuals(batch: Batch, recipe: Recipe) -> Batch:
+def scale_for_residuals(batch: Batch, recipe: Recipe) -> Batch:
     """Returns the batch of one optimizer step with scaled advantages, so that residuals do not dilute the tokens of other groups.
 
     The loss divides by D, which counts tokens or rollouts of all samples. The tokens and rollouts of residuals were already
@@ -143,7 +143,7 @@ def _group_samples(
     credits = [value for table in (turns, branches) for rows in table.values() for row in rows for value in row]
     if not critic and not objective.entropy_coef and all_negligible(credits, [rollout.score for rollout in rollouts]):
         return [], "all_equal"
-    lines, after = [], {}
+    trajectories, after = [], {}
     for rollout in rollouts:
         name, following = rollout.scored.episode.id, continuations(rollout.trajectories)
         earned = _earned_rewards(rollout.trajectories, rollout.advantage, following) if critic else []
@@ -152,14 +152,14 @@ def _group_samples(
                 credit = branches[name][number] if branches else earned[number]
                 if turns:
                     credit = [value + objective.turn_coef * extra for value, extra in zip(credit, turns[name][number], strict=True)]
-                lines.append(CreditedTrajectory(episode_id=name, index=number, trajectory=trajectory, credit=credit))
+                trajectories.append(CreditedTrajectory(episode_id=name, index=number, trajectory=trajectory, credit=credit))
                 after[name, number] = following[number]
-    credited = assign_shared_turns(lines, mean=not critic)
-    samples = [_sample(line.episode_id, group.index, line.trajectory, line.credit, trains=line.trains, rewards=critic) for line in credited]
+    credited = assign_shared_turns(trajectories, mean=not critic)
+    samples = [_sample(each.episode_id, group.index, each.trajectory, each.credit, trains=each.trains, rewards=critic) for each in credited]
     if critic:
         samples = [
-            replace(one, trajectory=line.index, continued_in=after[line.episode_id, line.index], last_state=line.trajectory.last_state)
-            for one, line in zip(samples, credited, strict=True)
+            replace(sample, trajectory=each.index, continued_in=after[each.episode_id, each.index], last_state=each.trajectory.last_state)
+            for sample, each in zip(samples, credited, strict=True)
         ]
     return samples, "" if samples else "no_sampled_token"
 
@@ -173,10 +173,10 @@ def _earned_rewards(trajectories: Sequence[Trajectory], score: float, following:
     """
     rewards = [[sum(result.reward or 0.0 for result in turn.tool_results) for turn in trajectory.turns] for trajectory in trajectories]
     rest = score - sum(map(sum, rewards))
-    for line, own, after in zip(trajectories, rewards, following, strict=True):
-        sampled = [number for number, turn in enumerate(line.turns) if turn.completion_ids]
+    for trajectory, own, after in zip(trajectories, rewards, following, strict=True):
+        sampled = [number for number, turn in enumerate(trajectory.turns) if turn.completion_ids]
         if after is None and sampled:
-            own[sampled[-1]] += rest if line.agent == trajectories[0].agent else score
+            own[sampled[-1]] += rest if trajectory.agent == trajectories[0].agent else score
     return rewards
 
 

@@ -17,7 +17,7 @@ from agentrl.experience import GroupOrder, SqliteStore
 from agentrl.experience.audit import count, verify
 from agentrl.experience.residuals import split_group, why_no_residuals
 from agentrl.learner.packing import split_minibatches
-from agentrl.objective import assemble, scale_beside_residuals
+from agentrl.objective import assemble, scale_for_residuals
 from agentrl.objective.advantages import batch_advantages
 from agentrl.objective.aggregate import loss_denominator
 from agentrl.protocols import ExperienceStore
@@ -148,7 +148,7 @@ def test_residuals_do_not_dilute_the_other_groups_of_their_step(aggregation: str
     def weights(*groups: Group, minibatches: int = 1) -> dict[int, float]:
         largest = dict[int, float]()
         for part in split_minibatches(assemble(1, groups, recipe).batch, minibatches):
-            samples = scale_beside_residuals(part, recipe).samples
+            samples = scale_for_residuals(part, recipe).samples
             denominator = loss_denominator(samples, recipe.objective.aggregation, length=recipe.policy.max_model_len)
             largest |= {sample.group_index: max(sample.advantages) / denominator for sample in samples}
         return largest

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -10,9 +12,10 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from agentrl.base.files import sha256_file
-from agentrl.config import Recipe, build
+from agentrl.config import CriticConfig, Recipe, build
 from agentrl.experience import SqliteStore
-from agentrl.records import Episode, Group, Message, PolicyVersion, Score, ScoredEpisode, Trajectory, Turn, VersionSpan
+from agentrl.objective.values import gae
+from agentrl.records import Episode, Group, Message, PolicyVersion, Sample, Score, ScoredEpisode, Trajectory, Turn, VersionSpan
 from agentrl.version import FolderRegistry
 
 VOCABULARY = 97
@@ -55,6 +58,14 @@ def build_recipe(**sections: dict[str, object]) -> Recipe:
     for name, changes in sections.items():
         data[name] = {**data.get(name, {}), **changes}
     return build({"name": "test", "device": "cpu", "steps": 2, "order": "in_order", **data})
+
+
+def estimate(samples: Sequence[Sample], values: torch.Tensor, config: CriticConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """Advantages and returns [N] of the trained tokens of samples, one after the other, from the tokens' values [N]."""
+    rows = [part.tolist() for part in values.split([sum(sample.loss_mask) for sample in samples])]
+    advantages, returns = gae(samples, rows, {}, gamma=config.gamma, lam=config.lam)
+    first, second = (torch.tensor(list(chain.from_iterable(part)), dtype=values.dtype) for part in (advantages, returns))
+    return first, second
 
 
 def turn(prompt: list[int], completion: list[int], logprobs: list[float], version: int = 0) -> Turn:

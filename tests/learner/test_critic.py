@@ -12,13 +12,13 @@ import torch.distributed as dist
 import transformers
 
 from agentrl.config import CriticConfig
-from agentrl.learner.critic import ValueScorer, advantage_moments, critic_advantages
+from agentrl.learner.critic import ValueScorer, advantage_moments
 from agentrl.learner.forest_attention import register
 from agentrl.learner.packing import build_micro_batch
 from agentrl.learner.ranks import Ranks
 from agentrl.objective.values import value_loss
 from agentrl.records import Sample
-from tests.learner.building import tiny_config
+from tests.learner.building import estimate, tiny_config
 
 CPU = torch.device("cpu")
 
@@ -54,16 +54,18 @@ def test_values_change_from_the_informative_token_on(informative: bool) -> None:
     scorer = ValueScorer(transformers.Qwen3ForCausalLM(tiny_config(attn_implementation=register(), initializer_range=0.2)))
     optimizer = torch.optim.AdamW(scorer.parameters(), lr=1e-2, weight_decay=0.0)
     for seed in range(40):
-        batch = build_micro_batch(_samples(seed, informative), CPU)
+        samples = _samples(seed, informative)
+        batch = build_micro_batch(samples, CPU)
         values = scorer(batch.input_ids, batch.layout, batch.positions)[batch.expand]
-        _, returns = critic_advantages(batch, values, config)
+        _, returns = estimate(samples, values.detach(), config)
         value_loss(values, values.detach(), returns).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    batch = build_micro_batch(_samples(1000, informative), CPU)
+    samples = _samples(1000, informative)
+    batch = build_micro_batch(samples, CPU)
     with torch.no_grad():
         values = scorer(batch.input_ids, batch.layout, batch.positions)[batch.expand].view(64, 6)
-    advantages, returns = (tensor.view(64, 6) for tensor in critic_advantages(batch, values.flatten(), config))
+    advantages, returns = (tensor.view(64, 6) for tensor in estimate(samples, values.flatten(), config))
     torch.testing.assert_close(advantages, returns - values)
     explained = 1 - (returns - values).var(0) / returns.var(0)
     assert (explained[:3].abs() < 0.2).all(), "all states before the third token have the same value"

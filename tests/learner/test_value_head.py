@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import compress
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from agentrl.config import CriticConfig, ObjectiveConfig, OffPolicyConfig
-from agentrl.learner.critic import critic_advantages
 from agentrl.learner.forest_attention import register
 from agentrl.learner.packing import build_micro_batch, plan_micro_batches
 from agentrl.learner.token_scorer import ValuedScorer
 from agentrl.objective.policy_loss import TrainedTokens, policy_loss
 from agentrl.objective.values import VALUE_WEIGHT, value_loss
 from agentrl.records import Sample
+from tests.learner.building import estimate
 from tests.learner.test_forest import CPU, _gap, _model, _samples
 
 OBJECTIVE = ObjectiveConfig(advantage="gae", clip_low=0.2, clip_high=0.2, off_policy=OffPolicyConfig(preset="none"))
@@ -60,7 +61,7 @@ def test_one_forward_pass_gives_the_loss_and_gradient_of_the_plain_computation(b
         logprobs, _, values = scorer(batch.input_ids, batch.layout, batch.positions, batch.targets, 1.0)
         logprobs, values = logprobs[batch.expand], values[batch.expand]
         old = values.detach() + torch.linspace(-0.5, 0.5, len(values), dtype=torch.float64)  # so that the value clip binds for some tokens
-        advantages, returns = critic_advantages(batch, old, CRITIC)
+        advantages, returns = estimate(rows, old, CRITIC)
         behaviour = logprobs.detach() + torch.linspace(-0.4, 0.4, len(values), dtype=torch.float64)
         tokens = TrainedTokens(logprobs=logprobs, behaviour=behaviour, advantages=advantages, sequence=batch.sequence)
         critic_loss = value_loss(values, old, returns).sum() / trained
@@ -73,7 +74,7 @@ def test_one_forward_pass_gives_the_loss_and_gradient_of_the_plain_computation(b
             logprob, value = _plain(plain, head, row)
             span = slice(start, start + len(logprob))
             start += len(logprob)
-            rewards = batch.rewards[span].tolist()  # the row's, in float32
+            rewards = list(compress(row.rewards, row.loss_mask))
             advantage, target = (torch.tensor(column, dtype=torch.float64) for column in _by_hand(rewards, old[span].tolist()))
             ratio = (logprob - behaviour[span]).exp()
             total = total - torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).sum() / trained

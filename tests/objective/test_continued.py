@@ -16,10 +16,11 @@ from agentrl.learner.packing import MicroBatch, build_micro_batch
 from agentrl.learner.update import PreparedMicroBatch, Updater
 from agentrl.objective import assemble
 from agentrl.objective.credit import turn_advantages
-from agentrl.objective.values import gae, gae_of_episodes
+from agentrl.objective.values import gae
 from agentrl.records import Group, Parent, Sample, Score, ScoredEpisode, ToolResult, Trajectory, Turn
 from agentrl.records.trajectory import CONTINUED, TRUNCATED
 from tests.learner.building import episode, turn
+from tests.objective.test_gae import rewarded
 
 GAMMA, LAM = 0.9, 0.7
 
@@ -72,11 +73,11 @@ def test_advantages_of_linked_contexts_equal_those_of_one_row(truncated: bool) -
     rows = samples(truncated=truncated)
     values = [[0.5, -1.0, 2.0], [0.25], [3.0, 1.0]]
     last = {2: 7.0} if truncated else {}
-    advantages, returns = gae_of_episodes(rows, values, last, gamma=GAMMA, lam=LAM)
-    rewards = torch.tensor([[0.0, 1.0, 2.0, 3.0, 0.0, 4.0 + (GAMMA * 7.0 if truncated else 0.0)]])
-    row, row_returns = gae(rewards, torch.tensor([list(chain(*values))]), torch.ones(1, 6), gamma=GAMMA, lam=LAM)
-    assert list(chain(*advantages)) == pytest.approx(row[0].tolist(), abs=1e-5)
-    assert list(chain(*returns)) == pytest.approx(row_returns[0].tolist(), abs=1e-5)
+    advantages, returns = gae(rows, values, last, gamma=GAMMA, lam=LAM)
+    rewards = (0.0, 1.0, 2.0, 3.0, 0.0, 4.0 + (GAMMA * 7.0 if truncated else 0.0))
+    row, row_returns = gae([rewarded((0.0, *rewards), (False, *[True] * 6))], [list(chain(*values))], {}, gamma=GAMMA, lam=LAM)
+    assert list(chain(*advantages)) == pytest.approx(row[0])
+    assert list(chain(*returns)) == pytest.approx(row_returns[0])
 
 
 class _KnownCritic:
@@ -111,7 +112,7 @@ def test_the_learner_bootstraps_with_the_value_of_the_last_state() -> None:
     micros = [PreparedMicroBatch(batch=batch, values=critic.values(batch), **common) for batch in one_batch_per_sample(linked)]  # type: ignore[arg-type]
     estimated = updater._estimated(micros, critic)  # type: ignore[arg-type]
     values = [[1.0, 3.0, 10.0], [6.0], [17.0, 27.0]]  # sums of the tokens before each sampled one
-    expected, returns = gae_of_episodes(linked, values, {2: 8.0 + 9 + 10 + 11 + 12}, gamma=GAMMA, lam=LAM)
+    expected, returns = gae(linked, values, {2: 8.0 + 9 + 10 + 11 + 12}, gamma=GAMMA, lam=LAM)
     assert [micro.batch.advantages.tolist() for micro in estimated] == [pytest.approx(row, abs=1e-4) for row in expected]
     assert [micro.returns.tolist() for micro in estimated if micro.returns is not None] == [pytest.approx(row, abs=1e-4) for row in returns]
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -7,12 +8,17 @@ import pytest
 import torch
 
 from agentrl.config import CriticConfig, Recipe, build
-from agentrl.learner.critic import critic_advantages
-from agentrl.learner.packing import build_micro_batch
 from agentrl.objective import assemble
-from agentrl.objective.values import gae, rows_of, value_loss
-from agentrl.records import Group
-from tests.learner.building import episode, scored, turn
+from agentrl.objective.values import gae, value_loss
+from agentrl.records import Group, Sample
+from tests.learner.building import episode, estimate, scored, turn
+
+
+def rewarded(rewards: Sequence[float], mask: Sequence[bool]) -> Sample:
+    """A sample with these rewards, whose tokens in `mask` were sampled."""
+    n = len(mask)
+    common = {"episode_id": "e", "group_index": 0, "token_ids": (1,) * n, "logprobs": (0.0,) * n, "versions": (0,) * n}
+    return Sample(**common, loss_mask=tuple(map(bool, mask)), rewards=tuple(map(float, rewards)))  # type: ignore[arg-type]
 
 
 def _closed_form(rewards: np.ndarray, values: np.ndarray, gamma: float, lam: float) -> np.ndarray:
@@ -25,36 +31,22 @@ def _closed_form(rewards: np.ndarray, values: np.ndarray, gamma: float, lam: flo
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.8), (1.0, 0.0), (0.7, 1.0)])
 def test_gae_equals_the_papers_sum_without_tool_tokens(gamma: float, lam: float) -> None:
-    generator = torch.Generator().manual_seed(0)
-    rewards, values = torch.randn(2, 5, 13, generator=generator, dtype=torch.float64)
-    mask = torch.rand(5, 13, generator=generator) < 0.6
-    rewards[~mask] = float("nan")
-    values[~mask] = float("nan")
-    advantages, returns = gae(rewards, values, mask, gamma=gamma, lam=lam)
+    rng = np.random.default_rng(0)
+    rewards, values, mask = rng.normal(size=(5, 13)), rng.normal(size=(5, 13)), rng.random((5, 13)) < 0.6
+    mask[:, 0] = False  # the first token has no context
+    samples = [replace(rewarded(row, kept), group_index=number) for number, (row, kept) in enumerate(zip(rewards, mask, strict=True))]
+    advantages, returns = gae(samples, [row[kept].tolist() for row, kept in zip(values, mask, strict=True)], {}, gamma=gamma, lam=lam)
     for row in range(5):
-        keep = mask[row].numpy()
-        expected = _closed_form(rewards[row].numpy()[keep], values[row].numpy()[keep], gamma, lam)
-        np.testing.assert_allclose(advantages[row].numpy()[keep], expected, atol=1e-12)
-        np.testing.assert_allclose(returns[row].numpy()[keep], expected + values[row].numpy()[keep], atol=1e-12)
-    assert (advantages[~mask] == 0).all()
-    assert (returns[~mask] == 0).all()
-
-
-def test_discounting_by_turn_takes_a_tensor() -> None:
-    """Only the last token of the first turn discounts; with lambda 1 the return of the first turn is gamma * the reward."""
-    mask = torch.tensor([[True, True, False, False, True, True]])
-    gamma = torch.tensor([[1.0, 0.5, 1.0, 1.0, 1.0, 1.0]])
-    rewards = torch.tensor([[0.0, 0.0, 0.0, 0.0, 0.0, 8.0]])
-    _, returns = gae(rewards, torch.zeros(1, 6), mask, gamma=gamma, lam=1.0)
-    assert returns.tolist() == [[4.0, 4.0, 0.0, 0.0, 8.0, 8.0]]
+        keep = mask[row]
+        expected = _closed_form(rewards[row][keep], values[row][keep], gamma, lam)
+        np.testing.assert_allclose(advantages[row], expected, atol=1e-12)
+        np.testing.assert_allclose(returns[row], expected + values[row][keep], atol=1e-12)
 
 
 def test_a_perfect_critic_gives_no_advantage() -> None:
-    ones = torch.ones(1, 4)
-    advantages, _ = gae(torch.tensor([[0.0, 0.0, 0.0, 1.0]]), ones, ones.bool(), gamma=1.0, lam=0.95)
-    assert advantages.tolist() == [[0.0] * 4]
-    advantages, returns = gae(torch.ones(1, 1), torch.zeros(1, 1), torch.ones(1, 1), gamma=0.9, lam=0.9)
-    assert (advantages.item(), returns.item()) == (1.0, 1.0)
+    mask = (False, True, True, True, True)
+    assert gae([rewarded((0.0, 0.0, 0.0, 0.0, 1.0), mask)], [[1.0] * 4], {}, gamma=1.0, lam=0.95)[0] == [[0.0] * 4]
+    assert gae([rewarded((0.0, 1.0), (False, True))], [[0.0]], {}, gamma=0.9, lam=0.9) == ([[1.0]], [[1.0]])
 
 
 def test_the_value_clip_bounds_the_gain() -> None:
@@ -68,15 +60,6 @@ def test_the_value_clip_bounds_the_gain() -> None:
     loss.sum().backward()
     assert values.grad is not None
     assert values.grad.tolist() == pytest.approx([-0.9, 0.0, 1.5, 1.0, 0.0]), "0 if the clip applies, else the error"
-
-
-def test_rows_restore_the_tokens() -> None:
-    tokens = torch.arange(1.0, 7.0)
-    rows, mask = rows_of(tokens, torch.tensor([7, 7, 7, 2, 9, 9]))
-    assert rows.tolist() == [[1, 2, 3], [4, 0, 0], [5, 6, 0]]
-    assert torch.equal(rows[mask], tokens)
-    empty, empty_mask = rows_of(torch.empty(0), torch.empty(0, dtype=torch.long))
-    assert empty.shape == (0, 0) and empty_mask.shape == (0, 0)
 
 
 # With a critic, scores and turn rewards are on sampled tokens only, never on tool output between them.
@@ -109,7 +92,7 @@ def test_returns_skip_tool_output_and_end_at_the_cut() -> None:
     for cut_off in (False, True):
         batch = assemble(0, [_group(cut_off=cut_off)], _recipe(turn_coef=0.5)).batch
         values = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0], dtype=torch.float64)
-        advantages, returns = critic_advantages(build_micro_batch(batch.samples, torch.device("cpu")), values, CRITIC)
+        advantages, returns = estimate(batch.samples, values, CRITIC)
         expected = [0.5 * 2.25, 0.5 + 0.5 * 3.5, 1.0 + 0.5 * 5.0, 0.5 * 10.0, 10.0]
         assert returns.tolist() == expected
         assert (advantages + values).tolist() == expected
