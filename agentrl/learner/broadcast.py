@@ -29,7 +29,7 @@ from agentrl.serving.access import ServerAddress, auth_headers
 
 log = logging.getLogger("agentrl.learner")
 _POLL_S = 0.1
-_ASK_S = 30.0
+_REQUEST_S = 30.0
 _ABORT_S = 15.0  # seconds that a collective has to return after its communicator is aborted
 
 
@@ -81,7 +81,7 @@ class Broadcaster:
         if self._engine.ranks.is_first:
             server = self._server()
             try:
-                reply = httpx.get(f"{server.url}/weight_info", headers=auth_headers(server.key), timeout=_ASK_S, trust_env=False)
+                reply = httpx.get(f"{server.url}/weight_info", headers=auth_headers(server.key), timeout=_REQUEST_S, trust_env=False)
                 answer = reply.raise_for_status().json()
             except (httpx.HTTPError, ValueError) as error:
                 raise LearnerError(f"cannot read the weight version of the server at {server.url}: {error}") from error
@@ -122,7 +122,7 @@ def _connect(engine: PolicyEngine, server: ServerAddress, timeout_s: float) -> t
 
     client = PausedServerClient(server.url, key=server.key, timeout_s=timeout_s, waiting=waiting)
     address, port = rendezvous(server) if engine.ranks.is_first else ("", 0)  # other ranks do not listen
-    channel = connect(engine, client, master_address=address, master_port=port, server_ranks=1)
+    channel = connect(engine, client, master_address=address, master_port=port)
     return client, channel
 
 

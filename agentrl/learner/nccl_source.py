@@ -59,7 +59,7 @@ class PausedServerClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]  # vLL
         return httpx.Client(base_url=self.base_url, headers=self._headers, timeout=self.timeout, trust_env=False)
 
 
-class DeepSpeedWeightSource(WeightSource):  # type: ignore[misc]  # vllm is not seen by the type checker
+class DeepSpeedWeightSource(WeightSource):  # type: ignore[misc]  # vLLM's types are not followed
     """Named full parameters of a `PolicyEngine`, in metadata order, on every rank.
 
     With tied embeddings, the output head is sent too, under its own name, because a server may hold a packed copy of it.
@@ -87,15 +87,13 @@ class DeepSpeedWeightSource(WeightSource):  # type: ignore[misc]  # vllm is not 
                 yield self._aliases[name], parameter, shape
 
 
-def connect(
-    engine: PolicyEngine, client: PausedServerClient, *, master_address: str, master_port: int, server_ranks: int
-) -> NCCLTrainerWeightTransferEngine:
+def connect(engine: PolicyEngine, client: PausedServerClient, *, master_address: str, master_port: int) -> NCCLTrainerWeightTransferEngine:
     """Opens the NCCL channel to a server started with `--weight-transfer-config '{"backend": "nccl"}'`. Must be called on all ranks.
 
     For each update, set `client.version` and call `send_weights()` on the returned engine, on all ranks, while the server is paused. Rank 0
-    listens at the master address for the server's workers, one on each of the server's `server_ranks` GPUs.
+    listens at the master address for the server's worker; the server has one GPU.
     """
-    info = NCCLTrainerInitInfo(rank=engine.ranks.rank, master_address=master_address, master_port=master_port, world_size=server_ranks + 1)
+    info = NCCLTrainerInitInfo(rank=engine.ranks.rank, master_address=master_address, master_port=master_port, world_size=2)
     channel: NCCLTrainerWeightTransferEngine = NCCLTrainerWeightTransferEngine.trainer_init(
         info, client=client, source=DeepSpeedWeightSource(engine)
     )

@@ -60,7 +60,8 @@ def parameter_groups(parameters: Iterable[Tensor], weight_decay: float) -> list[
 def learning_rate(learner: LearnerConfig, steps: float, step: int) -> float:
     """Returns the learning rate of step `step` (from 0). The rate rises linearly over `warmup_steps`, then follows `lr_schedule`.
 
-    `steps`, the number of steps, may be infinite."""
+    `steps`, the number of steps, may be infinite.
+    """
     warmup = learner.warmup_steps
     if step < warmup:
         return learner.lr * (step + 1) / (warmup + 1)

@@ -22,7 +22,7 @@ from agentrl.learner import lora
 from agentrl.learner.driver_reports import disk_errors_raised
 from agentrl.learner.engine import PolicyEngine
 from agentrl.learner.remote_access import LearnerAccess
-from agentrl.records import ADAPTER, WHOLE_MODEL, Group, PolicyVersion, Probe, codec
+from agentrl.records import ADAPTER, WHOLE_MODEL, Group, PolicyVersion, codec
 from agentrl.records.images import without_cut_image
 from agentrl.version import deltas
 
@@ -106,14 +106,23 @@ def publish_version(
     weights = gather_weights(engine)
     probe = engine.probe(rows)
     if engine.ranks.is_first:
-        run_dir = access.folder
-        with disk_errors_raised(f"version {number} in {run_dir}"):
-            part = partial_folder(version_folder(run_dir, number))
-            version = _export(part, run_dir, engine, weights, number, parent, metrics, probe)
+        final, adapter = version_folder(access.folder, number), engine.recipe.learner.lora
+        with disk_errors_raised(f"version {number} in {access.folder}"):
+            part, file = partial_folder(final), WHOLE_MODEL if adapter is None else ADAPTER
+            if adapter is None:
+                engine.lm.save_pretrained(part, state_dict=weights, max_shard_size="1TB")
+                ignored = shutil.ignore_patterns(*_NOT_COPIED, *_OWN_FILES, ".*")  # copies the tokenizer and chat template
+                shutil.copytree(version_folder(access.folder, 0), part, ignore=ignored, dirs_exist_ok=True)
+            else:
+                lora.save(part, weights, adapter, base=engine.recipe.policy.model)
+            (part / "update.json").write_text(json.dumps(dict(metrics), indent=1, allow_nan=False))
+            (part / "probe.json").write_bytes(codec.to_json(probe))
+            folder = str(final.relative_to(access.folder))
+            version = PolicyVersion(number=number, parent=parent, folder=folder, sha256=sha256_file(part / file), weights=file)
             if as_delta:
                 _shrink(part, version, access.registry.get(parent), whole=number % FULL_EVERY == 0)
-            commit_folder(part, version_folder(run_dir, number))
-        access.version_written(version_folder(run_dir, number))
+            commit_folder(part, final)
+        access.version_written(final)
         access.registry.add(version)
         access.registry.prune(keep)
     engine.ranks.barrier()
@@ -129,30 +138,6 @@ def gather_weights(engine: PolicyEngine) -> dict[str, Tensor]:
             if engine.ranks.is_first:
                 weights[name] = full.cpu().clone()
     return weights
-
-
-def _export(
-    part: Path,
-    run_dir: Path,
-    engine: PolicyEngine,
-    weights: dict[str, Tensor],
-    number: int,
-    parent: int,
-    metrics: Mapping[str, float],
-    probe: Probe,
-) -> PolicyVersion:
-    adapter = engine.recipe.learner.lora
-    if adapter is None:
-        engine.lm.save_pretrained(part, state_dict=weights, max_shard_size="1TB")
-        ignored = shutil.ignore_patterns(*_NOT_COPIED, *_OWN_FILES, ".*")  # copies the tokenizer and chat template
-        shutil.copytree(version_folder(run_dir, 0), part, ignore=ignored, dirs_exist_ok=True)
-    else:
-        lora.save(part, weights, adapter, base=engine.recipe.policy.model)
-    (part / "update.json").write_text(json.dumps(dict(metrics), indent=1, allow_nan=False))
-    (part / "probe.json").write_bytes(codec.to_json(probe))
-    file = WHOLE_MODEL if adapter is None else ADAPTER
-    folder = str(version_folder(run_dir, number).relative_to(run_dir))
-    return PolicyVersion(number=number, parent=parent, folder=folder, sha256=sha256_file(part / file), weights=file)
 
 
 def _shrink(part: Path, version: PolicyVersion, parent: PolicyVersion | None, *, whole: bool) -> None:
