@@ -156,8 +156,8 @@ def _written(answer: Answer, request: CompletionRequest) -> dict[str, Any]:
     if functions and request.options.get("legacy"):
         [message["function_call"]] = functions
     elif functions:
-        ids = [called.id for called in answer.calls]
-        message["tool_calls"] = [{"id": name, "type": "function", "function": one} for name, one in zip(ids, functions, strict=True)]
+        pairs = zip(answer.calls, functions, strict=True)
+        message["tool_calls"] = [{"id": called.id, "type": "function", "function": function} for called, function in pairs]
     return message
 
 

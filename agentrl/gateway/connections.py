@@ -1,9 +1,9 @@
 """Connections to the gateway: bounds on bytes outside the body, pipelined requests and idle time, and fixes for HTTP parsers.
 
 A request's key is checked only when the request's head is complete, so any program that reaches the gateway can send bytes before the
-check. uvicorn has two parsers: h11, which bounds heads, and httptools, which is installed with vLLM and bounds nothing. With neither parser
-does a client that has closed its sending side receive a response, and httptools loses the body of a request that offers to upgrade the
-protocol, as requests from Java's client do.
+check. uvicorn has two parsers: h11, which bounds heads, and httptools, which is installed with vLLM and bounds nothing. With both, a client
+that has closed its sending side receives no response. httptools also loses the body of a request that offers to upgrade the protocol, as
+requests from Java's client do.
 """
 
 from __future__ import annotations

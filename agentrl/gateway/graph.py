@@ -201,7 +201,7 @@ class ConversationGraph:
         kind, parent, aside = self._origin(request, context)
         return match(kind=kind, parent=parent, aside=aside)
 
-    def goes_on(self, request: CompletionRequest) -> tuple[SampledTurn | None, tuple[RequestMessage, ...]]:
+    def continued_turn(self, request: CompletionRequest) -> tuple[SampledTurn | None, tuple[RequestMessage, ...]]:
         """Returns the turn that a request continues with exact tokens (None if there is none) and the messages after it. Does not change
         the graph."""
         at, turn, _ = self._last_turn(request)

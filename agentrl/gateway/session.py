@@ -104,7 +104,7 @@ class Session:
             raise RequestError("too_many", f"The tokens of at most {MAX_REFUSED} requests of a session are counted.")
         self._check_length(request)
         request = self._graph.rejoin(request)
-        before, new = self._graph.goes_on(request)
+        before, new = self._graph.continued_turn(request)
         with contextlib.suppress(NotAppended):
             if before is not None:
                 more = self.tokens.delta(before.with_withheld(new), before.parsed, before.all_ids, ended=before.ended)
@@ -417,8 +417,8 @@ class Session:
                 self._describe(each, MAIN if each.index in work else AUXILIARY)
             elif each.parent is not None and each.index in asides - parents:
                 parent = trajectories[each.parent.trajectory]
-                goes_on = parent.index in work | continued or len(parent.turns) > 1 or parent.parent is not None
-                if goes_on or self._shown.get(parent.index, (0, 0))[0]:
+                continues = parent.index in work | continued or len(parent.turns) > 1 or parent.parent is not None
+                if continues or self._shown.get(parent.index, (0, 0))[0]:
                     self._describe(each, AUXILIARY)
 
     def _work(self, roots: Sequence[LiveTrajectory], continued: set[int]) -> set[int]:
@@ -429,7 +429,7 @@ class Session:
         work = {root.index for root in roots if self._shown[root.index][0] or len(root.turns) > 1 or root.index in continued}
         last = [turn for root in roots if (turn := self._graph.last(root)) is not None]
         return work or {
-            one.trajectory.index for one in last for other in last if one is not other and one.context.same_system(other.context)
+            turn.trajectory.index for turn in last for other in last if turn is not other and turn.context.same_system(other.context)
         }
 
     def last_words(self) -> str | None:

@@ -6,7 +6,7 @@ Nothing is rendered or tokenized again. Tokens that the policy did not write (pr
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from agentrl.base.numbers import is_above, is_at_least
@@ -44,11 +44,13 @@ def select_demonstrations(groups: Iterable[Group], *, min_score: float | None = 
         for score, samples in _episodes(group):
             if is_at_least(score, threshold if min_score is None else min_score):
                 by_task[group.task_key].append((-score, sum(len(sample.token_ids) for sample in samples), samples))
-    rows = []
+    rows: list[dict[str, list[int]]] = []
     for attempts in by_task.values():
         attempts.sort(key=lambda attempt: attempt[:2])
-        for samples in _different([attempt[2] for attempt in attempts])[:per_task]:
-            rows += [_row(sample) for sample in samples]
+        different: dict[tuple[tuple[int, ...], ...], list[Sample]] = {}
+        for *_, samples in attempts:
+            different.setdefault(tuple(sample.token_ids for sample in samples), samples)
+        rows += [_row(sample) for samples in list(different.values())[:per_task] for sample in samples]
     return rows
 
 
@@ -81,18 +83,6 @@ def _episodes(group: Group) -> list[tuple[float, list[Sample]]]:
         samples[sample.episode_id].append(sample)
     scores = {scored.episode.id: scored.score.value for scored in group.episodes}
     return [(score, samples[name]) for name, score in scores.items() if score is not None and name in samples]
-
-
-def _different(attempts: Sequence[list[Sample]]) -> list[list[Sample]]:
-    """Drops duplicate attempts."""
-    seen: set[tuple[tuple[int, ...], ...]] = set()
-    different = []
-    for samples in attempts:
-        tokens = tuple(sample.token_ids for sample in samples)
-        if tokens not in seen:
-            seen.add(tokens)
-            different.append(samples)
-    return different
 
 
 def _row(sample: Sample) -> dict[str, list[int]]:

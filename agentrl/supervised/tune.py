@@ -18,15 +18,8 @@ from agentrl.supervised.select import Preference
 
 _SCALE_PAIRS = 256  # pairs that determine the scale of a reward model
 _NOT_COPIED = (
-    "*.safetensors",
-    "*.safetensors.index.json",
-    "*.bin",
-    "*.pt",
-    "config.json",
-    "version.json",
-    "update.json",
-    "probe.json",
-    ".*",
+    *("*.safetensors", "*.safetensors.index.json", "*.bin", "*.pt", ".*"),
+    *("config.json", "version.json", "update.json", "probe.json"),
 )
 
 
