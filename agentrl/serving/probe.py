@@ -92,7 +92,7 @@ def _of_prompt(positions: Any, token_ids: Sequence[int]) -> list[float]:
 
 
 async def _row_answer(server: VLLMServer, token_ids: tuple[int, ...], sampling: Sampling) -> Any:
-    """Returns the server's response for a row: the logprobs of its tokens, and one token sampled after it, with the likeliest others.
+    """Returns the server's response for a row: the logprobs of its tokens, and one token sampled after it, with the likeliest alternatives.
 
     The logprobs are at temperature 1, without truncation or prefix caching. The token is sampled as in rollouts.
     """

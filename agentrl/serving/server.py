@@ -29,14 +29,7 @@ class VLLMServer(ServerProcess):
     """One vLLM server with the weights of one policy version, from `start` to `stop`."""
 
     def __init__(
-        self,
-        *,
-        recipe: Recipe,
-        model: Path,
-        version: int,
-        run_dir: Path,
-        name: str = "",
-        launcher: Launcher | None = None,
+        self, *, recipe: Recipe, model: Path, version: int, run_dir: Path, name: str = "", launcher: Launcher | None = None
     ) -> None:
         """`model`: folder of policy version `version`. `name`: distinguishes a run's servers; empty if there is only one.
         `launcher`: as for `ServerProcess`.
@@ -66,8 +59,8 @@ class VLLMServer(ServerProcess):
     async def start(self) -> None:
         """Starts the process and returns when it has sampled a token.
 
-        Raises `UserError` for a problem that the user can fix (model folder, port, installation), and `ServingError`, with the cause from
-        the log, if the process dies or `serving.startup_timeout_s` passes.
+        Raises `UserError` if the model folder is invalid, `DiskFull` if the disk is full, and `ServingError`, with the cause from the log,
+        if the process dies for another reason or `serving.startup_timeout_s` passes.
         """
         if self._process is not None:
             raise ServingError("the inference server is already started")

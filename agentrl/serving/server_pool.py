@@ -141,15 +141,7 @@ class ServerPool:
         self.sha256 = ""
         self._recipe, self._registry, self._alert = recipe, registry, alert
         self._replicas = [
-            SupervisedServer(
-                recipe,
-                run_dir,
-                registry,
-                name=str(number),
-                newest=self._newest,
-                launcher=launcher,
-                alert=alert,
-            )
+            SupervisedServer(recipe, run_dir, registry, name=str(number), newest=self._newest, launcher=launcher, alert=alert)
             for number in range(count)
         ]
         self._routing = EpisodeRouter(count, apart=max_load_lead(recipe))

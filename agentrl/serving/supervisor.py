@@ -104,12 +104,7 @@ class SupervisedServer:
         except ValueError as error:
             raise ServingError(f"version {base.number} cannot be served: {error}") from error
         server = VLLMServer(
-            recipe=self._recipe,
-            model=model,
-            version=base.number,
-            run_dir=self._run_dir,
-            name=self._name,
-            launcher=self._launcher,
+            recipe=self._recipe, model=model, version=base.number, run_dir=self._run_dir, name=self._name, launcher=self._launcher
         )
         self._server = server
         await server.start()
