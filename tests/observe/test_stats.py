@@ -67,6 +67,8 @@ def test_a_count_is_rounded_to_the_next_unit(value: float, text: str) -> None:
     assert format_count(value) == text
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (59.4, "59 s"), (59.7, "1 min 00 s"), (119.7, "2 min 00 s"), (3599.9, "1 h 00 min")])
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0 s"), (59.4, "59 s"), (59.7, "1 min 00 s"), (119.7, "2 min 00 s"), (3599.9, "1 h 00 min")]
+)
 def test_a_duration_is_rounded_to_the_next_unit(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
