@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "gateway": LOW,
     "task": LOW | {"experience"},
     "failure": LOW | {"task"},
-    "agent": LOW | {"task", "environment"},
+    "agent": LOW | {"task", "environment", "gateway"},
     "environment": LOW | {"task", "gateway"},
     "rollout": LOW | {"task", "environment"},
     "reward": LOW | {"task"},

@@ -21,9 +21,9 @@ from agentrl.agent.policy_roles import PolicyUser, user_prompt
 from agentrl.agent.tools import NO_BOUNDS, ToolOutcome
 from agentrl.base.user_code import clip
 from agentrl.environment import NEWEST_NOTE, NOTES, is_resumable, open_environment
-from agentrl.environment.choices import choice_constraint
 from agentrl.environment.dialogue import TRAINED
 from agentrl.errors import EnvironmentFault, PluginError, PolicyFault, UserError
+from agentrl.gateway.constraint import choice_constraint
 from agentrl.protocols import Environment, LiveEpisode, LiveTrajectory, ResumableEnvironment, Sandbox
 from agentrl.records import EnvironmentSpec, Limits, Message, Observation, Task, ToolCall, ToolResult
 from agentrl.records.chat import USER
@@ -120,7 +120,7 @@ class AgentEnvironment:
 
     def constraint(self, chat: ChatFormat) -> str:
         """Returns the constraint that limits an answer to the listed actions; empty if any answer may be sampled."""
-        return choice_constraint(self.choices, thinks_first=chat.thinks_first) if self.choices else ""
+        return choice_constraint(self.choices, chat)
 
     def tools(self) -> tuple[ActionTool, ...]:
         """Returns the environment's functions as tools."""

@@ -21,8 +21,8 @@ from agentrl.agent.contexts import refer_observation
 from agentrl.agent.policy_roles import NoMove, Prompt, TrainedPlayer
 from agentrl.base import user_code
 from agentrl.base.user_code import clip
-from agentrl.environment.choices import choice_constraint
 from agentrl.errors import EnvironmentFault, PluginError, PolicyFault, TaskError
+from agentrl.gateway.constraint import choice_constraint
 from agentrl.plugins.references import resolve
 from agentrl.protocols import League, LiveEpisode, LiveTrajectory, Opponent, RoleEnvironment
 from agentrl.records import Completion, Message, Observation, SamplingParams, Task, ToolResult
@@ -301,7 +301,7 @@ class VersionPlayer(UntrainedPlayer):
         message = Message(role="user", content=chat.escape_text(observation.text))
         self._messages += [message] if self._messages else self._prompt(observation.text)
         ids = chat.opening(self._messages, ())
-        constraint = choice_constraint(observation.actions, thinks_first=chat.thinks_first) if observation.actions else ""
+        constraint = choice_constraint(observation.actions, chat)
         sampling = sampling.constrained() if constraint else sampling
         params = SamplingParams(
             temperature=sampling.temperature,

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 from agentrl.agent.chat import ChatFormat, ParsedCompletion
 from agentrl.agent.contexts import continue_context, read_turn, reading_policy_text
-from agentrl.environment.choices import choice_constraint
 from agentrl.environment.dialogue import AGENT, END, LEFT, USER, Said, user_messages
 from agentrl.errors import PolicyFault
+from agentrl.gateway.constraint import choice_constraint
 from agentrl.protocols import LiveEpisode, LiveTrajectory
 from agentrl.records import CUT, Message, Observation, ToolResult, Turn
 from agentrl.records.chat import USER as USER_RESULT
@@ -56,7 +56,7 @@ class TrainedPlayer:
                 self._next = continue_context(chat, episode, self.trajectory, self._said, prompt=self._first, schemas=(), agent=role)
         if limit := self._next.limit():
             raise NoMove(limit)
-        constraint = choice_constraint(observation.actions, thinks_first=chat.thinks_first) if observation.actions else ""
+        constraint = choice_constraint(observation.actions, chat)
         completion = await self._next.sample(stop_token_ids=chat.stop_token_ids, thinking=chat.thinking, constraint=constraint)
         episode.stage = "chat"
         self.trajectory = self._next

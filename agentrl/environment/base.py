@@ -25,7 +25,7 @@ MAX_NUMBERS = 4096
 
 
 class Environment(abc.ABC):
-    """Base class of user-supplied environments. An instance serves one episode, in a process that up to 64 episodes share.
+    """Base class of user-supplied environments. An instance serves one episode, in a process that may run other episodes too.
 
     class Guess(Environment):
         instructions = "Guess the number."

@@ -1,4 +1,4 @@
-"""Builds the guided-decoding constraint on an answer: JSON that matches a schema, tool calls, or either.
+"""Builds the guided-decoding constraint on an answer: JSON that matches a schema, tool calls, either, or one of several texts.
 
 The inference server masks the tokens that the grammar does not allow before it samples, and its logprobs are normalized over the remaining
 tokens. Such an answer is sampled with supports (`agentrl.records.sampling`), so the learner scores each token over the set from which the
@@ -50,14 +50,23 @@ def constraint(request: CompletionRequest, chat: Chat) -> str:
     formats = [_calls(request, names, chat)] if names else []
     if request.shape is not None and not request.forced:
         formats.append(_json(request.shape))
+    return _structural_tag(formats, chat)
+
+
+def choice_constraint(choices: Sequence[str], chat: Chat) -> str:
+    """Returns the constraint that restricts an answer to one of `choices`; empty if there are none."""
+    return _structural_tag([{"type": "const_string", "value": choice} for choice in choices], chat)
+
+
+def _structural_tag(formats: Sequence[Mapping[str, Any]], chat: Chat) -> str:
+    """Returns the JSON text of a vLLM structural tag for an answer in one of these formats; empty if there are no formats.
+
+    If the model thinks first, the answer follows the reasoning.
+    """
     if not formats:
         return ""
-    return structural_tag(formats[0] if len(formats) == 1 else {"type": "or", "elements": formats}, thinks_first=chat.thinks_first)
-
-
-def structural_tag(answer: Mapping[str, Any], *, thinks_first: bool) -> str:
-    """Returns the JSON text of a vLLM structural tag for an answer. If the model thinks first, the answer follows the reasoning."""
-    if thinks_first:
+    answer = formats[0] if len(formats) == 1 else {"type": "or", "elements": formats}
+    if chat.thinks_first:
         reasoning = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": "</think>"}
         space = {"type": "optional", "content": {"type": "const_string", "value": "\n\n"}}
         answer = {"type": "sequence", "elements": [reasoning, space, answer]}

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -105,11 +108,23 @@ async def test_the_hosts_value_is_the_score(task: Task) -> None:
 
 
 @pytest.mark.parametrize(
-    "result", [{}, {"value": "1"}, {"value": True}, {"value": 1e301}, {"value": 1, "parts": [1]}, {"value": 1, "parts": {"a": None}}]
+    "result",
+    [
+        *({}, {"value": "1"}, {"value": True}, {"value": 1e301}, {"value": 10**400}, {"value": math.nan}),
+        *({"value": 1, "parts": [1]}, {"value": 1, "parts": {"a": None}}, {"value": 1, "parts": {"a": -(10**400)}}),
+    ],
 )
 def test_an_invalid_result_gives_no_score(result: dict[str, Any]) -> None:
     score = score_of(result)
     assert score.value is None and score.reason and score.blame in (None, Blame.INFRASTRUCTURE)
+
+
+def test_the_hosts_drop_numbers_that_no_float_can_represent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(INSIDE))
+    data, samples = import_module("verifiers_data"), import_module("inspect_samples")
+    assert data.finite({"huge": 10**400, "infinite": math.inf, "nan": math.nan, "one": 1}) == {"one": 1.0}
+    result = samples.score_result({"scorer": SimpleNamespace(value=10**400, reason="", explanation="")}, "", {})
+    assert result["value"] is None and "is not a number" in result["reason"]
 
 
 def test_parts_and_texts_are_bounded() -> None:

@@ -7,7 +7,6 @@ import hashlib
 import importlib
 import importlib.util
 import json
-import math
 import os
 import sys
 from typing import Any
@@ -18,6 +17,7 @@ from load_hints import load_hint
 MAX_SAMPLES = 100_000
 MAX_INPUT = 20_000
 OWN_SOLVER = "agentrl"
+LARGEST = 1e300  # a number above it may not fit into a float
 _WORDS = {"c": 1.0, "p": 0.5, "i": 0.0, "n": 0.0, "yes": 1.0, "true": 1.0, "no": 0.0, "false": 0.0}
 
 
@@ -193,4 +193,4 @@ def _number(value: Any, values: dict[str, float]) -> float | None:
             value = float(value)
         except ValueError:
             return None
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+    return float(value) if isinstance(value, int | float) and abs(value) <= LARGEST else None

@@ -4,7 +4,6 @@ only the standard library and `host_channel`."""
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,6 +12,7 @@ from host_channel import TASK, Fault
 MAX_TEXT = 20_000
 MAX_TASK = 1 << 20  # maximum size of the data of one task, in bytes
 MAX_PARTS = 60
+LARGEST = 1e300  # a number above it may not fit into a float
 
 
 def described(tasks: Iterable[tuple[str, str, Any]], split: str = "") -> list[dict[str, Any]]:
@@ -32,5 +32,5 @@ def finite(parts: dict[str, Any]) -> dict[str, float]:
     return {
         name[:200]: float(value)
         for name, value in list(parts.items())[:MAX_PARTS]
-        if isinstance(value, int | float) and math.isfinite(value)
+        if isinstance(value, int | float) and abs(value) <= LARGEST
     }

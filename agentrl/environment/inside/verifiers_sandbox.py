@@ -15,7 +15,7 @@ from verifiers.v1.errors import SandboxError, TaskError
 from verifiers.v1.runtimes.base import ProgramResult
 from verifiers.v1.runtimes.subprocess import SubprocessRuntime
 
-PROGRAM_S = 3600.0  # the episode's time limit is shorter
+PROGRAM_S = 3600.0  # maximum running time of a program; agentrl also applies the episode's time limit
 OUTPUT_BYTES, FILE_BYTES = 1 << 20, 8 << 20
 _WRITE = 'mkdir -p -- "$(dirname -- "$1")" && cat > "$1"'
 _READ = 'head -c "$2" -- "$1" | base64 -w 0; test -r "$1"'
