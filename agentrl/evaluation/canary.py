@@ -17,12 +17,10 @@ import asyncio
 import random
 import statistics
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
-from functools import partial
 from pathlib import Path
 
 from agentrl.errors import UserError
@@ -39,8 +37,8 @@ _BLOCK = 16  # the candidate's attempts between two tests
 _LEAST_SCORED = Fraction(4, 5)  # minimum share of the observations that must be scored for a decision
 _SIDES = BASELINE, CANDIDATE = 0, 1
 
-Slot = tuple[str, int]
-"""A case and the number of an attempt at it."""
+SlotId = tuple[str, int]
+"""The id of a case and the number of an attempt at it."""
 
 
 class CanaryOutcome(StrEnum):
@@ -55,8 +53,8 @@ class CanaryOutcome(StrEnum):
 class CanaryUnit:
     """Consecutive attempts. The candidate runs one of them, and the baseline runs the others."""
 
-    candidate: Slot
-    baseline: tuple[Slot, ...]
+    candidate: SlotId
+    baseline: tuple[SlotId, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +93,7 @@ def plan_units(cases: Sequence[Case], repeats_of: Callable[[Case], int], *, shar
     size = round(1 / share) if 0 < share <= 0.5 else 0
     if not size or abs(share * size - 1) > 0.01:
         raise UserError(f"the canary's share {share:g} is not one of 1/2, 1/3, 1/4, ...", fix="use --canary 0.2, for example")
-    rng, slots = random.Random(seed), list[Slot]()
+    rng, slots = random.Random(seed), list[SlotId]()
     for number in range(max(map(repeats_of, cases), default=0)):
         turn = [(case.id, number) for case in cases if number < repeats_of(case)]
         rng.shuffle(turn)
@@ -143,10 +141,8 @@ async def run_canary(
         block = units[start : start + _BLOCK]
         wanted = [slot for unit in block for slot in unit.baseline], [unit.candidate for unit in block]
         for side in _SIDES if start // _BLOCK % 2 == 0 else _SIDES[::-1]:  # a block starts with the loaded version
-            numbers = _by_case(wanted[side])
-            cases = [by_id[case] for case in numbers]
-            done = await run_attempts_of(comparison, policy, pair[side], cases, side, partial(_numbers, numbers))
-            attempts[side].extend(done)
+            slots = [(by_id[case], number) for case, number in wanted[side]]
+            attempts[side].extend(await run_attempts_of(comparison, policy, pair[side], slots, side))
         result = _result(comparison, units[: start + len(block)], attempts, most=len(units))
         on_block(result)
         if result.outcome is not CanaryOutcome.UNDECIDED:
@@ -154,17 +150,6 @@ async def run_canary(
     for side in _SIDES:
         await asyncio.to_thread(save_attempts, comparison, side, pair[side], attempts[side], began)
     return result
-
-
-def _numbers(by_case: Mapping[str, list[int]], case: Case) -> list[int]:
-    return by_case[case.id]
-
-
-def _by_case(slots: Iterable[Slot]) -> dict[str, list[int]]:
-    numbers = defaultdict[str, list[int]](list)
-    for case, number in slots:
-        numbers[case].append(number)
-    return dict(numbers)
 
 
 def _result(

@@ -32,6 +32,8 @@ from agentrl.session.transcript import transcript
 
 R = TypeVar("R")
 
+Slot = tuple[Case, int]
+"""A case and the number of an attempt at it."""
 ScoredListener = Callable[[Task, ScoredEpisode], Awaitable[None]]
 """Called with each task and its scored episode."""
 
@@ -121,8 +123,7 @@ class SuiteAttempt:
 
 async def run_cases(
     runner: GroupRunner,
-    cases: Sequence[Case],
-    numbers: Callable[[Case], Iterable[int]],
+    slots: Iterable[Slot],
     *,
     phase: str,
     version: int,
@@ -131,11 +132,11 @@ async def run_cases(
     on_done: Callable[[int, int], None] = lambda done, total: None,
     on_scored: ScoredListener | None = None,
 ) -> tuple[SuiteAttempt, ...]:
-    """Runs the attempts whose numbers `numbers` returns for each case. Returns their records, ordered by case.
+    """Runs attempts at cases. Returns their records, in the order of `slots`.
 
     An attempt that contains tokens from a version other than `version` has no score. Raises the errors of `run_attempts`.
     """
-    plan = {f"{phase}-{case.id}-r{number}": (case, number) for case in cases for number in numbers(case)}
+    plan = {f"{phase}-{case.id}-r{number}": (case, number) for case, number in slots}
     done = 0
 
     async def record(attempt: PlannedAttempt, scored: ScoredEpisode) -> SuiteAttempt:

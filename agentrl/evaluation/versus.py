@@ -13,7 +13,7 @@ import asyncio
 import dataclasses
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from agentrl.config.recipe import load
 from agentrl.errors import UserError
 from agentrl.evaluation import results
 from agentrl.evaluation.comparison import ComparisonVerdict, pair_scores
-from agentrl.evaluation.engine import SuiteAttempt, evaluation_info, run_cases, scores_by_case
+from agentrl.evaluation.engine import Slot, SuiteAttempt, evaluation_info, run_cases, scores_by_case
 from agentrl.evaluation.open_policy import OpenPolicy, PreparedEvaluation, held_out_suite, open_policy, prepare_evaluation
 from agentrl.evaluation.policies import NamedPolicy, PolicySource
 from agentrl.evaluation.results import SuiteResults
@@ -213,14 +213,14 @@ async def try_blocks(
     Args:
         on_block: called with the difference after each block.
     """
-    began, numbers = time.monotonic(), (lambda case: range(comparison.repeats_of(case)))
-    cases = list(comparison.suite.cases)
+    began, cases = time.monotonic(), list(comparison.suite.cases)
     attempts: tuple[list[SuiteAttempt], list[SuiteAttempt]] = [], []
     random.Random(comparison.prepared.recipe.seed).shuffle(cases)
     decided = difference_so_far((), (), alpha=comparison.alpha, margin=comparison.margin, most=len(cases))
     for block in range(0, len(cases), _BLOCK):
+        slots = [(case, number) for case in cases[block : block + _BLOCK] for number in range(comparison.repeats_of(case))]
         for side in (0, 1) if block // _BLOCK % 2 == 0 else (1, 0):
-            attempts[side].extend(await run_attempts_of(comparison, policy, pair[side], cases[block : block + _BLOCK], side, numbers))
+            attempts[side].extend(await run_attempts_of(comparison, policy, pair[side], slots, side))
         decided = difference_so_far(attempts[0], attempts[1], alpha=comparison.alpha, margin=comparison.margin, most=len(cases))
         on_block(decided)
         if decided.verdict is not ComparisonVerdict.NOT_ENOUGH:
@@ -241,18 +241,13 @@ def save_attempts(comparison: VersionComparison, side: int, version: PolicyVersi
 
 
 async def run_attempts_of(
-    comparison: VersionComparison,
-    policy: OpenPolicy,
-    version: PolicyVersion,
-    cases: Sequence[Case],
-    side: int,
-    numbers: Callable[[Case], Iterable[int]],
+    comparison: VersionComparison, policy: OpenPolicy, version: PolicyVersion, slots: Sequence[Slot], side: int
 ) -> tuple[SuiteAttempt, ...]:
-    """Loads a version if a different version is served, and runs the attempts whose numbers `numbers` returns for each case."""
+    """Loads a version if a different version is served, and runs attempts."""
     assert policy.run is not None, "versions are served here"
     if (policy.run.served.version, policy.run.served.sha256) != (version.number, version.sha256):
         await policy.run.served.swap(version)
-    policy.tracker.stage("evaluate", f"version {comparison.numbers[side]}: {len(cases)} cases")
+    policy.tracker.stage("evaluate", f"version {comparison.numbers[side]}: {len({case.id for case, _ in slots})} cases")
     capture, phase, step = policy.capture.capture_episode, _PHASES[side], comparison.numbers[side]
 
     async def record(task: Task, scored: ScoredEpisode) -> None:
@@ -260,8 +255,7 @@ async def run_attempts_of(
 
     return await run_cases(
         policy.groups,
-        cases,
-        numbers,
+        slots,
         phase=phase,
         version=version.number,
         broken=policy.broken,

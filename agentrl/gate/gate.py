@@ -166,17 +166,15 @@ class Gate:
         """Evaluates a version and stores the verdict. Returns None if the learner retracted the version in the meantime."""
         config, began = self.config, time.monotonic()
         rule = gate_rule(config, self.suite)
-        attempt = await self._attempts(version)
-        first = await attempt(self.suite.cases, lambda case: range(case_repeats(case, config.repeats)))
+        attempt, counts = await self._attempts(version), {case.id: case_repeats(case, config.repeats) for case in self.suite.cases}
+        first = await attempt([(case, number) for case in self.suite.cases for number in range(counts[case.id])])
         baseline, result = await asyncio.to_thread(self._baseline, version), None
         retries: tuple[SuiteAttempt, ...] = ()
         if baseline is not None:
             before, scores = baseline.scores(), scores_by_case(first)
             names = cases_to_retry(rule, before, scores)
             suspicious = [case for case in self.suite.cases if case.id in names]
-            retries = await attempt(
-                suspicious, lambda case: range(done := case_repeats(case, config.repeats), done + rule.confirm), again=True
-            )
+            retries = await attempt([(case, counts[case.id] + n) for case in suspicious for n in range(rule.confirm)], again=True)
             result = apply_rule(rule, before, scores, scores_by_case(retries))
         current = await asyncio.to_thread(self.registry.get, version.number)
         if current is None or current.sha256 != version.sha256 or current.state is VersionState.ROLLED_BACK:
@@ -194,7 +192,7 @@ class Gate:
     async def _attempts(self, version: PolicyVersion) -> Callable[..., Awaitable[tuple[SuiteAttempt, ...]]]:
         """Prepares the evaluation of a version.
 
-        Returns `run_cases` as a partial function that lacks only the cases and the numbers of their attempts.
+        Returns `run_cases` as a partial function that lacks only the attempts.
         """
         if self.server is None:
             total = sum(case_repeats(case, self.config.repeats) for case in self.suite.cases)
