@@ -44,7 +44,7 @@ seen, size, files, big, more = 0, 0, {}, 0, None
 def walk(top):
     for folder, folders, names in os.walk(top):
         folders[:] = sorted(n for n in folders if os.path.join(folder, n) not in skip
-                            and n not in ("__pycache__", "site-packages", "dist-packages", ".git/objects"))
+                            and n not in ("__pycache__", "site-packages", "dist-packages"))
         yield from (os.path.join(folder, name) for name in sorted(names))
 for path in walk("/"):
     merged = path[4:] if path.startswith("/usr/") else path

@@ -143,15 +143,15 @@ async def _interleaved(task: Task, tasks: Sequence[Task], played: Mapping[str, P
     other = tasks[(tasks.index(task) + 1) % len(tasks)]
     if task.id not in played or other.id not in played:
         return ""
-    first, second = await asyncio.gather(_repeat(task, played[task.id]), _repeat(other, played[other.id]))
-    return _difference(played[task.id], first) or _difference(played[other.id], second)
+    first, second = await asyncio.gather(_again(task, played), _again(other, played))
+    return first or second
 
 
 async def _after_half(task: Task, played: Mapping[str, Played]) -> str:
     if task.id not in played:
         return ""
     await _repeat(task, played[task.id], most=max(1, len(played[task.id].actions) // 2))
-    return _difference(played[task.id], await _repeat(task, played[task.id]))
+    return await _again(task, played)
 
 
 async def _from_snapshot(task: Task, played: Mapping[str, Played]) -> str:

@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -94,23 +94,19 @@ def prove_purity(source: FamilySource, sizes: Mapping[Split, int]) -> Proof:
     )
 
 
-def _field_texts(task: Task) -> Iterator[tuple[str, str]]:
-    """Yields pairs (name, text) for all fields of a task, with names such as `data.answer`. Raises `ValueError` with the field's name if a
-    field cannot be written as JSON."""
+def digests(task: Task) -> dict[str, tuple[str, str]]:
+    """Returns, for each field, the hash of its text and the start of the text for display. A field has a name such as `data.answer`. Raises
+    `ValueError` with the name if a field cannot be written as JSON."""
+    fields: dict[str, tuple[str, str]] = {}
     for name, value in asdict(task).items():
         parts = {f"{name}.{key}": part for key, part in value.items()} if name in _PARTED else {name: value}
         for label, part in parts.items():
             try:
                 text = json.dumps(part, sort_keys=True, ensure_ascii=False)
-                text.encode()
+                fields[label] = hashlib.sha256(text.encode()).hexdigest(), text[:4000]
             except (TypeError, ValueError, RecursionError) as error:
                 raise ValueError(f"{label} cannot be written as JSON: {type(error).__name__}: {error}") from None
-            yield label, text
-
-
-def digests(task: Task) -> dict[str, tuple[str, str]]:
-    """Returns, for each field, the hash of its text and the start of the text for display."""
-    return {name: (hashlib.sha256(text.encode()).hexdigest(), text[:4000]) for name, text in _field_texts(task)}
+    return fields
 
 
 def _draw(family: TaskFamily, draw: Draw) -> Drawn:
@@ -145,14 +141,10 @@ def _differences(first: Mapping[Draw, Drawn], second: Mapping[Draw, Drawn], how:
 
 def _first_difference(first: Mapping[str, tuple[str, str]], second: Mapping[str, tuple[str, str]], name: str) -> tuple[str, str]:
     """Returns both versions of a field's text, starting shortly before their first difference."""
-    old, new = _field_text(first, name), _field_text(second, name)
+    old, new = (drawn[name][1] if name in drawn else "absent" for drawn in (first, second))
     same = next((at for at, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
     begin = max(0, same - 20)
     return ("..." if begin else "") + old[begin:], ("..." if begin else "") + new[begin:]
-
-
-def _field_text(drawn: Mapping[str, tuple[str, str]], name: str) -> str:
-    return drawn[name][1] if name in drawn else "absent"
 
 
 def _by_seed(source: FamilySource, sizes: Mapping[Split, int]) -> list[Finding]:

@@ -115,17 +115,12 @@ def _verdicts(report: CheckReport) -> list[str]:
     cheating = [case for case in report.cases if case.case not in (GOLD, IMAGE)]
     tasks = len({case.task for case in report.cases})
     cheated = sum(case.case != NOTHING for case in cheating)
-    lines = (
-        [
+    lines = [(proof.ok, proof.name, proof.looked_at) for proof in report.proofs]
+    if report.cases:
+        lines[:0] = [
             (all(case.ok for case in report.cases if case.case in (GOLD, IMAGE)), "every gold solution scores 1", plural(tasks, "task")),
             (all(case.ok for case in cheating), "doing nothing and cheating score 0", f"{cheated:,} cheats on {plural(tasks, 'task')}"),
         ]
-        if report.cases
-        else []
-    )
-    lines += [
-        *((proof.ok, proof.name, proof.looked_at) for proof in report.proofs),
-    ]
     unsafe = {proof.name for proof in report.proofs if any(finding.severity == "unsafe" for finding in proof.findings)}
     marks = ["FAIL" if not ok else "UNSAFE" if name in unsafe else "ok" for ok, name, _ in lines]
     return [f"{mark:<4}  {name:<52} {printable_text(looked_at)}" for mark, (_, name, looked_at) in zip(marks, lines, strict=True)]
