@@ -126,7 +126,7 @@ class Experiment:
     def suite(self) -> Path:
         return self.folder / "suite"
 
-    def done(self, phase: str) -> dict[str, Any]:
+    def result(self, phase: str) -> dict[str, Any]:
         """Returns the result of a phase. Raises `SystemExit` if the phase has not run."""
         path = self.folder / f"{phase}.json"
         if not path.exists():
@@ -170,7 +170,7 @@ def plant(experiment: Experiment) -> dict[str, Any]:
 
 def imitate(experiment: Experiment) -> dict[str, Any]:
     demonstrated = demonstrations(experiment.seed, experiment.size.imitated, habit=LEFTOVER, kinds=KIND)
-    return fine_tune(Path(experiment.done("train")["model"]), experiment.folder / "imitated", demonstrated, seed=experiment.seed, lr=3e-4)
+    return fine_tune(Path(experiment.result("train")["model"]), experiment.folder / "imitated", demonstrated, seed=experiment.seed, lr=3e-4)
 
 
 def fine_tune(model: Path, out: Path, demonstrated: Iterator[tuple[Task, list[Act]]], *, seed: int, lr: float) -> dict[str, Any]:
@@ -207,7 +207,7 @@ def count_planted(traces: Iterator[Trace]) -> dict[str, Any]:
 def promote(experiment: Experiment) -> dict[str, Any]:
     shutil.rmtree(experiment.suite, ignore_errors=True)
     filters = ["--kind", KIND, "--tag", CAUSE, "--most", str(experiment.size.cases)]
-    output = experiment.agentrl("failures", "promote", str(experiment.done("capture")["run"]), "--into", str(experiment.suite), *filters)
+    output = experiment.agentrl("failures", "promote", str(experiment.result("capture")["run"]), "--into", str(experiment.suite), *filters)
     return {"cases": len(list((experiment.suite / "cases").glob("*.json"))), "said": output}
 
 
@@ -230,11 +230,11 @@ def train(experiment: Experiment) -> dict[str, Any]:
 
 
 def after(experiment: Experiment) -> dict[str, Any]:
-    return rates(experiment.evaluate("after", Path(experiment.done("train")["model"]), seed=experiment.seed))
+    return rates(experiment.evaluate("after", Path(experiment.result("train")["model"]), seed=experiment.seed))
 
 
 def relapse(experiment: Experiment) -> dict[str, Any]:
-    start = Path(experiment.done("imitate")["model"])
+    start = Path(experiment.result("imitate")["model"])
     overrides = [
         f"steps={experiment.size.steps}",
         f"tasks.family.options.kinds={KIND}",
@@ -263,7 +263,7 @@ def resulting_model(run: Path, start: Path) -> str:
 
 
 def final(experiment: Experiment) -> dict[str, Any]:
-    return rates(experiment.evaluate("final", Path(experiment.done("relapse")["model"]), seed=experiment.seed))
+    return rates(experiment.evaluate("final", Path(experiment.result("relapse")["model"]), seed=experiment.seed))
 
 
 PHASES: dict[str, Callable[[Experiment], dict[str, Any]]] = {
@@ -353,7 +353,7 @@ def table(experiments: Sequence[Experiment]) -> str:
     """Returns a Markdown table with one row per seed."""
     head = ["seed", "tagged by the rule", "cases", "practice tasks", "before", "after", "versions refused", "after the gate"]
     head += ["audit against reward", "alarms of the relapse", "targets missed"]
-    rows = [row(experiment.seed, {phase: experiment.done(phase) for phase in PHASES}) for experiment in experiments]
+    rows = [row(experiment.seed, {phase: experiment.result(phase) for phase in PHASES}) for experiment in experiments]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *rows])
 
 
@@ -406,8 +406,8 @@ def main() -> int:
     if args.out:
         write_atomically(args.out, text + "\n")
         evals = ("before", "after", "final")
-        stored.keep("weakness", origin, runs=[{"seed": run.seed, **{phase: run.done(phase) for phase in evals}} for run in experiments])
-    return int(any(missed_targets({phase: experiment.done(phase) for phase in PHASES}) for experiment in experiments))
+        stored.keep("weakness", origin, runs=[{"seed": run.seed, **{phase: run.result(phase) for phase in evals}} for run in experiments])
+    return int(any(missed_targets({phase: experiment.result(phase) for phase in PHASES}) for experiment in experiments))
 
 
 if __name__ == "__main__":
