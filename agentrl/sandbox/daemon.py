@@ -8,6 +8,7 @@ stops only a `dockerd` that `start` started in this way.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import signal
@@ -17,6 +18,7 @@ import time
 from pathlib import Path
 
 from agentrl.base.files import tail_bytes
+from agentrl.base.processes import read_stat
 from agentrl.errors import SandboxError, SandboxUnavailable
 from agentrl.sandbox import docker_client
 
@@ -38,7 +40,8 @@ def start(*, timeout_s: float) -> None:
         )
     process = None
     if Path("/run/systemd/system").exists():
-        subprocess.run(["systemctl", "start", "docker"], check=False, timeout=timeout_s)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            subprocess.run(["systemctl", "start", "docker"], check=False, timeout=timeout_s)
     else:
         _STATE.mkdir(parents=True, exist_ok=True)
         with open(_LOG, "ab") as log:
@@ -52,16 +55,20 @@ def start(*, timeout_s: float) -> None:
         if time.monotonic() > deadline:
             if process is not None:
                 process.terminate()
-            raise SandboxError(f"dockerd did not answer within {timeout_s:.0f} s:\n{tail_bytes(_LOG, most=_TAIL_BYTES)}")
+            log = "see `journalctl -u docker`" if process is None else f"its log ends with:\n{tail_bytes(_LOG, most=_TAIL_BYTES)}"
+            raise SandboxError(f"dockerd did not answer within {timeout_s:.0f} s; {log}")
         time.sleep(_POLL_S)
 
 
 def stop(*, timeout_s: float) -> bool:
-    """Stops the daemon that `start` started, and its containers. Returns False if there is none."""
+    """Stops the daemon that `start` started, and its containers. Returns False if there is none. Raises the errors of `start`."""
     pid = _own_pid()
     if pid is None:
         return False
-    os.kill(pid, signal.SIGTERM)
+    try:
+        os.kill(pid, signal.SIGTERM)
+    except PermissionError:
+        raise SandboxUnavailable(f"only root can stop dockerd (pid {pid})", fix=f"sudo {sys.executable} -m agentrl.sandbox.daemon stop") from None
     deadline = time.monotonic() + timeout_s
     while _own_pid() is not None:
         if time.monotonic() > deadline:
@@ -89,10 +96,9 @@ def _own_pid() -> int | None:
     try:
         pid = int(_PIDFILE.read_text())
         name = Path(f"/proc/{pid}/comm").read_text().strip()
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, ValueError):
         return None
-    return pid if name == "dockerd" and state != "Z" else None
+    return None if name != "dockerd" or read_stat(pid).has_ended else pid
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -110,10 +116,10 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         if arguments.action == "start":
             start(timeout_s=arguments.timeout)
+        answers, pid = docker_client.daemon_answers(), _own_pid()
     except (SandboxUnavailable, SandboxError) as error:
         print(error, file=sys.stderr)
         return 2 if isinstance(error, SandboxUnavailable) else 1
-    answers, pid = docker_client.daemon_answers(), _own_pid()
     origin = f"pid {pid}, log {_LOG}" if pid else "started elsewhere"
     print(f"a Docker daemon answers ({origin})" if answers else "no Docker daemon answers")
     return 0 if answers else 1

@@ -259,6 +259,8 @@ class DockerBackend(ChannelBackend):
         try:
             async with asyncio.timeout(docker_client.REQUEST_S + 5):
                 return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        except SandboxError:  # a `SandboxTimeout` is a `TimeoutError` too
+            raise
         except TimeoutError:
             raise SandboxTimeout(f"the Docker daemon did not answer within {docker_client.REQUEST_S:.0f} s") from None
 

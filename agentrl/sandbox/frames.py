@@ -7,7 +7,7 @@ accepts a header only if it has exactly the keys and types of the expected reply
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Mapping
 from types import NoneType
 from typing import Any
@@ -90,17 +90,17 @@ def parse_failure(value: Mapping[str, Any]) -> tuple[str, str]:
 def parse_result(value: Mapping[str, Any], body: bytes) -> ExecResult:
     """Returns the result of a program, or of a call in a session, from its reply."""
     checked = check_fields(value, SESSION_RESULT if "ended" in value else RESULT)
-    code, reason, wall_s, cut = checked["exit"], checked["reason"], float(checked["wall_s"]), checked["stdout"]
+    code, reason, wall_s, cut = checked["exit"], checked["reason"], checked["wall_s"], checked["stdout"]
     killed = code is None
     if killed != (reason in _KILLS) or (not killed and (reason != "" or not 0 <= code <= 255)):
         raise FrameError("the exit code or the reason of a program result is invalid")
-    if not math.isfinite(wall_s) or wall_s < 0 or not 0 <= cut <= len(body):
+    if not 0 <= wall_s <= sys.float_info.max or not 0 <= cut <= len(body):
         raise FrameError("a field of a program result is out of range")
     return ExecResult(
         exit_code=code,
         stdout=body[:cut].decode("utf-8", "replace"),
         stderr=body[cut:].decode("utf-8", "replace"),
-        wall_s=wall_s,
+        wall_s=float(wall_s),
         truncated=checked["truncated"],
         reason=reason,
         restarted=checked.get("restarted", False),

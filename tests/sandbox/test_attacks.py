@@ -4,15 +4,16 @@ import asyncio
 import os
 import platform
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
-from agentrl.errors import SandboxUnavailable
+from agentrl.errors import SandboxTimeout, SandboxUnavailable
 from agentrl.records import SandboxSpec
 from agentrl.sandbox import BubblewrapBackend, DockerBackend, limits, list_open, select_backend, server_code
 from agentrl.sandbox.attacks import ATTACK_SPEC, load_attacks, run_attacks
 from agentrl.sandbox.attacks.hostile_server import SLOW_TRICKS, replies
-from agentrl.sandbox.attacks.suite import KINDS, PROGRAMS, STEPS, hostile_server_source, program_attack
+from agentrl.sandbox.attacks.suite import KINDS, PROGRAMS, STEPS, Attack, _Suite, hostile_server_source, program_attack
 from agentrl.sandbox.lease import lease
 
 SPEC = SandboxSpec(
@@ -317,3 +318,14 @@ def test_each_trick_is_implemented():
     for trick in tricks:
         assert f"TRICK = '{trick}'" in hostile_server_source(trick)
         assert trick in (*replies(1), *SLOW_TRICKS, "half_a_frame", "flood", "empty_chunks", "endless_chunks")
+
+
+@pytest.mark.parametrize("error, verdict", [(SandboxTimeout("no sandbox opened"), "error"), (TimeoutError(), "ESCAPED")])
+async def test_only_a_driver_that_hangs_is_an_escape(error, verdict):
+    """A `SandboxTimeout` is a `TimeoutError`, but the driver answered."""
+
+    async def play(_):
+        raise error
+
+    suite = _Suite(None, SimpleNamespace(trouble=[], allowed=SimpleNamespace(trouble=[])), lambda result: None)
+    assert (await suite._run(Attack(name="x", kind="files", description=""), play)).verdict == verdict

@@ -192,6 +192,15 @@ async def test_cell_that_greets_and_then_stops_is_tried_last(root):
         assert all([(await sandbox.exec(["true"], timeout_s=20)).ok for sandbox in sandboxes])
 
 
+async def test_invalid_host_name_is_a_typed_error(root, monkeypatch):
+    monkeypatch.setattr(CellBackend, "reach_s", backend.CONNECT_S)
+    async with driver(root, "cells..ns:7423") as opened:
+        with pytest.raises(SandboxUnavailable, match=r"cells\.\.ns: UnicodeError"):
+            await opened.prepare(SPEC)
+    with pytest.raises(UserError, match="not the address of a cell"):
+        wire.parse_address("host:²")
+
+
 DRIVER = """
 import asyncio, sys
 from pathlib import Path

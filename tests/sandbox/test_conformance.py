@@ -1,4 +1,4 @@
-"""The pause check itself, with a sandbox and a clock that a test controls."""
+"""The pause check with a sandbox and a clock that a test controls, and a backend that is incomplete."""
 
 import asyncio
 import re
@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from agentrl.records import ExecResult
-from agentrl.sandbox.conformance import basics
+from agentrl.records import ExecResult, SandboxSpec
+from agentrl.sandbox.conformance import basics, check_conformance
 from agentrl.sandbox.conformance.bench import ConformanceError
 
 
@@ -73,3 +73,11 @@ async def test_pause_check_fails_for_programs_that_continue(monkeypatch, delay_s
 async def test_pause_check_fails_for_a_program_that_never_starts_in_time(monkeypatch):
     with pytest.raises(ConformanceError, match=r"the program had not started within 4\.5 s"):
         await check_pause(monkeypatch, delay_s=20.0)
+
+
+async def test_any_exception_of_a_backend_fails_its_check():
+    async def done(*_, **options):
+        return SimpleNamespace(close=done)  # has no `exec`
+
+    (result,) = await check_conformance(SimpleNamespace(prepare=done, open=done), SandboxSpec(image="image"), only="exec_result")
+    assert not result.ok and result.detail.startswith("AttributeError: ")

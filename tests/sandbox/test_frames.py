@@ -48,6 +48,7 @@ def test_result_of_a_call_in_a_session():
         {"wall_s": float("nan")},
         {"wall_s": float("inf")},
         {"wall_s": -1.0},
+        {"wall_s": 10**400},
         {"stdout": 8},
         {"stdout": -1},
         {"truncated": 1},

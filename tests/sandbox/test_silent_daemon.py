@@ -98,6 +98,14 @@ async def test_preparing_opening_and_closing(silent, root, monkeypatch):
         await backend.close()
 
 
+async def test_error_names_the_time_limit_that_passed(silent, root, monkeypatch):
+    monkeypatch.setattr(docker_client, "QUICK_S", 1.0)
+    backend = DockerBackend(run_label="test", root=root)
+    with in_time(), pytest.raises(SandboxTimeout, match=r"did not answer in time: .*timeout=1\.0"):
+        await backend._discard("agentrl-x-0")
+    await backend.close()
+
+
 # A daemon that stops answering later ----------------------------------------------------------------------------------
 
 

@@ -196,10 +196,10 @@ class _Suite:
                 verdict, evidence = _CONTAINED, await _in_time(item, play)
         except Escaped as escape:
             verdict, evidence = _ESCAPED, str(escape)
-        except TimeoutError:
-            verdict, evidence = _ESCAPED, f"the driver hung for {item.seconds + _HANG_S:.0f} s"
         except (AttackFailed, AgentRLError, ValueError, OSError) as error:
             verdict, evidence = _ERROR, f"{type(error).__name__}: {error}"
+            if isinstance(error, TimeoutError) and not isinstance(error, AgentRLError):  # a `SandboxTimeout` is both
+                verdict, evidence = _ESCAPED, f"the driver hung for {item.seconds + _HANG_S:.0f} s"
         self._arena.trouble.clear()
         self._arena.allowed.trouble.clear()
         result = AttackResult(

@@ -202,7 +202,7 @@ class CellBackend(ChannelBackend):
                 async with asyncio.timeout(CONNECT_S):
                     listed = await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM)
                 addresses |= {(str(entry[4][0]), port) for entry in listed}
-            except OSError as error:
+            except (OSError, UnicodeError) as error:  # UnicodeError: the name is not a host name, such as `a..b`
                 self._problem = f"{name}: {one_line_error(error)}"
         self._cells = {address: self._cells.get(address) or CellState(address) for address in sorted(addresses)} or self._cells
 

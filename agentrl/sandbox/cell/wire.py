@@ -69,7 +69,7 @@ def parse_address(text: str, *, least_port: int = 1) -> tuple[str, int]:
     """Returns (host, port) from `HOST:PORT`. Raises `UserError`."""
     host, _, port = text.rpartition(":")
     host = host.strip("[]")
-    if not host or not port.isdigit() or not least_port <= int(port) < 65536:
+    if not host or not port.isdecimal() or not least_port <= int(port) < 65536:
         raise UserError(f"{text[:100]!r} is not the address of a cell", fix=f"use HOST:PORT, such as cells:{PORT}")
     return host, int(port)
 
