@@ -68,7 +68,9 @@ def stop(*, timeout_s: float) -> bool:
     try:
         os.kill(pid, signal.SIGTERM)
     except PermissionError:
-        raise SandboxUnavailable(f"only root can stop dockerd (pid {pid})", fix=f"sudo {sys.executable} -m agentrl.sandbox.daemon stop") from None
+        raise SandboxUnavailable(
+            f"only root can stop dockerd (pid {pid})", fix=f"sudo {sys.executable} -m agentrl.sandbox.daemon stop"
+        ) from None
     deadline = time.monotonic() + timeout_s
     while _own_pid() is not None:
         if time.monotonic() > deadline:

@@ -18,7 +18,7 @@ import logging
 import shutil
 import socket
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,7 +33,7 @@ from agentrl.sandbox.inside.keeper import EGRESS_FD
 from agentrl.sandbox.lease import lease, remove_folder, runtime_folder, sandbox_folder, write_run_label
 from agentrl.sandbox.processes import SandboxProcesses
 from agentrl.sandbox.shared_containers import CannotShare, Container, ContainerPool, KeeperClient, SharedSandbox
-from agentrl.sandbox.waiting import accept, listen_at
+from agentrl.sandbox.waiting import accept, listen_at, spawn
 
 log = logging.getLogger(__name__)
 
@@ -183,7 +183,7 @@ class DockerBackend(ChannelBackend):
 
     def _stop(self, container: Container) -> None:
         """Stops a shared container in the background. `close` waits until it has stopped."""
-        self._in_background(self._end_container(container), f"end {container.name}")
+        spawn(self._end_container(container), self._background, name=f"end {container.name}")
 
     async def _end_container(self, container: Container) -> None:
         container.starting.cancel()  # has no effect if the container has started
@@ -192,12 +192,6 @@ class DockerBackend(ChannelBackend):
             container.starting.result().close()
             await asyncio.to_thread(remove_folder, runtime_folder() / lease() / container.name)
             await self._leave(container.name)
-
-    def _in_background(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        task = asyncio.create_task(work, name=name)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-        return task
 
     # Daemon calls -----------------------------------------------------------------------------------------------------
 
@@ -218,7 +212,8 @@ class DockerBackend(ChannelBackend):
                 return await self._accept(listener, name)
             except BaseException:
                 self._leaving[name] = time.monotonic()  # `close` removes it if the following fails
-                await asyncio.wait([self._in_background(self._undo(starting, name), f"undo {name}")], timeout=UNDO_S)
+                undoing = spawn(self._undo(starting, name), self._background, name=f"undo {name}")
+                await asyncio.wait([undoing], timeout=UNDO_S)
                 raise
 
     async def _accept(self, listener: socket.socket, name: str) -> socket.socket:

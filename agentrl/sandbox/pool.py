@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 
 from agentrl.errors import AgentRLError, SandboxError, SandboxTimeout
 from agentrl.protocols import Sandbox, SandboxBackend
 from agentrl.protocols.sandbox import OPEN_TIMEOUT_S, ForwardingSandbox
 from agentrl.records import SandboxSpec
-from agentrl.sandbox.waiting import ClosesOnce
+from agentrl.sandbox.waiting import ClosesOnce, spawn
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ WARM = 8
 MAX_SPECS = 4
 """Maximum number of specs for which sandboxes are kept ready. A new spec replaces the least recently used one."""
 _MAX_FILLING = 2
-_MAX_REFILL_FAILURES = 3  # in a row; after that, a spec is not refilled until a caller requests it again
+_MAX_REFILL_FAILURES = 3  # in a row; after that, a spec is not refilled until a caller has opened a sandbox of it
 _ANSWER_S = 60.0
 
 
@@ -103,7 +103,7 @@ class WarmPool(ClosesOnce):
                     await _write(sandbox, files)
             except (SandboxError, TimeoutError) as error:
                 log.warning("a ready sandbox no longer answers: %s", error)
-                self._spawn(sandbox.close())
+                spawn(sandbox.close(), self._tasks)
             except BaseException:
                 await sandbox.close()
                 raise
@@ -120,10 +120,10 @@ class WarmPool(ClosesOnce):
         while len(self._ready) > MAX_SPECS:
             _, surplus = self._ready.popitem(last=False)
             for sandbox in surplus:
-                self._spawn(sandbox.close())
+                spawn(sandbox.close(), self._tasks)
         for _ in range(self._warm - len(ready) - self._coming.get(spec, 0)):
             self._coming[spec] = self._coming.get(spec, 0) + 1
-            self._spawn(self._fill(spec))
+            spawn(self._fill(spec), self._tasks)
 
     async def _fill(self, spec: SandboxSpec) -> None:
         try:
@@ -142,11 +142,6 @@ class WarmPool(ClosesOnce):
             await sandbox.close()
         else:
             ready.append(sandbox)
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 class _PooledSandbox(ClosesOnce, ForwardingSandbox):

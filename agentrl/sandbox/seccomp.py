@@ -239,17 +239,20 @@ def _conditional() -> dict[str, Block]:
 
 
 def _permitted(offset: int, ranges: Ranges, otherwise: Block) -> Block:
-    """Allows a call if its argument at `offset` is in one of `ranges`, which include both ends."""
+    """Returns instructions that allow a call if its argument at `offset` is in one of `ranges`, which include both ends."""
     return _choice(offset, _each(ranges, _allow()), otherwise)
 
 
 def _without(offset: int, flag: int, code: int) -> Block:
-    """Allows a call unless `flag` is set in the argument at `offset`."""
+    """Returns instructions that allow a call unless `flag` is set in the argument at `offset`."""
     return (_op(_LD_W_ABS, offset), _op(_JSET, flag, 1, 0), *_allow(), *_answer(code))
 
 
 def _kinds(protocols: dict[socket.SocketKind, int], no_protocol: Block) -> Block:
-    """Allows sockets of these types, each with its protocol or 0. For any other pair the kernel would run modprobe as root on the host."""
+    """Returns instructions that allow sockets of these types, each with its protocol or 0.
+
+    For any other pair, the kernel would run modprobe as root on the host.
+    """
     unknown, raw = _answer(errno.ESOCKTNOSUPPORT), _answer(errno.EPERM)
     blocks = {int(kind): _permitted(_ARG2, ((0, 0), (number, number)), no_protocol) for kind, number in protocols.items()}
     steps: list[tuple[int, Block]] = [(0, unknown), *blocks.items(), (int(socket.SOCK_RAW), raw), (int(socket.SOCK_RAW) + 1, unknown)]
@@ -292,7 +295,7 @@ def _allow() -> Block:
 
 
 def _answer(code: int) -> Block:
-    """Makes the call fail with `code`, or return 0 without effect if `code` is 0."""
+    """Returns instructions that make a call fail with `code` or, if `code` is 0, return 0 without effect."""
     return (_op(_RET, _ERRNO | code),)
 
 

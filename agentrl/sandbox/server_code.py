@@ -7,11 +7,13 @@ agent's program runs. The host stores the compiled bytes and mounts them; it nev
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 import hashlib
 import os
 import re
-from collections.abc import Awaitable, Callable
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 from agentrl.base.files import replace_file
@@ -62,8 +64,19 @@ async def ensure_compiled(image: Image, open_from_source: Callable[[], Awaitable
             await sandbox.close()
         if not result.ok or result.truncated:
             raise SandboxError(f"the interpreter of image {image.name} cannot compile the exec server: {result.stderr[-500:]}")
-        _write(path, base64.b64decode(result.stdout, validate=False))
+        _write(path, base64.b64decode(result.stdout))
     return path
+
+
+@contextlib.contextmanager
+def as_file(program: bytes) -> Iterator[Path]:
+    """Writes a replacement for the exec server to a file that exists for the block, and that every user can read. Yields its path."""
+    with tempfile.TemporaryDirectory(prefix="agentrl-server-") as folder:
+        path = Path(folder, "exec_server.py")
+        path.write_bytes(program)
+        path.chmod(0o644)
+        Path(folder).chmod(0o755)
+        yield path
 
 
 def _path(image: Image, suffix: str) -> Path:

@@ -1,4 +1,4 @@
-"""Waits for sockets and in threads, which can be cancelled, and `close` methods, which cannot.
+"""Background tasks, waits for sockets and in threads, which can be cancelled, and `close` methods, which cannot.
 
 A thread checks whether its caller was cancelled. Otherwise a run that is interrupted during an image build would stop only when the build
 finishes, many minutes later.
@@ -11,9 +11,10 @@ import asyncio
 import contextlib
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextvars import ContextVar
 from pathlib import Path
+from typing import Any
 
 from agentrl.errors import SandboxError
 
@@ -54,6 +55,14 @@ class ClosesOnce(abc.ABC):
 
     @abc.abstractmethod
     async def _close(self) -> None: ...
+
+
+def spawn(work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]], *, name: str | None = None) -> asyncio.Task[None]:
+    """Runs `work` in a task, which is in `tasks` until it ends. The event loop alone would not keep the task alive."""
+    task = asyncio.create_task(work, name=name)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
+    return task
 
 
 def listen_at(path: Path, kind: socket.SocketKind = socket.SOCK_STREAM) -> socket.socket:

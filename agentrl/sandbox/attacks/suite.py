@@ -26,7 +26,6 @@ import asyncio
 import os
 import platform
 import random
-import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
@@ -35,6 +34,7 @@ from pathlib import Path
 
 from agentrl.errors import AgentRLError, SandboxError
 from agentrl.records import ExecResult, SandboxSpec
+from agentrl.sandbox import server_code
 from agentrl.sandbox.attacks import file_steps, host_steps, hostile_server
 from agentrl.sandbox.attacks.arena import Arena, AttackCutOff, AttackFailed, Escaped, arena, namespace_of, wait_until_gone
 from agentrl.sandbox.attacks.host_steps import SESSION, StepContext
@@ -228,11 +228,7 @@ class _Suite:
         return evidence
 
     async def _hostile_server(self, item: Attack) -> str:
-        with tempfile.TemporaryDirectory(prefix="agentrl-attack-") as folder:
-            server = Path(folder, "exec_server.py")
-            server.write_text(hostile_server_source(item.trick))
-            server.chmod(0o644)
-            Path(folder).chmod(0o755)
+        with server_code.as_file(hostile_server_source(item.trick).encode()) as server:
             try:
                 sandbox = await self._backend.open(self._arena.spec, timeout_s=_OPEN_HOSTILE_S, server=server)
             except SandboxError as error:

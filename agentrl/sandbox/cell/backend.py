@@ -22,6 +22,7 @@ from agentrl.sandbox.backend import ChannelBackend, ReadyImage
 from agentrl.sandbox.builds import BuildContext
 from agentrl.sandbox.cell import wire
 from agentrl.sandbox.channel_sandbox import ChannelSandbox
+from agentrl.sandbox.waiting import spawn
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ REACH_S = 20.0
 CONNECT_S = 3.0
 GREETING_S = 12.0
 """How long a cell may take to send its nonce. It first drops connections that have not shown the key within 10 s."""
-PREPARE_S = 100.0
+PREPARE_S, OPEN_S = 100.0, 120.0
 RELIEVE_S = 10.0
 AVOID_S, MOST_AVOID_S = 5.0, 160.0
 """How long, at first and at most, a failed cell gets sandboxes only if all others failed or are full. Each failure in a row doubles it."""
@@ -98,7 +99,7 @@ class CellBackend(ChannelBackend):
         async with self._startup(spec) as start:
             program = await asyncio.to_thread(image.replacement.read_bytes) if image.replacement else b""
             message = {"op": "open", **self._describe(spec, image.tree), "program_bytes": len(program)}
-            cell, sock, reply = await self._ask_cells(message, program, timeout_s=wire.LONGEST_OPEN_S)
+            cell, sock, reply = await self._ask_cells(message, program, timeout_s=OPEN_S)
             token = str(reply.get("token"))
             cell.open += 1
             start.undo.callback(self._leave, cell)
@@ -240,7 +241,7 @@ class TunnelListener:
 
     async def receive(self) -> None:
         """Starts serving."""
-        self._spawn(self._offer())
+        spawn(self._offer(), self._tasks, name=f"egress {self._name}")
 
     async def close(self) -> None:
         """Closes every connection. Idempotent."""
@@ -251,12 +252,6 @@ class TunnelListener:
 
     def discard(self) -> None:
         """Does nothing, because there is no connection before `receive`."""
-
-    def _spawn(self, work: Any) -> asyncio.Task[None]:
-        task = asyncio.create_task(work, name=f"egress {self._name}")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
     async def _offer(self) -> None:
         assert self.request is not None
@@ -276,7 +271,8 @@ class TunnelListener:
                 self._slots.release()
                 break
             failures = 0
-            self._spawn(self._proxy.serve(sock)).add_done_callback(lambda _: self._slots.release())
+            serving = spawn(self._proxy.serve(sock), self._tasks, name=f"egress {self._name}")
+            serving.add_done_callback(lambda _: self._slots.release())
 
 
 def _show(address: tuple[str, int]) -> str:

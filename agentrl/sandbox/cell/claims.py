@@ -34,6 +34,7 @@ from agentrl.errors import SandboxError, UserError
 from agentrl.sandbox import images
 from agentrl.sandbox.cell import wire
 from agentrl.sandbox.cell.backend import CellBackend, CellState
+from agentrl.sandbox.waiting import spawn
 
 log = logging.getLogger(__name__)
 
@@ -154,7 +155,7 @@ class ClaimBackend(CellBackend):
         now = asyncio.get_running_loop().time()
         usable = [claim.cell for claim in self._claims if claim.cell.open < self._slots and claim.cell.avoided_until <= now]
         if not usable and self._claiming is None and now > self._paused_until and len(self._claims) < self._most:
-            self._claiming = self._spawn(self._claim())
+            self._claiming = spawn(self._claim(), self._tasks)
         return sorted(usable, key=lambda cell: cell.open)
 
     async def _claim(self) -> None:
@@ -180,10 +181,10 @@ class ClaimBackend(CellBackend):
                             raise SandboxError("it was deleted")
                 self._claims.append(_Claim(name, CellState((address, wire.PORT))))
                 self._cells[address, wire.PORT] = self._claims[-1].cell
-                self._spawn(self._renew(self._claims[-1]))
+                spawn(self._renew(self._claims[-1]), self._tasks)
             except BaseException as error:
                 await asyncio.wait([posting])  # a request that is cancelled may still create the claim
-                self._spawn(self._delete(name), self._deletions)
+                spawn(self._delete(name), self._deletions)
                 if isinstance(error, TimeoutError):
                     raise SandboxError(f"no pod was ready after {READY_S:.0f} s: {_reason(claim)}") from None
                 raise
@@ -213,7 +214,7 @@ class ClaimBackend(CellBackend):
         if claim in self._claims:
             self._claims.remove(claim)
             self._cells.pop(claim.cell.address, None)
-            self._spawn(self._delete(claim.name), self._deletions)
+            spawn(self._delete(claim.name), self._deletions)
 
     async def _delete(self, name: str) -> None:
         try:
@@ -239,13 +240,6 @@ class ClaimBackend(CellBackend):
             await asyncio.gather(*self._deletions, return_exceptions=True)  # each has the deadline of a request
         finally:
             await self._api.close()
-
-    def _spawn(self, work: Any, tasks: set[asyncio.Task[None]] | None = None) -> asyncio.Task[None]:
-        task: asyncio.Task[None] = asyncio.create_task(work)
-        tasks = self._tasks if tasks is None else tasks
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
-        return task
 
     def _lifecycle(self) -> dict[str, str]:
         end = self._api.now() + timedelta(seconds=LEASE_S)

@@ -16,8 +16,7 @@ import os
 import secrets
 import signal
 import socket
-import tempfile
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,12 +26,12 @@ from agentrl.base.error_text import one_line_error
 from agentrl.base.processes import available_memory
 from agentrl.errors import AgentRLError, SandboxError, SandboxUnavailable, UserError
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import cleanup, egress, images, limits
+from agentrl.sandbox import cleanup, egress, images, limits, server_code
 from agentrl.sandbox.bubblewrap import BubblewrapBackend, unavailable_reason
 from agentrl.sandbox.cell import wire
 from agentrl.sandbox.frames import encode
 from agentrl.sandbox.inside.isolation import Groups
-from agentrl.sandbox.waiting import ClosesOnce
+from agentrl.sandbox.waiting import ClosesOnce, spawn
 
 log = logging.getLogger(__name__)
 
@@ -182,7 +181,7 @@ class Cell(ClosesOnce):
                 f"the cell cannot listen at {host}:{port}: {error.strerror}", fix="choose a different address with --listen"
             ) from None
         self._listener.setblocking(False)
-        self._spawn(self._accept(self._listener))
+        spawn(self._accept(self._listener), self._tasks)
         return int(self._listener.getsockname()[1])
 
     async def _close(self) -> None:
@@ -194,11 +193,6 @@ class Cell(ClosesOnce):
             self._listener.close()
         await self._backend.close()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
     async def _accept(self, listener: socket.socket) -> None:
         while True:
             await self._strangers.acquire()
@@ -209,7 +203,7 @@ class Cell(ClosesOnce):
                 self._strangers.release()
                 await asyncio.sleep(1.0)
                 continue
-            self._spawn(self._serve(sock))
+            spawn(self._serve(sock), self._tasks)
 
     async def _serve(self, sock: socket.socket) -> None:
         """Serves a connection and closes it."""
@@ -273,8 +267,8 @@ class Cell(ClosesOnce):
         try:
             async with contextlib.AsyncExitStack() as stack:
                 try:
-                    server = stack.enter_context(_as_file(program)) if program else None
-                    sandbox = await self._backend.open(request.spec, timeout_s=request.timeout_s, server=server)
+                    server = stack.enter_context(server_code.as_file(program)) if program else None
+                    sandbox = await self._backend.open(request.spec, server=server)
                     stack.push_async_callback(sandbox.close)
                     reader, writer, relieve = await sandbox.detach()
                 except (AgentRLError, OSError) as error:
@@ -320,17 +314,6 @@ async def _pass_on(sock: socket.socket, reader: asyncio.StreamReader, writer: as
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-@contextlib.contextmanager
-def _as_file(program: bytes) -> Iterator[Path]:
-    """Writes a replacement for the exec server to a file that exists for the block. Yields its path."""
-    with tempfile.TemporaryDirectory(prefix="agentrl-cell-") as folder:
-        path = Path(folder, "exec_server.py")
-        path.write_bytes(program)
-        path.chmod(0o644)
-        Path(folder).chmod(0o755)
-        yield path
 
 
 def _open_control_groups() -> None:

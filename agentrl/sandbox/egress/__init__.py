@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.records import SandboxSpec
-from agentrl.records.destinations import Destination, parse_destinations
+from agentrl.records.destinations import parse_destinations
 from agentrl.sandbox.egress.listener import LINK, EgressListener, Listener, Server
 from agentrl.sandbox.egress.proxy import Bounds, Proxy
 
@@ -26,7 +26,6 @@ __all__ = [
     "Listener",
     "Proxy",
     "Server",
-    "proxy_environment",
     "server_options",
     "socket_mounts",
 ]
@@ -39,21 +38,19 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def server_options(spec: SandboxSpec) -> dict[str, Any]:
-    """Returns the additional options for the exec server (see `limits.server_options`). Empty if there is no allow-list."""
+    """Returns the additional options for the exec server (see `limits.server_options`). Empty if there is no allow-list.
+
+    Programs reach loopback addresses without the proxy, unless the allow-list contains them.
+    """
     if not spec.network:
         return {}
-    variables = proxy_environment(parse_destinations(spec.network))
+    listed = {destination.host for destination in parse_destinations(spec.network)}
+    proxy, direct = f"http://127.0.0.1:{PORT}", ",".join(name for name in _LOOPBACK if name not in listed)
+    variables = {"http_proxy": proxy, "https_proxy": proxy, "no_proxy": direct}
+    variables |= {name.upper(): value for name, value in variables.items()}
     return {"network": {"port": PORT, "backlog": _BACKLOG, "link": f"connect:{_LINK_INSIDE}", "environment": variables}}
 
 
 def socket_mounts(folder: Path, spec: SandboxSpec) -> dict[str, Path]:
     """Returns a mapping path in the sandbox -> path on the host for the socket through which the exec server hands over its listener."""
     return {_LINK_INSIDE: folder / LINK} if spec.network else {}
-
-
-def proxy_environment(network: tuple[Destination, ...]) -> dict[str, str]:
-    """Returns the proxy variables for programs. Loopback addresses bypass the proxy unless the allow-list contains them."""
-    listed = {destination.host for destination in network}
-    proxy, direct = f"http://127.0.0.1:{PORT}", ",".join(name for name in _LOOPBACK if name not in listed)
-    variables = {"http_proxy": proxy, "https_proxy": proxy, "no_proxy": direct}
-    return variables | {name.upper(): value for name, value in variables.items()}

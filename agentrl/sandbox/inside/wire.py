@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import socket
@@ -87,7 +86,7 @@ def frame(header: dict[str, Any], body: bytes) -> bytes:
     return PREFIX.pack(len(text), len(body)) + text + body
 
 
-class Body(io.RawIOBase):
+class Body:
     """A request body as a stream. It is read in pieces, because it may be larger than the sandbox's memory."""
 
     def __init__(self, link: Link, size: int) -> None:
@@ -105,8 +104,8 @@ class Body(io.RawIOBase):
             self.read(READ_BYTES)
 
 
-class Sink(io.RawIOBase):
-    """A file object that sends the data written to it to the host, one frame per write. Raises `Refused` after `limit` bytes."""
+class Sink:
+    """Sends the data written to it to the host, one frame per write. Raises `Refused` after `limit` bytes."""
 
     def __init__(self, link: Link, number: int, limit: int, too_large: str) -> None:
         self.link, self.number, self.left, self.too_large = link, number, limit, too_large
@@ -116,10 +115,8 @@ class Sink(io.RawIOBase):
         if size > self.left:
             raise Refused("too_large", self.too_large)
 
-    def write(self, data: Any, /) -> int:
-        """Sends `data`."""
+    def write(self, data: bytes | bytearray) -> None:
+        """Sends `data`, which is not empty."""
         self.room_for(len(data))
         self.left -= len(data)
-        if data:
-            self.link.send({"id": self.number, "ok": True, "more": True}, bytes(data))
-        return len(data)
+        self.link.send({"id": self.number, "ok": True, "more": True}, bytes(data))
