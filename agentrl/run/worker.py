@@ -244,16 +244,15 @@ class Worker:
             await asyncio.sleep(RENEW_S)
 
     async def _renew(self) -> None:
-        """Sends heartbeats until the driver has not responded for `_PATIENCE_S`.
-
-        A report without a response is sent again with the same number.
-        """
+        """Sends heartbeats until the driver has not responded for `_PATIENCE_S`. Repeats a report without a response, with its number."""
         report: dict[str, Any] | None = None
+        clock_ns = time.time_ns() - time.monotonic_ns()  # so that a worker with the same name after a reboot has greater numbers
         while True:
             if report is None:
                 attempts = [self._attempts.popleft() for _ in range(min(MAX_EVENTS, len(self._attempts)))]
                 ended = [None if failure is None else codec.to_data(failure) for failure in attempts]
-                report = {"report": time.monotonic_ns(), "attempts": ended, "alerts": [*self._alerts], "events": self._take_events()}
+                number = clock_ns + time.monotonic_ns()
+                report = {"report": number, "attempts": ended, "alerts": [*self._alerts], "events": self._take_events()}
                 self._alerts.clear()
             self._sent = {lease: until for lease, until in self._sent.items() if until > time.monotonic()}
             data = {"leases": [*(work.lease for work in self._work.values()), *self._sent], "activity": ACTIVITY.own()}
