@@ -180,7 +180,7 @@ def _line(kind: type[BaseModel], item: Any) -> str:
     if item["type"] == harbor.UNSUPPORTED_KEY:
         return str(item["msg"])
     if item["type"] == "extra_forbidden":
-        return f"{key}: unknown key; available: {', '.join(sorted(_table(kind, item['loc'][:-1]).model_fields))}"
+        return f"{key}: unknown key; known here: {', '.join(sorted(_table(kind, item['loc'][:-1]).model_fields))}"
     if item["type"] == "missing":
         return f"{key}: is missing"
     message = item["msg"].removeprefix("Value error, ")
