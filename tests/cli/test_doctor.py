@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from agentrl.cli import doctor
+from agentrl.cli import app, doctor
 
 FIELDS = {"name", "ok", "detail", "fix", "required"}
 
@@ -38,10 +39,9 @@ def test_every_failed_check_has_a_fix_and_all_checks_are_quick() -> None:
 
 
 def test_text_and_json_have_the_same_content() -> None:
-    checks = doctor.checks()
-    data = [asdict(check) for check in checks]
+    data = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)
     assert all(set(item) == FIELDS for item in data)
-    text = doctor.render(checks)
+    text = doctor.render([doctor.Check(**item) for item in data])
     assert all(item["detail"] in text and item["fix"] in text for item in data)
 
 
