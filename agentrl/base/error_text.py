@@ -217,5 +217,5 @@ def unknown_name(key: str, known: Iterable[str], *, what: str = "key", elsewhere
 
 def did_you_mean(name: str, known: Iterable[str], form: str) -> str:
     """Returns `did you mean NAME`, in `form`; empty if no known name is similar."""
-    near = difflib.get_close_matches(name, known, n=2, cutoff=0.7)
+    near = difflib.get_close_matches(name, known, n=2, cutoff=0.65)
     return form.format(f"did you mean {' or '.join(near)}") if near else ""

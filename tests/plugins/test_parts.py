@@ -63,6 +63,7 @@ def test_built_in_parts_fulfil_their_protocols(kind: parts.PartKind) -> None:
             "sandbox.backend=bublewrap",
             r"unknown sandbox backend; did you mean bubblewrap\? known here: agent-sandbox, auto, bubblewrap",
         ),
+        ("sandbox.backend=bwrap", r"unknown sandbox backend; did you mean bubblewrap\?"),
         ("rollout.agent=turn", r"rollout\.agent: unknown agent; did you mean turns\?"),
         ("serving.weight_transfer=ncll", r"unknown weight channel; did you mean nccl\?"),
         ("store=rediss", r"store: unknown experience store; did you mean redis\? known here: redis, sqlite; .*module:attr"),
