@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.run.test_workers import driving, make_task, working
+from tests.driving import make_task
+from tests.run.test_workers import driving, working
 
 
 async def test_a_worker_with_the_same_name_counts_after_a_reboot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
