@@ -16,7 +16,7 @@ async def test_a_worker_with_the_same_name_counts_after_a_reboot(tmp_path: Path,
     """The monotonic clock starts at 0 with the machine; a worker in a container keeps its host name and process id."""
     uptime_ns, started_ns = 10**15, time.perf_counter_ns()
     monkeypatch.setattr("agentrl.run.worker.time.monotonic_ns", lambda: uptime_ns + time.perf_counter_ns() - started_ns)
-    async with driving(tmp_path) as drive, asyncio.timeout(30):
+    async with driving(tmp_path) as drive, asyncio.timeout(120):
         for index in range(2):
             async with working(drive, "a"):
                 await drive.leases.run_group(index, make_task(index))
