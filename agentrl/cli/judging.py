@@ -45,9 +45,8 @@ def calibrate(
     The exit code is 1 if the judge is not significantly better than chance.
     """
     from agentrl.judge.calibrate import calibrate as measure
-    from agentrl.judge.calibration import save_calibration
     from agentrl.judge.labels import read_labels
-    from agentrl.judge.report import render_report, render_svg, report_data
+    from agentrl.judge.report import render_report, report_data
     from agentrl.session.judge_servers import standalone_judge_servers
 
     root = project_root((recipe or Path.cwd() / "x").absolute())
@@ -76,14 +75,21 @@ def calibrate(
 
     report = asyncio.run(measured())
     if out is not None:
-        save_calibration(out, report.calibration, report_data(report))
-        write_atomically(out.with_suffix(".svg"), render_svg(report))
+        _save(report, out)
     print(json.dumps({**asdict(report.calibration), "more": report_data(report)}) if as_json else render_report(report))
-    if out is not None:
-        print(f"wrote {out} and {out.with_suffix('.svg')}", file=sys.stderr)
-        if not report.calibration.identity:
-            print("this verifier has no identity, so no judge can require this calibration", file=sys.stderr)
     raise typer.Exit(1 if report.calibration.may_be_chance else 0)
+
+
+def _save(report: CalibrationReport, out: Path) -> None:
+    """Writes the calibration and, next to it, its plot."""
+    from agentrl.judge.calibration import save_calibration
+    from agentrl.judge.report import render_svg, report_data
+
+    save_calibration(out, report.calibration, report_data(report))
+    write_atomically(out.with_suffix(".svg"), render_svg(report))
+    print(f"wrote {out} and {out.with_suffix('.svg')}", file=sys.stderr)
+    if not report.calibration.identity:
+        print("this verifier has no identity, so no judge can require this calibration", file=sys.stderr)
 
 
 @judge_app.command(epilog="Example: agentrl judge correct calibrations/helpful.json 830 1000")

@@ -55,8 +55,8 @@ def start(*, timeout_s: float) -> None:
         if time.monotonic() > deadline:
             if process is not None:
                 process.terminate()
-            log = "see `journalctl -u docker`" if process is None else f"its log ends with:\n{tail_bytes(_LOG, most=_TAIL_BYTES)}"
-            raise SandboxError(f"dockerd did not answer within {timeout_s:.0f} s; {log}")
+            hint = "see `journalctl -u docker`" if process is None else f"its log ends with:\n{tail_bytes(_LOG, most=_TAIL_BYTES)}"
+            raise SandboxError(f"dockerd did not answer within {timeout_s:.0f} s; {hint}")
         time.sleep(_POLL_S)
 
 
