@@ -147,18 +147,18 @@ class HostedProcess:
 
         Raises `LaunchError` if a process has not exited within a minute.
         """
-        await self._kill(await self._wait_for_members())
+        await self._kill(await self._wait_for_members({}))
 
     async def terminate(self, *, grace_s: float) -> None:
         """Sends SIGTERM to the first process, waits up to `grace_s` seconds for it to exit, then kills the part as `kill` does.
         Idempotent."""
-        members = await self._wait_for_members()
+        members = await self._wait_for_members({})
         if self.returncode is None:
             self._popen.terminate()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(grace_s):
                     await self.wait()
-        await self._kill(members | await self._wait_for_members())
+        await self._kill(await self._wait_for_members(members))
 
     async def _kill(self, members: Mapping[int, int]) -> None:
         if self.cleaned:
@@ -168,7 +168,7 @@ class HostedProcess:
             async with asyncio.timeout(_GONE_S):
                 _kill(left, group=self.pid)
                 await self.wait()
-                while left := _living(left | await self._wait_for_members()):
+                while left := await self._wait_for_members(left):
                     _kill(left, group=self.pid)
                     await asyncio.sleep(_LOOK_S)
         except TimeoutError:
@@ -211,16 +211,16 @@ class HostedProcess:
         tree = process_tree(self.pid) if self.returncode is None else ()
         return {pid: read_stat(pid).started for pid in (*tree, *process_group(self.pid))}
 
-    async def _wait_for_members(self) -> dict[int, int]:
-        """Returns the processes of the part. Waits while no file descriptor is free. After a minute, returns an empty mapping, so that at
-        least the group is killed."""
+    async def _wait_for_members(self, known: Mapping[int, int]) -> Mapping[int, int]:
+        """Returns the running processes of the part, including the `known` ones. Waits while no file descriptor is free. After a minute,
+        returns `known`, so that at least the group is killed."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_GONE_S):
                 while True:
                     with contextlib.suppress(OSError):
-                        return self._members()
+                        return _living({**known, **self._members()})
                     await asyncio.sleep(_LOOK_S)
-        return {}
+        return known
 
     def _clean(self) -> None:
         self.cleaned = True

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import itertools
+import os
 import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -64,6 +68,21 @@ async def test_a_part_is_killed_completely_as_soon_as_a_file_descriptor_is_free(
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     await killing
     assert read_stat(int(child)).has_ended
+
+
+async def test_a_file_descriptor_that_is_taken_in_between_does_not_stop_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    part = ProcessHost(tmp_path).start(command(DETACHED))
+    child, _ = await output(tmp_path, 2)
+    living, calls = process_host._living, itertools.count()
+
+    def interrupted(members: Mapping[int, int]) -> dict[int, int]:
+        if next(calls) in (1, 2):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return living(members)
+
+    monkeypatch.setattr(process_host, "_living", interrupted)
+    await part.kill()
+    assert part.cleaned and read_stat(int(child)).has_ended and next(calls) > 2
 
 
 async def test_the_remaining_group_of_a_dead_process_is_killed(tmp_path: Path) -> None:
