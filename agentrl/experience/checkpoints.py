@@ -91,12 +91,12 @@ class FolderCheckpoints:
         return tuple(sorted(int(path.name) for path in folders if path.is_dir() and path.name.isdecimal()))
 
     def images(self) -> set[str]:
-        """Returns the names of the images that the saved episodes contain."""
+        """Returns the names of the images that the saved episodes contain. Raises `OSError` if a file cannot be read."""
         names: set[str] = set()
         for path in self._folder.glob("[0-9]*/[0-9]*"):
             if not path.parent.name.isdecimal() or not path.stem.isdecimal():  # a copy that a user made
                 continue
-            saved = self._find(int(path.parent.name), int(path.stem))
+            saved = self._find(int(path.parent.name), int(path.stem), must_read=True)
             if isinstance(saved, EpisodeState):
                 names |= images_of(saved.trajectories, saved.prompt_ids)
             elif saved is not None:
@@ -106,9 +106,9 @@ class FolderCheckpoints:
     def _path(self, group: int, member: int, kind: str) -> Path:
         return self._folder / f"{group:06d}" / f"{member}.{kind}"
 
-    def _find(self, group: int, member: int) -> EpisodeState | ScoredEpisode | None:
-        scored = self._read(self._path(group, member, "scored"), ScoredEpisode)
-        return self._read(self._path(group, member, "state"), EpisodeState) if scored is None else scored
+    def _find(self, group: int, member: int, *, must_read: bool = False) -> EpisodeState | ScoredEpisode | None:
+        scored = self._read(self._path(group, member, "scored"), ScoredEpisode, must_read)
+        return self._read(self._path(group, member, "state"), EpisodeState, must_read) if scored is None else scored
 
     def _store(self, group: int, member: int, kind: str, encode: Callable[[], bytes]) -> None:
         path = self._path(group, member, kind)
@@ -124,12 +124,14 @@ class FolderCheckpoints:
             if group not in self._forgotten:  # otherwise the group's folder was removed
                 log.warning("%s could not be written, so a crash would lose the turns since the last write: %s", path, error)
 
-    def _read(self, path: Path, kind: type[T]) -> T | None:
+    def _read(self, path: Path, kind: type[T], must_read: bool) -> T | None:
         try:
             return decode_checkpoint(kind, untrusted_files.read_bytes(path, most=MAX_BYTES, inside=self._folder))
         except FileNotFoundError:
             pass
         except OSError as error:  # the file may be intact
+            if must_read:
+                raise
             log.warning("%s cannot be read; the episode restarts: %s", path, error)
         except ValueError as error:
             aside = self._folder / f"damaged-{path.parent.name}-{path.name}"
@@ -142,12 +144,16 @@ class FolderCheckpoints:
 def drop_unused_images(run_dir: Path, store: ExperienceStore, checkpoints: FolderCheckpoints) -> int:
     """Deletes the images that no stored or saved episode contains, such as those of repeated attempts. Returns the number of images.
 
-    Call it while no episode is running.
+    Call it while no episode is running. Deletes nothing if a saved episode cannot be read.
     """
     media = MediaFolder(run_dir)
     if not media.folder.is_dir():
         return 0
-    used = checkpoints.images()
+    try:
+        used = checkpoints.images()
+    except OSError as error:
+        log.warning("no image is deleted, because a saved episode that may contain it cannot be read: %s", error)
+        return 0
     for entry in store.entries():
         if entry.has_episodes:
             (group,) = store.groups((entry.index,))

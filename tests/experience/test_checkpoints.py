@@ -208,7 +208,7 @@ async def test_many_concurrent_writes_are_read_back_unchanged(keeper: FolderChec
     assert loaded == [replace(STATE, attempt=member) for _ in range(3) for member in range(20)]
 
 
-async def test_images_that_no_episode_shows_are_deleted(keeper: FolderCheckpoints, tmp_path: Path) -> None:
+async def test_images_that_no_episode_shows_are_deleted(keeper: FolderCheckpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Images of stored groups and of episodes in progress stay, in their turns and before the next turn."""
     with closing(SqliteStore(tmp_path / "experience.sqlite")) as store:
         assert drop_unused_images(tmp_path, store, keeper) == 0
@@ -224,5 +224,9 @@ async def test_images_that_no_episode_shows_are_deleted(keeper: FolderCheckpoint
         await keeper.save_scored(1, 1, replace(stored, episode=replace(EPISODE, trajectories=(replace(trajectory, last_state=ids[3]),))))
         shutil.copytree(tmp_path / "running" / "000001", tmp_path / "running" / "000001.bak")
         (tmp_path / "running" / "000001" / "0.state.bak").write_bytes(b"a user's copy")
+        with monkeypatch.context() as no_descriptor:
+            error = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            no_descriptor.setattr(checkpoints.untrusted_files, "read_bytes", Mock(side_effect=error))
+            assert drop_unused_images(tmp_path, store, keeper) == 0, "an unreadable episode may contain the images"
         assert drop_unused_images(tmp_path, store, keeper) == 1
     assert {path.stem for path in media.folder.iterdir()} == {sha256[:10] for sha256 in hashes[:4]}
