@@ -11,8 +11,8 @@ export function number(value, digits = 4) {
 
 export function count(value) {
   if (value === null || value === undefined) return "–";
-  for (const [size, unit] of [[1e9, "B"], [1e6, "M"], [1e4, "k"]]) {
-    if (value >= size) return `${Number((value / (unit === "k" ? 1e3 : size)).toPrecision(3))}${unit}`;
+  for (const [least, size, unit] of [[999.5e9, 1e12, "T"], [999.5e6, 1e9, "B"], [999.5e3, 1e6, "M"], [1e4, 1e3, "k"]]) {
+    if (value >= least) return `${Number((value / size).toPrecision(3))}${unit}`;
   }
   return Math.round(value).toLocaleString("en");
 }
