@@ -163,7 +163,7 @@ class HostedProcess:
     async def _kill(self, members: Mapping[int, int]) -> None:
         if self.cleaned:
             return
-        left = dict(members)
+        left = members
         try:
             async with asyncio.timeout(_GONE_S):
                 _kill(left, group=self.pid)

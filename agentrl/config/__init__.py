@@ -2,3 +2,4 @@
 deepspeed."""
 
 from agentrl.config.recipe import *  # noqa: F403
+from agentrl.config.recipe import __all__ as __all__

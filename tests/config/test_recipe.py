@@ -6,11 +6,18 @@ from pathlib import Path
 import pytest
 
 from agentrl.config import CriticConfig, LoraConfig, PolicyConfig, Recipe, TasksConfig, load
+from agentrl.config import recipe as recipe_module
 from agentrl.config.section import Needs, Section, key_docs, named_section_of, section_of
 from agentrl.errors import RecipeError
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F"))
+
+
+def test_the_package_exports_the_names_of_the_recipe_and_no_modules() -> None:
+    names: dict[str, object] = {}
+    exec("from agentrl.config import *", names)
+    assert names.keys() - {"__builtins__"} == set(recipe_module.__all__)
 
 
 def test_overrides_are_applied_and_typed() -> None:
