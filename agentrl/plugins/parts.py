@@ -16,7 +16,7 @@ from pydantic import AfterValidator, Field, JsonValue, model_serializer, model_v
 from pydantic_core import ArgsKwargs
 
 from agentrl.base import secrets
-from agentrl.base.error_text import one_line_error, raise_location, unknown_name
+from agentrl.base.error_text import did_you_mean, one_line_error, raise_location
 from agentrl.base.user_code import raising_as
 from agentrl.errors import AgentRLError, PluginError
 from agentrl.plugins import references
@@ -212,7 +212,8 @@ def check_part(kind: PartKind, part: Part) -> Part:
     if name in kind.shipped or ":" in name or name in references.installed_plugins():
         return part
     known = [*kind.shipped, *references.installed_plugins()]
-    raise ValueError(f"{unknown_name(name, known, what=kind.what)}; for a plug-in write module:attr")
+    near = did_you_mean(name, known, "{}? ")
+    raise ValueError(f"unknown {kind.what}; {near}known here: {', '.join(known)}; for a plug-in write module:attr")
 
 
 Agent = Annotated[Part, AfterValidator(partial(check_part, AGENT)), AGENT]

@@ -61,12 +61,12 @@ def test_built_in_parts_fulfil_their_protocols(kind: parts.PartKind) -> None:
     [
         (
             "sandbox.backend=bublewrap",
-            r"unknown sandbox backend; did you mean bubblewrap\? known here: agent-sandbox, auto, bubblewrap",
+            r"unknown sandbox backend; did you mean bubblewrap\? known here: auto, docker",
         ),
         ("sandbox.backend=bwrap", r"unknown sandbox backend; did you mean bubblewrap\?"),
         ("rollout.agent=turn", r"rollout\.agent: unknown agent; did you mean turns\?"),
         ("serving.weight_transfer=ncll", r"unknown weight channel; did you mean nccl\?"),
-        ("store=rediss", r"store: unknown experience store; did you mean redis\? known here: redis, sqlite; .*module:attr"),
+        ("store=rediss", r"store: unknown experience store; did you mean redis\? known here: sqlite, redis.*module:attr"),
         ('trackers=["terminal", "tensorbord"]', r"trackers\[1\]: unknown tracker; did you mean tensorboard\?"),
         ("objective.advantage=rlo", r"objective\.advantage: unknown advantage estimator; did you mean rloo\?"),
         ("objective.loss=gsp", r"objective\.loss: unknown loss; did you mean gspo"),
@@ -331,7 +331,7 @@ def test_an_entry_point_is_a_name_in_a_recipe(tmp_path: Path, monkeypatch: pytes
     recipe = BASE.but("objective.advantage=best-of-group")
     check_parts(recipe)
     assert parts.load_part(parts.ADVANTAGE, recipe.objective.advantage)([[1.0, 0.0]]) == [[0.0, -1.0]]
-    with pytest.raises(RecipeError, match=r"did you mean best-of-group\? known here: best-of-group, broken, redis, sqlite"):
+    with pytest.raises(RecipeError, match=r"did you mean best-of-group\? known here: sqlite, redis, best-of-group, broken"):
         BASE.but("store=best-of-groups")
     with pytest.raises(PluginError, match=r"objective\.loss: .*absent"):
         check_parts(BASE.but("objective.loss=broken"))
