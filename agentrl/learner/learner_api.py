@@ -21,6 +21,7 @@ from agentrl.cluster.chunks import checkpoints_to_drop, drop_folders, numbered_f
 from agentrl.cluster.file_service import FileService
 from agentrl.cluster.run_service import LEARNER, Route, RunService, bytes_response, call_once, check_key_again
 from agentrl.experience import DriverStore, token_records
+from agentrl.gateway.checks import mapping
 from agentrl.gateway.request import RequestError, read_json
 from agentrl.gateway.wire import body_of, bytes_of, json_response
 from agentrl.learner.access import FolderAccess
@@ -174,7 +175,7 @@ def _call_registry(name: str, data: Any, registry: VersionRegistry, folder: Path
 
 
 def _uses(data: Any) -> dict[int, GroupUse]:
-    return {int(index): codec.from_json(GroupUse, json.dumps(use)) for index, use in data.items()}
+    return {int(index): codec.from_json(GroupUse, json.dumps(use)) for index, use in mapping(data, "uses").items()}
 
 
 def _version(version: PolicyVersion | None) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,15 @@ def test_a_repeated_call_is_recognised_after_any_number_of_reads(tmp_path: Path)
             link.json("POST", "/learner/latest", {"id": f"read {number}", "states": ["serving"]})
         link.json("POST", "/learner/record_uses", call)
     assert len((tmp_path / "run" / "checkpoints" / step_uses.CONSUMED_FILE).read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize("uses", [None, [], 3, {"0": 4}, {"x": {}}])
+def test_uses_that_are_no_uses_receive_status_400(tmp_path: Path, uses: object) -> None:
+    with driving(tmp_path / "run") as driver:
+        link = driver.link(LEARNER)
+        for method in ("commit", "record_uses"):
+            call = {"id": method, "step": 0, "checkpoint": "000001", "uses": uses}
+            assert link.request("POST", f"/learner/{method}", json.dumps(call).encode(), timeout_s=10)[0] == 400
 
 
 def test_recorded_tokens_reach_the_driver_and_a_fault_does_not_stop_the_learner(
