@@ -117,6 +117,24 @@ def test_the_learner_bootstraps_with_the_value_of_the_last_state() -> None:
     assert [micro.returns.tolist() for micro in estimated if micro.returns is not None] == [pytest.approx(row, abs=1e-4) for row in returns]
 
 
+def test_a_rank_without_samples_takes_part_in_the_sums() -> None:
+    """The last micro-batch of a rank may be empty. The samples are unlinked and not truncated."""
+    rows = [replace(sample, continued_in=None) for sample in samples(truncated=False)]
+    sums: list[int] = []
+
+    def add(values: torch.Tensor) -> torch.Tensor:
+        sums.append(len(values))
+        return values
+
+    updater, critic = Updater.__new__(Updater), _KnownCritic()
+    updater.engine = SimpleNamespace(ranks=SimpleNamespace(sum=add))  # type: ignore[assignment]
+    batch = build_micro_batch((), torch.device("cpu"), [])
+    common = {"samples": rows, "critic_step": 0, "critic_tokens": 6, "proximal": None, "reference": None}
+    [estimated] = updater._estimated([PreparedMicroBatch(batch=batch, values=critic.values(batch), **common)], critic)  # type: ignore[arg-type]
+    assert estimated.returns is not None and len(estimated.returns) == len(estimated.batch.advantages) == 0
+    assert sums == [6], "a rank with samples adds their values in the same collective"
+
+
 def test_turn_level_credit_continues_in_the_next_context() -> None:
     first, second = turn_advantages([[[1.0, 2.0], [3.0]], [[2.0, 2.0], [2.0]]], normalize_std=False, following=[[1, None], [1, None]])
     assert first == [[0.0, 1.0], [1.0]] and second == [[0.0, 0.0], [0.0]]
