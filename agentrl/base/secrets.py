@@ -74,7 +74,7 @@ def register(secret: str) -> str:
 
 
 def resolve_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options of a plug-in, with references under secret keys replaced by the secrets.
+    """Returns the options of a plug-in. If an option's name suggests a secret, its reference is replaced by the secret.
 
     Raises `UserError` as `read_secret` does.
     """

@@ -28,7 +28,8 @@ def history(
     evaluations: Annotated[
         list[str],
         typer.Argument(
-            help="Evaluations in order: folders, RUN@VERSION, or run folders. A run folder adds all versions that its gate evaluated."
+            help="Evaluations, in the order to show them: evaluation folders, RUN@VERSION, or run folders, which add all versions that "
+            "their gate evaluated."
         ),
     ],
     out: Annotated[Path | None, typer.Option(help="HTML file to write, with a plot for each suite.")] = None,

@@ -127,9 +127,10 @@ def holm_rejections(p_values: Sequence[float], alpha: float, *, hypotheses: int)
 def e_value(differences: Sequence[float], *, null: float = 0.0) -> float:
     """Returns the evidence that the mean is below `null`. It may be inspected after each new case.
 
-    If `null` is 0, the value is the mean over stakes of the product over cases of 1 - stake * d. The stakes are 0.05, 0.15, ..., 0.95
-    (Waudby-Smith and Ramdas 2024). If the expected difference of each case, given the cases before it, is at least `null`, the probability
-    that the value ever reaches 1/alpha is at most alpha (Ville 1939). This holds for new cases, not for repeats.
+    If `null` is 0, each stake has a value: the product of 1 - stake * d over the cases, where d is the difference of a case. The result is
+    the mean of these values over the stakes 0.05, 0.15, ..., 0.95 (Waudby-Smith and Ramdas 2024). If the expected difference of each case,
+    given the cases before it, is at least `null`, the probability that the result ever reaches 1/alpha is at most alpha (Ville 1939). This
+    holds for new cases, not for repeats.
 
     Args:
         differences: [N] after minus before, each within [-1, 1], in the order in which the cases were tried.
@@ -284,7 +285,7 @@ def attempt_noise(by_case: Sequence[Sequence[float]]) -> float:
 
 
 def planned_spread(difference: float, noise: float, *, repeats: int = 1) -> float:
-    """Returns the standard deviation of case differences to assume when planning, if at most one policy is known.
+    """Returns the standard deviation of case differences to assume when planning a comparison in which at most one policy has results.
 
     The assumption is that a few cases change completely and cause the difference, while the other cases differ by chance. A difference that
     is spread over many cases is not harder to detect. Both policies try each case `repeats` times.

@@ -1,4 +1,4 @@
-"""Counts and verifies the ledger of a run, even while the run is active."""
+"""Counts the groups and tokens in a run's ledger and verifies the ledger, even while the run is active."""
 
 from __future__ import annotations
 

@@ -335,7 +335,10 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Later:
-    """Means that a retry may succeed, after `wait_s` if the server (`from_server`) or the process that starts it requests a wait."""
+    """A failure after which a retry may succeed.
+
+    `wait_s` is the requested wait, if any. The server requests it if `from_server`, otherwise the process that starts the server.
+    """
 
     why: str
     wait_s: float | None = None

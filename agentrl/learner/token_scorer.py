@@ -44,7 +44,7 @@ class TokenScorer(nn.Module):
         supports: Tensor | None = None,
         ahead: float | None = None,
     ) -> tuple[Tensor, ...]:
-        """Returns logprobs [N] and entropies [N] in nats of softmax(logits / temperature); float32, or float64 for a float64 model.
+        """Returns logprobs [N] and entropies [N] of softmax(logits / temperature), in nats: float32, or float64 for a float64 model.
 
         Args:
             input_ids: [1, T] tokens of a forest of sequences, with tagged images (`agentrl.records.images`).

@@ -78,8 +78,8 @@ class Updater:
 
         A minibatch is skipped if its loss, its gradient or an advantage is not finite, or if the minibatch violates one of
         `learner.limits`. In that case, the weights stay the same, and `updates_left_out` counts the minibatch. If a limit demands a
-        rollback, `guard.rolling_back` is True afterwards, and the weights must not be used. Raises `LearnerHalted` if a limit demands it or
-        too many steps in a row were skipped. A batch without samples changes nothing.
+        rollback, `guard.rolling_back` is True afterwards, and the weights must not be used. Raises `LearnerHalted` if a limit demands
+        a halt, or if too many steps in a row were skipped. A batch without samples changes nothing.
         """
         start = time.perf_counter()
         self.guard.begin_step()

@@ -1,4 +1,4 @@
-"""Trackers for third-party services, which a recipe selects by name: wandb and trackio, MLflow, and a Prometheus endpoint.
+"""Trackers for third-party services: wandb, trackio, MLflow and Prometheus. A recipe selects trackers by name.
 
 The package of a tracker is imported only if a recipe names the tracker. The options are those that the package accepts, such as `project`
 and `mode` for wandb. Environment variables such as WANDB_API_KEY, TRACKIO_DIR and MLFLOW_TRACKING_URI have their normal effect. A resumed

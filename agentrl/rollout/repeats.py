@@ -48,7 +48,7 @@ def part_in(environment: str, part: str = GENERATE) -> str:
 
 
 def may_be_provoked(failure: Failure) -> bool:
-    """Whether the next attempt should repeat the actions, because they may have provoked the fault."""
+    """Whether the policy's actions may have provoked the fault, so that the next attempt should repeat them."""
     return failure.policy_reachable and failure.stage not in _DECIDED_ELSEWHERE
 
 

@@ -129,7 +129,8 @@ def import_scores(store: ExperienceStore, path: Path, *, scored_by: str = "") ->
     """Sends the scores in a JSON-lines file to a store, in order. A rejected line does not stop the import.
 
     An interrupted import can be repeated. Lines that were already imported are then counted as repeated, or as rejected if later lines
-    corrected them. Raises `UserError` if the file cannot be read or has more than `MAX_LINES` lines, and `StoreError`.
+    corrected them. Raises `UserError` if the file cannot be read or has more than `MAX_LINES` lines, and
+    `StoreError` if the store cannot be read or written.
     """
     report, clock, sent = ImportReport(), Clock(), Counter[str]()
     try:

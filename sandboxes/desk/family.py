@@ -63,7 +63,7 @@ class Desk:
         if user != POLICY:
             resolve(user)  # raises an error if the reference is invalid
             if train_user:
-                raise UserError("train_user has no effect on this customer", fix=f"set user={POLICY}")
+                raise UserError(f"train_user has no effect with user={user}: only the policy can be trained", fix=f"set user={POLICY}")
         self.seed, self.kinds, self._user, self._buttons = seed, tuple(kinds), {"user": user, "train_user": train_user}, buttons
         self._limits = Limits(turns=turns, turn_tokens=turn_tokens, episode_tokens=episode_tokens, all_tokens=4 * episode_tokens)
 

@@ -83,7 +83,7 @@ class EpisodeRuntime(SubprocessRuntime):
 
 
 def serve_programs() -> None:
-    """Replaces verifiers' runtime for this machine with `EpisodeRuntime`."""
+    """Replaces `SubprocessRuntime`, with which `verifiers` runs programs on this machine, with `EpisodeRuntime`."""
     runtimes.SubprocessRuntime = EpisodeRuntime
 
 

@@ -152,7 +152,7 @@ class Session:
         self.alive = True
 
     def begin(self, pipes: Pipes) -> bool:
-        """Sends the pipes of the next call; the session reads the code from the first. Returns False if it does not accept them."""
+        """Sends the pipes of the next call; the session reads the code from the first. Returns False if the session cannot receive them."""
         self.calls += 1
         try:
             socket.send_fds(self.control, [_PACKET.pack(self.calls, 0)], pipes.theirs)
