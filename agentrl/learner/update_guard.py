@@ -107,7 +107,7 @@ class UpdateGuard:
     def record_policy_step(self, part: Batch, metrics: Mapping[str, float], *, applied: bool) -> None:
         """Records an optimizer step of the policy. `metrics` include `grad_norm`, NaN if it is not finite.
 
-        Raises `LearnerHalted` if a limit demands it or `MAX_BAD_UPDATES` steps in a row were skipped.
+        Raises `LearnerHalted` if a limit demands a halt, or if `MAX_BAD_UPDATES` steps in a row were skipped.
         """
         self.start_weights_passed = self.start_weights_passed or (applied and self._checked == 0)
         self._checked += 1

@@ -337,7 +337,7 @@ class _Notes:
 async def work(open_access: Callable[[AsyncExitStack], WorkerAccess], *, worker: str) -> None:
     """Samples groups for the driver of a run until the driver no longer responds.
 
-    Raises `UserError` if the driver accepts no workers or the run's parts cannot be opened on this machine, and `InfrastructureError`.
+    Raises `UserError` if the driver accepts no workers or the recipe cannot run on this machine, and `InfrastructureError` if a part fails.
     """
     async with AsyncExitStack() as stack:
         access = open_access(stack)
