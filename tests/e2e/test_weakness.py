@@ -26,13 +26,13 @@ def test_a_failure_becomes_cases_practice_and_a_gate(tmp_path: Path, forked: tup
     # `before` and `after` run the same command as `final`.
     weakness.run_phases(run, [phase for phase in weakness.PHASES if phase not in ("before", "after")])
 
-    capture = run.done("capture")
+    capture = run.result("capture")
     assert capture["planted"] >= size.cases and capture["share"] >= weakness.TARGETS["tagged right"], capture
-    assert run.done("promote")["cases"] == size.cases and run.done("vary") == {"tasks": size.cases * size.variants, "refused": 0}
+    assert run.result("promote")["cases"] == size.cases and run.result("vary") == {"tasks": size.cases * size.variants, "refused": 0}
     held = load_withheld([run.suite.name], root=run.folder)
     assert {practised.how for practised in load_practice(run.suite, withheld=held)} == {"alike", "harder", "easier"}
 
-    repair = Path(run.done("train")["run"])
+    repair = Path(run.result("train")["run"])
     steps = [json.loads(line) for line in (repair / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in steps if "episodes" in line] == [1, 2]
     with Collection(repair) as collection:
@@ -40,7 +40,7 @@ def test_a_failure_becomes_cases_practice_and_a_gate(tmp_path: Path, forked: tup
     assert captured, "the run's own failures are captured as well"
     assert "Failures" in (repair / "report.html").read_text()
 
-    verdicts = read_verdicts(Path(run.done("relapse")["run"]))
+    verdicts = read_verdicts(Path(run.result("relapse")["run"]))
     assert {verdict.version for verdict in verdicts} >= {0, 1}
-    final = run.done("final")
+    final = run.result("final")
     assert final["n"] == 12 and 0.0 <= final["ci_low"] <= final["value"] <= final["ci_high"] <= 1.0

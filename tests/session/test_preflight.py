@@ -334,7 +334,7 @@ def test_without_training_the_gates_own_server_needs_no_gpu(verb: str, tmp_path:
     make_suite(tmp_path / "x", make_case("c"))
     root, recipe = load_recipe(ROOT / "recipes" / "quickstart.py", [])
     overrides = (f"gate.suite={json.dumps(str(tmp_path / 'x'))}", "gate.server=own", "device=auto")
-    too_few = r"gate\.server=own with learner\.ranks=1 needs 2 GPUs, but only 1 are"
+    too_few = r"gate\.server=own with learner\.ranks=1 needs 2 GPUs, but only 1 is"
     expectation = nullcontext() if verb != "train" else pytest.raises(UserError, match=too_few)
     with (
         expectation,
