@@ -72,6 +72,7 @@ class HttpServer:
         except BaseException as error:
             server.should_exit = True
             await asyncio.wait({task}, timeout=CLOSE_S)
+            task.cancel()
             for started in getattr(server, "servers", ()):  # uvicorn closes them only if it has started completely
                 started.close()
             listener.close()

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import secrets
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
@@ -22,7 +22,7 @@ from agentrl.errors import UserError
 from agentrl.gateway import anthropic_messages, chat_completions, responses
 from agentrl.gateway.connections import HALF_CLOSED
 from agentrl.gateway.http_server import HttpServer
-from agentrl.gateway.request import CompletionRequest, RequestError
+from agentrl.gateway.request import Answer, CompletionRequest, RequestError
 from agentrl.gateway.rewards import POSTED_REWARDS
 from agentrl.gateway.session import Session
 from agentrl.gateway.wire import REQUEST_ID, Identified, body_of, check_source, event_bytes, is_retry, json_response, key_of, watch
@@ -42,8 +42,24 @@ keys."""
 BODY_S = 30.0
 
 
-PROTOCOLS: dict[str, Any] = {"/v1/chat/completions": chat_completions, "/v1/messages": anthropic_messages, "/v1/responses": responses}
-"""Path for completions -> the module that parses requests (`read`) and writes answers (`write`, `events`)."""
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """How requests to one path are parsed and answered. `events` yields the name and the data of each event."""
+
+    path: str
+    read: Callable[[Any], CompletionRequest]
+    write: Callable[[Answer, CompletionRequest], dict[str, Any]]
+    events: Callable[[Answer, CompletionRequest], Iterator[tuple[str, Any]]]
+
+
+ENDPOINTS = tuple(
+    Endpoint(path, module.read, module.write, module.events)
+    for path, module in (
+        ("/v1/chat/completions", chat_completions),
+        ("/v1/messages", anthropic_messages),
+        ("/v1/responses", responses),
+    )
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -103,7 +119,7 @@ class Gateway:
         from starlette.applications import Starlette
         from starlette.routing import Route
 
-        routes = [Route(path, self._endpoint(protocol), methods=["POST"]) for path, protocol in PROTOCOLS.items()]
+        routes = [Route(each.path, self._endpoint(each), methods=["POST"]) for each in ENDPOINTS]
         routes += [
             Route("/v1/messages/count_tokens", self._guarded(self._count), methods=["POST"]),
             Route("/v1/responses/{name}", self._guarded(self._stored), methods=["GET"]),
@@ -115,7 +131,7 @@ class Gateway:
         app.router.redirect_slashes = False  # a redirect would use the Host header before a key is checked
         return Identified(app)
 
-    def _endpoint(self, protocol: Any) -> Callable[[Request], Any]:
+    def _endpoint(self, protocol: Endpoint) -> Callable[[Request], Any]:
         async def answer(session: Session, request: Request) -> Response:
             return await self._answered(protocol, session, protocol.read(await body_of(request, BODY_S)), request)
 
@@ -145,7 +161,7 @@ class Gateway:
 
         return guarded
 
-    async def _answered(self, protocol: Any, session: Session, completion_request: CompletionRequest, request: Request) -> Response:
+    async def _answered(self, protocol: Endpoint, session: Session, completion_request: CompletionRequest, request: Request) -> Response:
         completion_request = replace(completion_request, retry=is_retry(request.headers))
         disconnected = asyncio.Event()
         watching = asyncio.create_task(watch(request, disconnected))

@@ -24,6 +24,7 @@ from agentrl.sandbox import docker_client
 
 _STATE = Path("/var/run/agentrl-docker")
 _PIDFILE, _LOG = _STATE / "dockerd.pid", _STATE / "dockerd.log"
+_SYSTEMD = Path("/run/systemd/system")  # exists if systemd started this machine
 _POLL_S = 0.1
 _TAIL_BYTES = 1500  # how much of the log an error quotes
 
@@ -39,7 +40,7 @@ def start(*, timeout_s: float) -> None:
             "no Docker daemon answers, and only root can start one", fix=f"sudo {sys.executable} -m agentrl.sandbox.daemon start"
         )
     process = None
-    if Path("/run/systemd/system").exists():
+    if _SYSTEMD.exists():
         with contextlib.suppress(subprocess.TimeoutExpired):
             subprocess.run(["systemctl", "start", "docker"], check=False, timeout=timeout_s)
     else:

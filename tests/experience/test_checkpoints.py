@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
-import os
 import shutil
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import zstandard
@@ -32,6 +29,7 @@ from agentrl.records import (
     codec,
 )
 from agentrl.records.images import image_ids
+from tests.descriptors import descriptors_left
 
 TURN = Turn(
     prompt_ids=(1, 2),
@@ -129,12 +127,10 @@ async def test_a_damaged_file_is_renamed_with_a_warning(
 
 
 async def test_a_file_that_cannot_be_read_or_renamed_stops_nothing(
-    keeper: FolderCheckpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    keeper: FolderCheckpoints, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     await keeper.save_state(3, 2, STATE)
-    with monkeypatch.context() as no_descriptor:
-        error = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        no_descriptor.setattr(checkpoints.untrusted_files, "read_bytes", Mock(side_effect=error))
+    with descriptors_left(0):
         assert await keeper.load(3, 2) is None and "cannot be read" in caplog.text
     assert await keeper.load(3, 2) == STATE, "the file is intact"
     (tmp_path / "running" / "000003" / "2.state").write_bytes(b"damaged")
@@ -142,10 +138,10 @@ async def test_a_file_that_cannot_be_read_or_renamed_stops_nothing(
     assert await keeper.load(3, 2) is None
 
 
-async def test_a_scored_episode_that_cannot_be_written_leaves_the_state(keeper: FolderCheckpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_scored_episode_that_cannot_be_written_leaves_the_state(keeper: FolderCheckpoints) -> None:
     await keeper.save_state(3, 2, STATE)
-    monkeypatch.setattr(checkpoints.files, "write_atomically", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
-    await keeper.save_scored(3, 2, SCORED)
+    with descriptors_left(0):
+        await keeper.save_scored(3, 2, SCORED)
     assert await keeper.load(3, 2) == STATE
 
 
@@ -208,7 +204,7 @@ async def test_many_concurrent_writes_are_read_back_unchanged(keeper: FolderChec
     assert loaded == [replace(STATE, attempt=member) for _ in range(3) for member in range(20)]
 
 
-async def test_images_that_no_episode_shows_are_deleted(keeper: FolderCheckpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_images_that_no_episode_shows_are_deleted(keeper: FolderCheckpoints, tmp_path: Path) -> None:
     """Images of stored groups and of episodes in progress stay, in their turns and before the next turn."""
     with closing(SqliteStore(tmp_path / "experience.sqlite")) as store:
         assert drop_unused_images(tmp_path, store, keeper) == 0
@@ -224,9 +220,7 @@ async def test_images_that_no_episode_shows_are_deleted(keeper: FolderCheckpoint
         await keeper.save_scored(1, 1, replace(stored, episode=replace(EPISODE, trajectories=(replace(trajectory, last_state=ids[3]),))))
         shutil.copytree(tmp_path / "running" / "000001", tmp_path / "running" / "000001.bak")
         (tmp_path / "running" / "000001" / "0.state.bak").write_bytes(b"a user's copy")
-        with monkeypatch.context() as no_descriptor:
-            error = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-            no_descriptor.setattr(checkpoints.untrusted_files, "read_bytes", Mock(side_effect=error))
+        with descriptors_left(1):  # enough to list a folder
             assert drop_unused_images(tmp_path, store, keeper) == 0, "an unreadable episode may contain the images"
         assert drop_unused_images(tmp_path, store, keeper) == 1
     assert {path.stem for path in media.folder.iterdir()} == {sha256[:10] for sha256 in hashes[:4]}

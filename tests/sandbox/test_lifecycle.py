@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import os
-import resource
 import signal
 import subprocess
 import threading
@@ -17,6 +16,7 @@ from agentrl.errors import SandboxError, SandboxTimeout
 from agentrl.sandbox import BubblewrapBackend, WarmPool, images, limits, list_open, prune, select_backend
 from agentrl.sandbox import backend as backends
 from agentrl.sandbox.lease import alive, lease, runtime_folder, start_time
+from tests.descriptors import descriptors_left
 from tests.sandbox.building import IMAGE, SPEC, leftovers
 from tests.waiting import until
 
@@ -93,22 +93,16 @@ async def test_backend_waits_for_a_sandbox_whose_removal_is_in_progress(backend,
 @pytest.mark.parametrize("spec", [SPEC, LISTED], ids=["plain", "listed"])
 async def test_lack_of_descriptors_is_a_typed_error_and_leaves_nothing(backend, spec):
     """Tries every number of free descriptors, from none to enough."""
-    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     refused = 0
     for free in range(24):
         await (await backend.open(SPEC)).close()  # starts all threads and connections, and removes stuck folders
-        taken = fill_up()
         try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (taken[-1] + 1 + free, hard_limit))
-            sandbox = await backend.open(spec)
+            with descriptors_left(free):
+                sandbox = await backend.open(spec)
         except SandboxError:
             refused += 1
         else:
             break
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft_limit, hard_limit))
-            for descriptor in taken:
-                os.close(descriptor)
     await sandbox.close()
     assert refused > 0
     await (await backend.open(SPEC)).close()
@@ -120,28 +114,13 @@ def test_lack_of_descriptors_does_not_make_a_driver_count_as_dead():
     """A live driver that counts as dead loses its sandboxes. A wrong lease in the name of a folder keeps it for ever."""
     with subprocess.Popen(["sleep", "60"]) as process:
         own, other = lease(), f"{lease().partition('-')[0]}-{process.pid}-{start_time(process.pid)}"
-        taken = fill_up()
-        soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (taken[-1] + 1, hard_limit))
+        with descriptors_left(0):
             with pytest.raises(SandboxError, match=f"start time of process {process.pid}: Too many open files"):
                 alive(other)
             assert lease() == own
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft_limit, hard_limit))
-            for descriptor in taken:
-                os.close(descriptor)
         assert alive(other)
         process.kill()
     assert not alive(other)
-
-
-def fill_up():
-    """Takes all free descriptors below the highest one in use. Returns them in order."""
-    taken = [os.open("/dev/null", os.O_RDONLY)]
-    while taken[-1] < max(int(path.name) for path in Path("/proc/self/fd").iterdir() if path.exists()):
-        taken.append(os.open("/dev/null", os.O_RDONLY))
-    return taken
 
 
 @pytest.mark.bubblewrap
