@@ -7,21 +7,32 @@ Cells are the only pods in which agents' programs run. They have no service acco
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from agentrl.config.recipe import Recipe
 from agentrl.sandbox.cell import wire
 from agentrl.sandbox.cell.claims import API_VERSION as CLAIMS_VERSION
-
-if TYPE_CHECKING:
-    from agentrl.cluster.manifest import _Builder
 
 KEY_VARIABLE = "AGENTRL_CELL_KEY"
 CLAIMS = "agent-sandbox"
 _ENDING_S = 5
 
 
-def cell_objects(build: _Builder, recipe: Recipe, count: int, template: Mapping[str, Any], ingress: list[Any]) -> Iterator[dict[str, Any]]:
+class Builder(Protocol):
+    """The object builder in `agentrl.cluster.manifest`."""
+
+    @property
+    def name(self) -> str:
+        """Name of the run's objects."""
+
+    def named(self, version: str, kind: str, name: str, **content: Any) -> dict[str, Any]:
+        """Returns an object."""
+
+    def labels(self, part: str = "") -> dict[str, str]:
+        """Returns the labels of the run's objects, or of a part's pods if `part` is set."""
+
+
+def cell_objects(build: Builder, recipe: Recipe, count: int, template: Mapping[str, Any], ingress: list[Any]) -> Iterator[dict[str, Any]]:
     """Yields the objects of `count` cells.
 
     Args:

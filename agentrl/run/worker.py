@@ -251,9 +251,9 @@ class Worker:
             if report is None:
                 attempts = [self._attempts.popleft() for _ in range(min(MAX_EVENTS, len(self._attempts)))]
                 ended = [None if failure is None else codec.to_data(failure) for failure in attempts]
+                alerts = [self._alerts.popleft() for _ in range(len(self._alerts))]  # a thread may append meanwhile
                 number = clock_ns + time.monotonic_ns()
-                report = {"report": number, "attempts": ended, "alerts": [*self._alerts], "events": self._take_events()}
-                self._alerts.clear()
+                report = {"report": number, "attempts": ended, "alerts": alerts, "events": self._take_events()}
             self._sent = {lease: until for lease, until in self._sent.items() if until > time.monotonic()}
             data = {"leases": [*(work.lease for work in self._work.values()), *self._sent], "activity": ACTIVITY.own()}
             try:
