@@ -159,3 +159,10 @@ print([name for name in ("sklearn", "pandas", "torch._inductor", "transformers.g
 def test_a_tokenizer_is_loaded_without_the_generation_code() -> None:
     result = subprocess.run([sys.executable, "-c", LOADED], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0 and result.stdout.splitlines()[1] == "[]", result.stdout + result.stderr
+
+
+@pytest.mark.slow
+def test_the_process_that_tests_a_tokenizer_writes_no_warnings_and_imports_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    child = "import sys; from agentrl.agent import template; template._child(); sys.exit(sys.modules['torch'] is not None)"
+    monkeypatch.setattr(template_module, "_CHILD", child)
+    assert template_module._run_child(None, str(ROOT / "recipes/models/tables-base"), 30.0) == (0, "")
