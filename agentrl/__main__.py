@@ -1,4 +1,4 @@
-"""`python -m agentrl` is the command line."""
+"""Runs the command line interface for `python -m agentrl`."""
 
 from agentrl.cli import main
 

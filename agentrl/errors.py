@@ -1,8 +1,8 @@
 """The errors that agentrl raises on purpose. A user error names the fix; an infrastructure error names the part that failed.
 
 The hierarchy has two branches that matter to callers: `UserError` (wrong input that the user can correct: exit code 2) and
-`InfrastructureError` (a machine, process or network fault: retried, never scored). Both also inherit a standard-library
-type, so code without agentrl's classes can still catch them.
+`InfrastructureError` (a machine, process or network fault: retried, never scored). `UserError` is also a `ValueError`, and
+`InfrastructureError` is also a `RuntimeError`, so code that does not import agentrl can catch them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ class AgentRLError(Exception):
 
 
 class UserError(AgentRLError, ValueError):
-    """Wrong input: what is wrong (`message`) and what to do about it (`fix`)."""
+    """The user's input is wrong: `message` describes the problem, and `fix` tells the user how to correct it."""
 
     def __init__(self, message: str, *, fix: str = "") -> None:
         super().__init__(message if not fix else f"{message}\n  fix: {fix}")
@@ -26,7 +26,7 @@ class RecipeError(UserError):
 
 
 class RunFolderBusy(UserError):
-    """Another process drives this run folder."""
+    """Another agentrl process is using the run folder."""
 
 
 class PluginError(UserError):
@@ -46,15 +46,18 @@ class ScoreRejected(UserError):
 
 
 class PolicyFault(AgentRLError):
-    """A server, a chat template or a tokenizer failed on the policy's text. The episode is scored."""
+    """A server, a chat template or a tokenizer failed on the policy's text.
+
+    The episode is scored, because the policy caused the failure.
+    """
 
 
 class InfrastructureError(AgentRLError, RuntimeError):
-    """A fault of a machine, process or network. Never becomes a reward."""
+    """A machine, process or network failed. The failure is never converted into a reward."""
 
 
 class ToolUnavailable(InfrastructureError):
-    """An outage of a tool on this machine, an MCP server or what they call, not provoked by the arguments (`agentrl.base.outages`)."""
+    """A tool, an MCP server or a service that they call has an outage that the call's arguments did not cause (`agentrl.base.outages`)."""
 
 
 class SandboxError(InfrastructureError):
@@ -62,19 +65,19 @@ class SandboxError(InfrastructureError):
 
 
 class SandboxTimeout(SandboxError, TimeoutError):
-    """The sandbox layer did not answer before its deadline (a program that times out is an `ExecResult`, not an error)."""
+    """The sandbox layer did not respond before its deadline (a program that times out is an `ExecResult`, not an error)."""
 
 
 class EnvironmentFault(InfrastructureError):
-    """An environment raised an exception, did not answer in time, or returned something that is not an observation or a step."""
+    """An environment raised an exception, did not respond in time, or returned something that is not an observation or a step."""
 
 
 class EnvironmentCrash(EnvironmentFault):
-    """An operation of an environment ended its process, or did not end in time."""
+    """An operation of an environment terminated the environment's process or did not return before its deadline."""
 
 
 class NeighborCrash(EnvironmentFault):
-    """The process of an environment was ended by the environment of another episode."""
+    """An environment lost its process because of another episode's environment in the same process."""
 
 
 class SandboxUnavailable(UserError):
@@ -82,11 +85,11 @@ class SandboxUnavailable(UserError):
 
 
 class ServingError(InfrastructureError):
-    """The inference server died, rejected a request, or returned a malformed answer."""
+    """The inference server died, rejected a request, or returned a malformed response."""
 
 
 class ServerDied(ServingError):
-    """The inference server died or was replaced before it answered a request."""
+    """The inference server died or was replaced before it responded to a request."""
 
 
 class RequestRefused(ServingError):
@@ -94,27 +97,27 @@ class RequestRefused(ServingError):
 
 
 class SwapError(ServingError):
-    """A weight swap did not finish, or its logprob probe disagreed; the old version keeps serving."""
+    """A weight swap failed, or the logprob probe of the new version disagreed; the server keeps serving the old version."""
 
 
 class LearnerError(InfrastructureError):
-    """The learner process ended or cannot continue."""
+    """The learner process exited or cannot continue."""
 
 
 class LearnerHalted(LearnerError):
-    """The learner stopped at a limit of the recipe; restarted, it would stop again."""
+    """The learner stopped at a limit of the recipe; a restarted learner would stop again."""
 
 
 class JudgeError(InfrastructureError):
-    """A judge's endpoint stayed down or rejected the request, or its budget is spent."""
+    """A judge's endpoint stayed unavailable or rejected the request, or the judge's budget is exhausted."""
 
 
 class PromptRefusedError(JudgeError):
-    """A judge's endpoint rejected one request, which may be longer than its model's context."""
+    """A judge's endpoint rejected one request; the prompt may be longer than the context of the judge's model."""
 
 
 class LaunchError(InfrastructureError):
-    """A host cannot start or end a part of the run, or does not answer."""
+    """A host cannot start or stop a part of the run, or does not respond."""
 
 
 class StoreError(InfrastructureError):
@@ -126,4 +129,4 @@ class GroupTooLarge(StoreError):
 
 
 class DiskFull(InfrastructureError):
-    """A disk that the run writes to is full. A restart would not help."""
+    """A disk that the run writes to is full. Restarting the run would not help."""

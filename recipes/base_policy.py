@@ -221,7 +221,7 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder to write.")] = MODEL,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 2600,
     batch: Annotated[int, typer.Option(min=1, help="Demonstrations per step.")] = 32,
-    examples: Annotated[int, typer.Option(min=100, help="Different demonstrations to write.")] = 85_000,
+    examples: Annotated[int, typer.Option(min=100, help="Number of distinct demonstrations to write.")] = 85_000,
     lr: Annotated[float, typer.Option(min=0, help="Highest learning rate.")] = 3e-3,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 2,

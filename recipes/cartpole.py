@@ -3,8 +3,8 @@
     pip install gymnasium
     agentrl train recipes/cartpole.py --run-dir runs/pole
 
-A step of the environment is one turn of one letter. Each turn has a separate context, because the next action depends only on the four
-numbers. An episode of 500 steps therefore needs contexts of only 40 tokens.
+For each step of the environment, the policy writes one letter in one turn. Each turn has a separate context, because the next action
+depends only on the four numbers. An episode of 500 steps therefore needs contexts of only 40 tokens.
 """
 
 from collections.abc import Sequence

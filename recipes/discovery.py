@@ -5,7 +5,7 @@
 
 Between two phases, the networks of all episodes are added to the archive (`sandboxes.networks.archive`). Half of the next episodes start
 from states in the archive. An interrupted phase is resumed, and a finished phase is not repeated. `sandboxes/networks/checker.py` verifies
-every claim in a separate process before it is written to `found.jsonl`.
+every sorting network in a separate process before the network is written to `found.jsonl`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ recipe = Recipe(
 def main() -> None:
     """Runs all phases that are not finished."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--channels", type=int, choices=sorted(BUDGET), default=6, help="inputs of the network")
+    parser.add_argument("--channels", type=int, choices=sorted(BUDGET), default=6, help="number of inputs of the network")
     parser.add_argument("--phases", type=int, default=8, help="total number of phases, including finished ones")
     parser.add_argument("--out", type=Path, default=Path("runs/discovery"), help="folder for the phases and their archives")
     parser.add_argument("overrides", nargs="*", help="recipe overrides, such as learner.lr=1e-4")
@@ -99,7 +99,7 @@ def _check(network: Sequence[Comparator]) -> dict[str, object]:
 
 
 def read_networks(run: Path, channels: int) -> Iterator[list[Comparator]]:
-    """Yields the final network of each training episode of a run. It includes the network from which the episode started."""
+    """Yields the final network of each training episode of a run. Each network includes the comparators with which the episode started."""
     store = StoreReader(run / "experience.sqlite")
     try:
         for entry in store.entries():

@@ -3,8 +3,9 @@
     python recipes/quickstart.py
     agentrl train recipes/quickstart.py learner.lr=3e-4 --run-dir runs/x      # the same recipe with overrides
 
-Takes three to ten minutes, depending on the machine. No component is simulated: vLLM serves the policy, Docker or bubblewrap runs the code,
-and DeepSpeed updates the weights. For a larger model on a GPU, see `tables_qwen3_gpu.py`. Only the numbers differ.
+The run takes three to ten minutes, depending on the machine. No component is simulated: vLLM serves the policy, Docker or bubblewrap runs
+the code, and DeepSpeed updates the weights. For a larger model on a GPU, see `tables_qwen3_gpu.py`, which is the same recipe with different
+settings.
 """
 
 from agentrl.config import (

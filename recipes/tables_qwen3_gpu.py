@@ -4,8 +4,8 @@
     agentrl train recipes/tables_qwen3_gpu.py policy.model=Qwen/Qwen3-4B serving.gpu_memory_utilization=0.35
 
 Episodes may be long, because Qwen3 thinks before it acts. The server and the learner share the GPU. `serving.gpu_memory_utilization` is the
-server's share. The learner needs about 16 bytes per parameter (weights, gradients and Adam's moments) and room for activations: 0.6B
-parameters should fit into 24 GB, and 4B parameters need a GPU with 141 GB.
+fraction of GPU memory that the server uses. The learner needs about 16 bytes per parameter (weights, gradients and Adam's moments) and room
+for activations: 0.6B parameters should fit into 24 GB, and 4B parameters need a GPU with 141 GB.
 """
 
 from agentrl.config import (

@@ -90,7 +90,10 @@ class Comparison:
         return truth.value == answer.value and self._finished(truth, answer, self._same_sides(truth, answer))
 
     def _same_sides(self, truth: Node, answer: Node) -> bool:
-        """Whether lhs - rhs of one relation is proportional to that of the other. For inequalities, the factor must be positive."""
+        """Whether lhs - rhs of one relation is a constant multiple of lhs - rhs of the other relation.
+
+        For inequalities, the factor must be positive.
+        """
         try:
             true_difference, given_difference = (built(side.parts[0]) - built(side.parts[1]) for side in (truth, answer))
         except NoScalar:
@@ -191,7 +194,7 @@ class NoScalar(ValueError):
 
 
 def _is_name(node: Node) -> bool:
-    """Whether a node is a word or a capital letter. If a list contains names, the question is probably about their order."""
+    """Whether a node is a word or a capital letter. If all elements of a list are such names, their order counts."""
     return node.kind == "word" or (node.kind == "symbol" and str(node.value).isupper())
 
 
@@ -297,7 +300,10 @@ def _root(under: Any, degree: Any) -> Any:
 
 
 def _at_points(true_value: Any, given_value: Any, truth: Node, answer: Node) -> Iterator[tuple[Any, Any]]:
-    """Yields pairs of both values at random points, the first negative and the second positive. Values that are not finite are None."""
+    """Yields the values of both expressions at random points.
+
+    All variables are negative at the first point and positive at the second. Values that are not finite are None.
+    """
     names = sorted(true_value.free_symbols | given_value.free_symbols, key=str)
     random = Random(hashlib.blake2b(repr((truth, answer)).encode()).digest())
     for number in range(POINTS if names else 1):

@@ -60,9 +60,9 @@ _NOUNS: dict[str, tuple[str, ...]] = {
 def names_unit(prompt: str, named: str) -> bool:
     """Whether the question asks for this unit (`$`, `deg`, `cm^2`, `square feet`), in the singular or the plural.
 
-    The words after the last "how many" decide. If there are none, the words after the last "in" before a known unit decide. If the question
-    contains neither, it must mention the unit somewhere, and the unit must have the dimension of the requested quantity (an area for "What
-    is the area").
+    The words after the last "how many" determine the requested unit, or else the words after the last "in" before a known unit. If the
+    question contains neither phrase, it must mention the unit somewhere, and the unit must have the dimension of the requested quantity (an
+    area for "What is the area").
     """
     phrase = _requested_phrase(prompt)
     if (known_unit := unit(named)) is not None and known_unit == unit("$"):
@@ -120,7 +120,7 @@ def _within(words: Sequence[str], phrase: Sequence[str]) -> bool:
 
 
 def _prefix(words: Sequence[str]) -> Unit | None:
-    """Returns the unit named by the longest sequence of first words; None if they name no unit, or only a part of a longer unit."""
+    """Returns the unit named by the longest sequence of words at the start; None if they name no unit, or only a part of a longer unit."""
     for end in range(min(len(words), 6), 0, -1):
         known = _unit(words[:end])
         if known is not None:
@@ -156,7 +156,10 @@ def _unit(words: Sequence[str]) -> Unit | None:
 
 
 def _fits(words: Sequence[str], prompt: str) -> bool:
-    """Whether a unit has a dimension that the answer may have."""
+    """Whether a unit has a dimension that the answer to the question may have.
+
+    True if the unit or the dimension of the answer is unknown.
+    """
     known, noun = _unit(words), _noun(prompt)
     allowed = (unit(name) for name in _NOUNS.get(noun, ()))
     return known is None or not noun or any(candidate is not None and known.powers == candidate.powers for candidate in allowed)

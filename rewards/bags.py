@@ -20,7 +20,7 @@ Row = tuple[Any, ...]
 
 
 class Cells(NamedTuple):
-    """How to compare cells."""
+    """The functions and the tolerance for comparing the cells of two tables."""
 
     near: Callable[[Any, Any], bool]
     """Returns whether a cell (first argument) is near a cell of the truth (second argument)."""
@@ -79,9 +79,9 @@ def _by_texts(rows: Iterable[Row], cells: Cells, *, whole: bool = False) -> dict
 
 
 def _split(some: list[_Item], true: list[_Item], relative: float, *, pairs: bool) -> Iterator[tuple[list[_Item], list[_Item]]]:
-    """Splits both sides together and yields pairs (rows of `some`, rows of `true`).
+    """Splits the two lists of rows at the same values and yields pairs (rows of `some`, rows of `true`).
 
-    No row in one pair is near a row in another pair. With `pairs`, a pair of different sizes is not split further.
+    No row in one pair is near a row in another pair. With `pairs`, two lists of different lengths are not split further.
     """
     pending = [(some, true, 0, 0)]
     while pending:
@@ -95,7 +95,7 @@ def _split(some: list[_Item], true: list[_Item], relative: float, *, pairs: bool
 
 
 def _gaps(some: list[_Item], true: list[_Item], column: int, relative: float) -> Iterator[tuple[list[_Item], list[_Item]]]:
-    """Yields parts of both sides, split at gaps in a numeric column that are wider than the tolerance."""
+    """Yields parts of both lists of rows, split at gaps in a numeric column that are wider than the tolerance."""
     marked = [(item.numbers[column], True, item) for item in some] + [(item.numbers[column], False, item) for item in true]
     marked.sort(key=lambda entry: entry[0])
     part: tuple[list[_Item], list[_Item]] = ([], [])
@@ -110,7 +110,7 @@ def _gaps(some: list[_Item], true: list[_Item], column: int, relative: float) ->
 
 
 def _paired(some: Sequence[_Item], true: Sequence[_Item], cells: Cells) -> bool:
-    """Whether the two sides have the same number of rows and all rows can be paired."""
+    """Whether the two lists have the same number of rows and every row can be paired with a near row of the other list."""
     columns = len(some[0].numbers)
     for column in range(max(columns, 1)):
         ours, theirs = ([item.row for item in sorted(side, key=partial(_from, column))] for side in (some, true))

@@ -17,7 +17,7 @@ from agentrl.reward.configured import EVIDENCE_CHARS, MAX_ANSWER_CHARS, Configur
 
 
 class Exact(ConfiguredVerifier):
-    """1 if the answer equals a truth, else 0. Unicode is compared in composed form (NFC). Settings are in `task.data["exact"]`."""
+    """Scores 1 if the answer equals a truth, else 0. Unicode is compared in composed form (NFC). Settings are in `task.data["exact"]`."""
 
     name: ClassVar[str] = "exact"
 

@@ -27,7 +27,8 @@ def final(text: str) -> str:
 
 
 def expression(text: str) -> str:
-    """Returns the expression to score: the last `$...$` in the final answer, otherwise all of it; empty if its braces do not balance."""
+    """Returns the expression to score: the last `$...$` in the final answer, otherwise the full answer; empty if its braces do not
+    balance."""
     text = final(text)
     if inline := list(_INLINE.finditer(text)):
         text = bare(next(filter(None, inline[-1].groups()), ""))

@@ -4,7 +4,7 @@
     form = Form(starts="Dear ", contains=("invoice",), never=("asap",))
 
 The form of an answer does not show whether the answer is correct, so use these verifiers as parts of a rubric with a required criterion
-(`agentrl.reward.rubric`). Without such a criterion, they reward empty work, which `agentrl check` reports.
+(`agentrl.reward.rubric`). Without such a criterion, they reward answers without any work, which `agentrl check` reports.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from agentrl.reward.configured import ConfiguredVerifier
 
 
 class Length(ConfiguredVerifier):
-    """1 if the length is from `least` to `most`, else 0. With `zero_at`, the score falls linearly from 1 at `most` to 0 at `zero_at`.
+    """Scores 1 if the length is from `least` to `most`, else 0. With `zero_at`, the score falls linearly from 1 at `most` to 0 at
+    `zero_at`.
 
     Settings are in `task.data["length"]`. A missing answer has length 0. A length in tokens counts all completion tokens of the episode.
     """
@@ -50,7 +51,8 @@ class Length(ConfiguredVerifier):
 
 
 class Form(ConfiguredVerifier):
-    """1 if every rule holds, else 0. Each rule is a part, and `terms` is the share that holds. Settings are in `task.data["form"]`.
+    """Scores 1 if every rule holds, else 0. Each rule is a part of the score, and the part `terms` is the share of rules that hold.
+    Settings are in `task.data["form"]`.
 
     White space at both ends of the answer is ignored. For patterns, see `rewards.pattern`; for schemas, see `rewards.json_schema`.
     """

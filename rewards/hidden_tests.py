@@ -3,8 +3,8 @@
     agentrl.reward.cleanroom:grade       1 if every test passes, else 0; the default of task folders
     rewards.hidden_tests:share           the share of tests that pass, for tasks that are too hard to solve completely at first
 
-The clean room runs the agent's outputs and grades them in fresh sandboxes, with tests that the agent cannot access. `Share` shows how to
-build on it: a verifier that needs sandboxes declares a parameter for them, and passes it on.
+The clean room runs the agent's outputs and grades them in fresh sandboxes, with tests that the agent cannot access. `Share` is an example
+of a verifier that uses the clean room: it declares a parameter for the sandbox backend and passes the backend to the clean room.
 """
 
 from __future__ import annotations

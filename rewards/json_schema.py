@@ -28,12 +28,12 @@ DEADLINE_S = 3.0
 
 
 class JsonSchema(ConfiguredVerifier):
-    """1 if the answer is JSON that conforms to the schema, else 0. Settings are in `task.data["json_schema"]`.
+    """Scores 1 if the answer is JSON that conforms to the schema, else 0. Settings are in `task.data["json_schema"]`.
 
-    The schema is `task.data["schema"]`, or the field `schema`. With `equal`, the JSON must also equal the truth. Integers equal floats with
-    the same value. The score then has the parts `fits` and `equal`. NaN, Infinity and repeated keys are invalid. Formats are checked, and
-    an unknown format is a task fault. Patterns are interpreted as in ECMAScript. The form does not show whether an answer is correct, so
-    use this verifier as a part or a required criterion of a rubric, unless the schema allows only one answer.
+    The schema is `task.data["schema"]`, or the field `schema`. With `equal`, the JSON must also equal the truth, and the score has the
+    parts `fits` and `equal`. Integers equal floats with the same value. NaN, Infinity and repeated keys are invalid. Formats are checked,
+    and an unknown format is a task fault. Patterns are interpreted as in ECMAScript. Conforming to a schema does not show that an answer is
+    correct, so use this verifier as a part or a required criterion of a rubric, unless the schema allows only one answer.
     """
 
     name: ClassVar[str] = "json_schema"
@@ -124,7 +124,10 @@ def prepare() -> None:
 
 
 def verdict(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the error in the schema, why the text does not conform to it, and whether it equals the truth. Runs in the subprocess."""
+    """Returns the error in the schema, why the text does not conform to the schema, and whether the text equals the truth.
+
+    Runs in the subprocess.
+    """
     import jsonschema
     from referencing import Registry
     from referencing.exceptions import Unresolvable

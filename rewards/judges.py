@@ -2,7 +2,7 @@
 
     vllm serve Qwen/Qwen3-8B --port 8000 --served-model-name judge
 
-None of these judges requires a calibration, because the model is user-supplied. Calibrate a judge (`agentrl judge calibrate
+These judges can be used without a calibration, because the model is user-supplied. Calibrate a judge (`agentrl judge calibrate
 rewards.judges:correct LABELS`) before you train with it.
 """
 

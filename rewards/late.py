@@ -3,8 +3,9 @@
     rewards.late:late                                    with task.data = {"late": {"part": "review", "expires_s": 86400}}
     review = Late(part="review", low=1, high=5)          in rewards/mine.py, referenced as rewards.mine:review
 
-The episode's group is parked in the ledger and trained when its scores have arrived. The run does not wait. If there are other verifiers,
-the late value is averaged with theirs. Evaluations and `agentrl check` do not wait, so in them the episode has no score.
+The episode's group is parked in the ledger and trained when its scores have arrived or, with `residual`, trained at once. The run does not
+wait. If there are other verifiers, the late value is averaged with theirs. Evaluations and `agentrl check` do not wait either, and treat
+the episode as unscored.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ LONGEST_S = 366 * 86_400.0
 
 
 class Late(ConfiguredVerifier):
-    """Waits for one late value. Settings are in `task.data["late"]`."""
+    """Declares one value of the score as late. Settings are in `task.data["late"]`."""
 
     name: ClassVar[str] = "late"
     is_late: ClassVar[bool] = True  # a run that does not accept late scores does not start with this verifier
@@ -45,7 +46,7 @@ class Late(ConfiguredVerifier):
         return self
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
-        """Returns a score without a value, in which the part is pending."""
+        """Returns a score that has a pending part and no value."""
         rules = self.for_task(task)
         expires_at = None if rules.expires_s is None else time.time() + rules.expires_s
         part = PendingPart(name=rules.part, low=rules.low, high=rules.high, expires_at=expires_at, residual=rules.residual)

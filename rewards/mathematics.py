@@ -34,7 +34,7 @@ _LOOSE = r"(?:\s|[{}$]|\\(?:[,;:! ]|quad|qquad|displaystyle))"  # allowed anywhe
 
 
 class Mathematics(ConfiguredVerifier):
-    r"""1 if the answer equals the truth and is in evaluated form, else 0. Settings are in `task.data["mathematics"]`.
+    r"""Scores 1 if the answer equals the truth and is in evaluated form, else 0. Settings are in `task.data["mathematics"]`.
 
     One expression in the submission is parsed, in LaTeX or calculator notation: the last `\boxed{}` or the text after the last `####`,
     otherwise the text after the last "answer is", otherwise the full submission (`rewards.extract`). If this text contains `$...$`, only

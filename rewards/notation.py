@@ -80,7 +80,7 @@ def _whole(tokens: Sequence[Token]) -> Node:
 
 
 def _before_and(between: Sequence[str], number: int) -> bool:
-    """Whether an empty piece is between a comma and a following "and"."""
+    """Whether the piece at index `number` is between a comma and a following "and" or "or"."""
     return 0 < number < len(between) and between[number] in ("\\and", "\\or") and between[number - 1] == ","
 
 

@@ -71,7 +71,7 @@ class Quantity(NamedTuple):
 
 
 class Numeric(ConfiguredVerifier):
-    r"""1 if the answer is a number within the tolerance of the truth, else 0. Settings are in `task.data["numeric"]`.
+    r"""Scores 1 if the answer is a number within the tolerance of the truth, else 0. Settings are in `task.data["numeric"]`.
 
     The answer is the last `\boxed{}` or the text after the last `####`, otherwise the text after the last "answer is", otherwise the full
     submission (`rewards.extract`). A number is written with ASCII digits: in decimal or scientific notation (2e5, 2 x 10^5, 10^5), with
@@ -226,7 +226,10 @@ def _without_latex(text: str) -> str:
 
 
 def _opening(text: str) -> tuple[str | None, str, str]:
-    """Returns (sign, currency, rest) of a string that may start with both in any order. The sign is None if there are two signs."""
+    """Returns (sign, currency, rest) of a string that may start with a sign and a currency in either order.
+
+    The sign is None if there are two signs.
+    """
     signs, currency = "", ""
     while text:
         match = _CURRENCY.match(text)

@@ -33,7 +33,8 @@ KINDS = ("text", "json", "has", "table", "absent")
 
 
 class Outputs(ConfiguredVerifier):
-    """1 if every path has the true content, else 0. The part `files` is the share of such paths. Settings are in `task.data["outputs"]`.
+    """Scores 1 if every path has the true content, else 0. The part `files` is the share of paths with the true content. Settings are in
+    `task.data["outputs"]`.
 
     Text is UTF-8. A byte order mark, differences in line endings, and white space at the end of the file are ignored. The order of a
     table's columns is ignored, as is the order of its rows unless `row_order` is true. Numeric cells are compared as numbers. An absent

@@ -24,7 +24,8 @@ DEADLINE_S = 2.0
 
 
 class Pattern(ConfiguredVerifier):
-    """1 if the full answer matches, else 0. The pattern is `pattern`, or the truth if it is empty. Settings are in `task.data["pattern"]`.
+    """Scores 1 if the full answer matches, else 0. The pattern is `pattern` or, if `pattern` is empty, the truth. Settings are in
+    `task.data["pattern"]`.
 
     Digits and word characters are ASCII, as with `re.ASCII`.
     """
@@ -73,7 +74,7 @@ class Pattern(ConfiguredVerifier):
 
 
 def verdict(request: Mapping[str, Any]) -> bool:
-    """Whether the text matches. Runs in the subprocess."""
+    """Whether the text in the request matches the pattern in the request. Runs in the subprocess."""
     compiled = re.compile(request["pattern"], re.ASCII | (0 if request["case"] else re.IGNORECASE))
     match = compiled.search if request["anywhere"] else compiled.fullmatch
     return match(request["text"]) is not None

@@ -34,10 +34,10 @@ class OwnScorer:
     async def __call__(self, task: Task, episode: Episode) -> Score:
         """Returns 1.0 if the dataset's scorer gives full marks and the answer contains only the truth, else 0.0.
 
-        Parts: `exact`, equal to the value, and `partial`, the scorer's mark. Partial marks are not a reward, because many scorers give 0.01
-        or 0.05 to any answer in the correct form. Missing, very long and malformed answers are wrong. An answer is also wrong if the scorer
-        raises an error, exceeds its limits twice, or returns an invalid mark, but gives full marks to the truth. Otherwise an agent could
-        choose which of its answers count. If the scorer also fails on the truth, the answer is unscored.
+        The part `exact` equals the value, and the part `partial` is the scorer's mark. Partial marks are not a reward, because many scorers
+        give 0.01 or 0.05 to any answer in the correct form. Missing, very long and malformed answers are wrong. An answer is also wrong if
+        the scorer raises an error, exceeds its limits twice, or returns an invalid mark, but gives full marks to the truth. Otherwise an
+        agent could choose which of its answers count. If the scorer also fails on the truth, the answer is unscored.
 
         Raises `TaskError` if the package no longer generates the task's problem.
         """

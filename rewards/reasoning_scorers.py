@@ -19,7 +19,7 @@ MEMORY = 4 << 30  # bytes of address space
 
 
 class Scorers:
-    """The scorers, in one subprocess that starts at the first request. Thread-safe: requests are queued."""
+    """Runs reasoning-gym's scorers in one subprocess, which starts at the first request. Thread-safe: requests are queued."""
 
     def __init__(self, deadline_s: float = DEADLINE_S) -> None:
         self._deadline_s = deadline_s
@@ -28,8 +28,8 @@ class Scorers:
     def mark(self, origin: Mapping[str, Any], truth: str, answer: str) -> float:
         """Returns the mark that the dataset's scorer gives to an answer. `origin`: see `sandboxes.reasoning.problems.Problem`.
 
-        Raises `CallFailed`, `CallTimeout`, `TaskError` if the package no longer generates the problem, and `InfrastructureError` if there
-        is no process."""
+        Raises `CallFailed`, `CallTimeout`, `TaskError` if the package no longer generates the problem, and `InfrastructureError` if the
+        subprocess cannot be started."""
         request = {"origin": dict(origin), "truth": truth, "answer": answer, "deadline_s": self._deadline_s}
         try:
             return float(self._worker.call_blocking(request))

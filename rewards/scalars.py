@@ -119,7 +119,7 @@ class Scalar:
         self._tokens, self._at, self._depth = tokens, 0, 0
 
     def whole(self) -> Node:
-        """Parses all tokens. Raises `Unreadable` if they are not one expression."""
+        """Parses all tokens. Raises `Unreadable` if the tokens are not one expression."""
         if not self._tokens:
             raise Unreadable("no value where one is expected")
         node = self._sum()
@@ -238,7 +238,8 @@ class Scalar:
         return node
 
     def _argument(self) -> Node:
-        r"""Returns an argument of \\frac and similar commands: braces, or one token. From a number, takes only the first digit."""
+        r"""Returns an argument of \\frac and similar commands: the expression in braces, or one token. If the token is a number of several
+        digits, only its first digit is the argument."""
         if self._next() == "{":
             return self._group("{")
         token = self._tokens[self._at] if self._at < len(self._tokens) else None

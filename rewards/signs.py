@@ -27,7 +27,7 @@ class Token(NamedTuple):
 
     @property
     def sign(self) -> str:
-        """The sign, or the command with its backslash; empty for other tokens."""
+        """The token's sign, or its command with a backslash; empty for other kinds of tokens."""
         return self.text if self.kind == "sign" else f"\\{self.text}" if self.kind == "command" else ""
 
 
@@ -168,7 +168,7 @@ _COMMANDS = _names("frac sqrt binom pm mp pi infty le ge ne in cup cap setminus 
 
 
 def split(tokens: Sequence[Token], *signs: str) -> tuple[list[list[Token]], list[str]]:
-    """Returns (pieces between the given signs outside of brackets, those signs)."""
+    """Splits the tokens at the given signs, except inside brackets. Returns the pieces, and the signs between the pieces."""
     pieces: list[list[Token]] = [[]]
     between: list[str] = []
     depth = 0

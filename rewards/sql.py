@@ -1,12 +1,13 @@
-"""Scores SQL: the answer is a query. It is correct if it returns the same rows as the true query on the same databases.
+"""Scores SQL: the answer is a query. The answer is correct if it returns the same rows as the true query on the same databases.
 
     rewards.sql:sql      with task.data = {"answer": "SELECT a FROM t", "databases": ["CREATE TABLE t(a); INSERT INTO t VALUES (1);"]}
 
-Both queries are executed. Their text is not compared. They run in an in-memory SQLite database, in a subprocess with a deadline. The
-connection is read-only, has limits on steps, lengths and rows, and an authorizer that allows SELECT, columns and harmless functions.
+Both queries are executed; the text of the queries is not compared. The queries run in an in-memory SQLite database, in a subprocess with a
+deadline. The connection is read-only, has limits on steps, lengths and rows, and an authorizer that allows SELECT, columns and harmless
+functions.
 
 A query with a hard-coded result would also return the correct rows. Therefore, both queries are also executed on changed copies of the
-databases (`rewards.sql_copies`). If the true result changes there, the answer's result must change with it.
+databases (`rewards.sql_copies`). If the true query's result changes on a copy, the answer's result must change as well.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ Row = tuple[Any, ...]
 
 
 class Sql(ConfiguredVerifier):
-    """1 if the answer's rows equal the truth's rows on every database and change with the data in the same way, else 0.
+    """Scores 1 if the answer's rows equal the truth's rows on every database and change with the data in the same way, else 0.
 
     Settings are in `task.data["sql"]`. Rows are compared as a bag, or in order if the truth ends with an ORDER BY. Columns are compared by
     position, not by name. Numbers are compared within the tolerance `relative`, whole numbers exactly. Comments, semicolons and a fence
@@ -181,7 +182,7 @@ def _does_not_follow(truth: str, answer: str, databases: Sequence[_Database], re
 
 
 def _smaller(database: _Database, truth: str, opened: contextlib.ExitStack) -> _Database:
-    """Returns a smaller copy, on which changed copies cost less, if the truth still returns data on it, otherwise the database itself."""
+    """Returns a smaller copy of the database if the truth returns data on it, otherwise the database. Changing a small copy costs less."""
     connection, name = opened.enter_context(smaller(database.connection))
     with contextlib.suppress(Refused):
         wanted = execute(name, truth)

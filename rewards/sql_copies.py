@@ -148,7 +148,10 @@ def _altered(table: str, column: str) -> Change:
 
 
 def _random_choice(copy: sqlite3.Connection, table: str, random: Random, share: float, *, all_but_one: bool = False) -> Callable[[], bool]:
-    """Returns a function that chooses rows at random, one row per call. It chooses at least one row and, with `all_but_one`, not all."""
+    """Returns a function that chooses rows at random, one row per call.
+
+    The function chooses at least one row and, with `all_but_one`, at most all rows but one.
+    """
     sure, numbers = random.randrange(max(_size(copy, table), 1)), count()
 
     def chosen() -> bool:

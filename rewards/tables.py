@@ -11,11 +11,11 @@ SHOWN = 80  # maximum number of characters of an answer that the evidence quotes
 
 
 async def exact_answer(task: Task, episode: Episode) -> Score:
-    """Returns 1.0 if the submitted answer is the truth, else 0.0.
+    """Returns 1.0 if the submitted answer equals the truth, else 0.0.
 
     Text is compared after stripping. If the truth is a number, the answer may be a number in any decimal notation, within a relative
     tolerance of 1e-6 or within the task's absolute `tolerance` (half a unit in the second decimal place for totals and averages, so that
-    both rounded and exact answers are correct). `agentrl.base.numbers.same_number` compares them: two whole numbers must be equal. A
+    both rounded and exact answers are correct). `agentrl.base.numbers.same_number` compares the numbers; two whole numbers must be equal. A
     missing or very long answer is wrong.
     """
     truth = str(task.data["answer"])

@@ -19,7 +19,8 @@ from agentrl.reward.configured import ConfiguredVerifier
 
 
 class ToolUse(ConfiguredVerifier):
-    """1 if every rule holds, else 0. Each rule is a part, and `rules` is the share that holds. Settings are in `task.data["tool_use"]`.
+    """Scores 1 if every rule holds, else 0. Each rule is a part of the score, and the part `rules` is the share of rules that hold.
+    Settings are in `task.data["tool_use"]`.
 
     All calls in all trajectories count, but with `succeeded`, `must` and `order` count only calls whose result is ok. An episode without
     turns, such as the episode of a gold solution in `agentrl check`, has no score.

@@ -26,7 +26,7 @@ import agentrl
 from agentrl.version import FolderRegistry
 
 PACKAGE = str(Path(agentrl.__file__).parent)
-_RUN_LOCK = f"{PACKAGE}/base/run_lock.py"  # a lock for which nothing waits while a driver runs
+_LOCKS = (f"{PACKAGE}/base/run_lock.py", f"{PACKAGE}/base/scratch.py")  # locks for which nothing waits while a driver runs
 _ASYNCHRONOUS = inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
@@ -69,7 +69,7 @@ class BlockingCalls:
         own = [frame for frame in takewhile(lambda frame: frame.f_code.co_filename.startswith(PACKAGE), frames)]
         caller = frames[len(own)].f_code.co_filename if len(own) < len(frames) else ""
         waits = any(frame.f_code.co_flags & _ASYNCHRONOUS for frame in own) or "/asyncio/" in caller
-        if own and waits and own[0].f_code.co_filename != _RUN_LOCK:
+        if own and waits and own[0].f_code.co_filename not in _LOCKS:
             self.on_loop.append(f"{kind}: " + "".join(traceback.format_stack(own[0], limit=5)))
 
 

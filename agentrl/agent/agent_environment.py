@@ -41,12 +41,12 @@ _NO_DEADLINE_S = 86_400.0  # environments enforce their own deadlines
 class AgentEnvironment:
     """The environment of one episode, with its recorded actions.
 
-    `first` is the first observation, and `now` the latest one. `ended` is empty until the last step, and then `terminated`, `truncated`, or
-    the limit that stopped the user.
+    `first` is the first observation, and `now` the latest one. `ended` is empty until the last step, and then contains `terminated`,
+    `truncated` or the name of the limit that stopped the user.
 
-    An action that the rules forbid costs as much as the most expensive step of the episode so far. So does a turn without an action or a
-    successful call. Without this cost, either would score better than acting. `unpaid` counts such actions and turns before the first step,
-    and the first step is charged for them.
+    A forbidden action costs as much as the most expensive step of the episode so far, and so does an empty turn: a turn without an action
+    or a successful call. Without this cost, forbidden actions and empty turns would score better than steps with a negative reward.
+    `unpaid` counts the forbidden actions and empty turns before the first step; the first step is charged for them.
     """
 
     def __init__(self, environment: Environment, episode: LiveEpisode, chat: ChatFormat, instructions: str | None = None) -> None:
@@ -135,7 +135,7 @@ class AgentEnvironment:
         return ToolResult(name=USER, output=output, ok=outcome.ok, wall_s=wall_s, reward=outcome.reward, parts=outcome.parts)
 
     async def act(self, action: str | ToolCall) -> ToolOutcome:
-        """Applies an action. If the rules forbid it, the outcome is an error instead of an observation."""
+        """Applies an action. If the rules forbid the action, the outcome is an error instead of an observation."""
         if self.ended:
             return ToolOutcome(output="error: the episode has ended", ok=False)
         if isinstance(action, str) and self.choices and action not in self.choices:
@@ -160,7 +160,8 @@ class AgentEnvironment:
         return "" if schema is None else argument_errors(schema, call.arguments)
 
     def charge(self, results: Sequence[ToolResult]) -> tuple[ToolResult, ...]:
-        """Returns the results of a turn's calls. If none of them is an action or succeeds, the last result carries the cost of the turn."""
+        """Returns the results of a turn's calls. If no call of the turn is an action or succeeds, the last result carries the cost of the
+        turn."""
         if any(result.ok or result.reward is not None for result in results):
             return tuple(results)
         cost = self._forbidden("").reward or 0.0
@@ -175,7 +176,7 @@ class AgentEnvironment:
         if self.spec.resume == "replay":
             return {}
         if self.spec.resume == "restart" or not is_resumable(self._environment):
-            raise ValueError("its environment cannot be captured")
+            raise ValueError("the state of its environment cannot be captured")
         self._episode.stage = "environment"
         state = await cast(ResumableEnvironment, self._environment).snapshot()
         costs = {"unpaid": self.unpaid, "lowest": self._lowest}
@@ -193,8 +194,8 @@ class AgentEnvironment:
         return "" if saved else f"\nerror: note: {reply}"
 
     async def _shown(self, observation: Observation) -> str:
-        """Returns the text of an observation. Stores its images, and replaces `NOTES` with the notes from this and earlier episodes, or
-        `NEWEST_NOTE` with the newest note."""
+        """Returns the text of an observation. Stores the observation's images. Replaces the marker `NOTES` in the text with the notes from
+        this and earlier episodes, or the marker `NEWEST_NOTE` with the newest note."""
         text = (await refer_observation(self._chat, self._episode, observation)).text
         memory, marker = self._episode.memory, NOTES if NOTES in text else NEWEST_NOTE
         if marker not in text:
@@ -209,7 +210,7 @@ class AgentEnvironment:
         same = action is None or clip(outcome.output, self._chars) == recorded.output or _USED_UP in recorded.output
         if outcome.reward != recorded.reward or not same:
             raise EnvironmentFault(
-                f"{self.spec.ref} is not deterministic: a repeated action has a different result\n"
+                f"{self.spec.ref} is not deterministic: repeating an action gave a different result\n"
                 "  fix: set tasks.family.options.resume=restart, or resume=snapshot if the environment supports it"
             )
 
@@ -244,10 +245,10 @@ def check_roles(environment: object, agent: str) -> None:
 
 
 async def check_environment(task: Task, chat: ChatFormat, agent: str = "turns") -> None:
-    """Opens the environment of a task once.
+    """Checks that an agent can play the environment of a task, by opening the environment once.
 
-    Raises `UserError` if the environment does not start, `agent` cannot play it, the policy cannot write one of its actions as an answer,
-    or the model or the chat template does not accept its observations.
+    Raises `UserError` if the environment does not start, `agent` cannot play it, the policy cannot write one of the environment's actions
+    as an answer, or the model or the chat template does not accept the environment's observations.
     """
     if task.environment is None:
         return
@@ -296,8 +297,8 @@ def environment_prompt(prompt: Sequence[Message], instructions: str, observation
 
 
 def recorded_actions(episode: LiveEpisode, chat: ChatFormat) -> Iterator[tuple[str | ToolCall | None, ToolResult]]:
-    """Yields a pair (action, result) for each recorded action of the episode. An action of None means a turn without an action, whose cost
-    `charge` has set."""
+    """Yields a pair (action, result) for each recorded action of the episode. The action is None for a turn without an action; its result
+    carries the cost that `charge` has set."""
     for trajectory in episode.trajectories:
         for turn in trajectory.turns:
             calls: Sequence[ToolCall] = turn.message.tool_calls

@@ -41,8 +41,8 @@ class Allowed:
 
 
 class Parameters:
-    """The parameters of a tool's function schema, which may be any JSON value. All method calls together examine at most `values`
-    values."""
+    """The parameters in a tool's function schema; the schema may be any JSON value. All method calls together examine at most `values`
+    values in arguments and samples."""
 
     def __init__(self, schema: Any, values: int = _CHECKED_VALUES) -> None:
         function = schema.get("function") if isinstance(schema, Mapping) else None
@@ -57,7 +57,7 @@ class Parameters:
         return Allowed(kinds=frozenset() if len(kinds) == len(_TYPES) else kinds, fits=lambda value: not self._errors(schema, value, "", 0))
 
     def errors(self, arguments: Mapping[str, Any]) -> list[str]:
-        """Returns the errors in the arguments. Values beyond the bounds are not checked."""
+        """Returns the errors in the arguments. Values that are nested too deeply, and values beyond the maximum number, are not checked."""
         return self._errors(self._root, dict(arguments), "", 0)
 
     def sample(self) -> Any:
@@ -86,7 +86,7 @@ class Parameters:
         return {name: self._sample(properties[name], depth + 1) for name in names}
 
     def _exhausted(self, depth: int) -> bool:
-        """Counts one examined value and returns whether a bound is exceeded."""
+        """Counts one examined value, and returns whether the maximum depth or the maximum number of values is exceeded."""
         self._left -= 1
         return depth >= MAX_DEPTH or self._left < 0
 

@@ -1,8 +1,9 @@
-"""Parses and builds one tool call in text that a model wrote, within bounds. `agentrl.agent.forms` reads the turns of each model.
+"""Parses and builds one tool call in text that a model wrote, within bounds. The readers in `agentrl.agent.forms` find the calls in a turn
+and use this module.
 
 A call that is too long or nested too deeply, or that contains a non-finite number or invalid Unicode, becomes an error that the model sees,
-like any other mistake. The grammar of the arguments determines where a call ends, so a closing tag inside a JSON string is text. Parsing
-takes time linear in the length of the text.
+like any other mistake. The grammar of the arguments determines where a call ends, so a closing tag inside a JSON string is part of the
+string. Parsing takes time linear in the length of the text.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ NOT_CLOSED = "a tool call was opened but not closed"
 
 
 class CallError(ValueError):
-    """An error in a call, worded for the model. `at` is where parsing stopped, if the rest of the text may belong to the call."""
+    """An error in a call, worded for the model. `at` is the position where parsing stopped, if the rest of the text may belong to the call;
+    otherwise 0."""
 
     def __init__(self, message: str, *, at: int = 0) -> None:
         super().__init__(message)
@@ -37,7 +39,7 @@ class CallError(ValueError):
 
 
 class InvalidJson(CallError):
-    """The text is not JSON, as opposed to JSON that exceeds the bounds."""
+    """The text is not valid JSON. Valid JSON that exceeds the bounds raises a plain `CallError`."""
 
 
 class UnclosedCall(CallError):
@@ -55,7 +57,7 @@ def call_at(
         body, end = scan(text, at)
         end = skip_space(text, end)
         if not text.startswith(closing, end):
-            raise CallError(f"tool call must end with {closing} where it has {text[end : end + 40]!a}", at=end)
+            raise CallError(f"tool call must end with {closing} instead of {text[end : end + 40]!a}", at=end)
     except CallError as error:
         return error, after(text, closing, max(at, error.at))
     try:
@@ -77,7 +79,7 @@ def skip_space(text: str, at: int) -> int:
 
 
 def too_many(count: int) -> str:
-    """Returns the error for a turn with `count` calls, more than `MAX_CALLS`."""
+    """Returns the error for a turn whose number of calls, `count`, exceeds `MAX_CALLS`."""
     return f"a turn may hold {MAX_CALLS} tool calls; the {count - MAX_CALLS} after them were not run"
 
 
@@ -97,7 +99,7 @@ def call_from_object(data: Any, *, key: str = "arguments") -> ToolCall:
         raise CallError(wanted)
     others = {"parameters", "arguments"} & data.keys() if key in data else data.keys() - {"name", "type", "id"}
     if others := others - {key}:
-        raise CallError(f"{wanted}; it has {ascii(min(others))[:80]}")
+        raise CallError(f"{wanted}; it has the key {ascii(min(others))[:80]}")
     return build_call(data["name"], data.get(key, {}), key=key)
 
 
@@ -110,11 +112,11 @@ def build_call(name: str, arguments: Any, *, key: str = "arguments") -> ToolCall
     try:
         return ToolCall(name=name, arguments=arguments)
     except ValueError as error:
-        raise CallError(f"tool call is out of bounds: {str(error).removeprefix('ToolCall.')}") from None
+        raise CallError(f"tool call is invalid: {str(error).removeprefix('ToolCall.')}") from None
 
 
 def read_json(text: str) -> Any:
-    """Returns the JSON value that a string contains. Raises `CallError` if it is invalid or exceeds the bounds of a call."""
+    """Returns the JSON value that a string contains. Raises `CallError` if the JSON is invalid or exceeds the bounds of a call."""
     value, end = scan_json(text, 0)
     if (rest := skip_space(text, end)) < len(text):
         raise InvalidJson(f"tool call is not valid JSON: Extra data at character {rest}")
@@ -131,9 +133,9 @@ def scan_json(text: str, at: int) -> tuple[Any, int]:
     except json.JSONDecodeError as error:
         raise InvalidJson(f"tool call is not valid JSON: {error.msg} at character {error.pos - at}", at=_read_to(text, at)) from None
     except RecursionError:
-        raise CallError("tool call is nested too deep") from None
+        raise CallError("tool call is nested too deeply") from None
     if end - at > MAX_CHARS:
-        raise CallError(f"tool call of {end - at} characters; it may have {MAX_CHARS}", at=end)
+        raise CallError(f"tool call has {end - at} characters; the maximum is {MAX_CHARS}", at=end)
     return value, end
 
 
@@ -155,14 +157,14 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(members) < len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise CallError(f"tool call names {ascii(twice)[:80]} twice in one object")
+        raise CallError(f"tool call contains the key {ascii(twice)[:80]} twice in one object")
     return members
 
 
 def integer(digits: str) -> int:
-    """Parses an integer within bounds. Raises `CallError`."""
+    """Parses an integer of at most `MAX_DIGITS` digits. Raises `CallError`."""
     if len(digits.removeprefix("-")) > MAX_DIGITS:
-        raise CallError(f"tool call contains an integer of {len(digits)} digits; it may have {MAX_DIGITS}: write it as a string")
+        raise CallError(f"tool call contains an integer of {len(digits)} digits; the maximum is {MAX_DIGITS}: write it as a string")
     return int(digits)
 
 

@@ -57,7 +57,7 @@ class ChatFormat:
     Args:
         tool_format: name of a form of tool calls (`agentrl.agent.forms.FORMS`). None selects the form that reads what the template writes.
         rewritten: `restart` accepts a template that cannot be extended exactly (see `exact`). The agent must then start a new context
-            instead.
+            instead of extending the old one.
 
     Raises:
         UserError: the tokenizer has no chat template or no end-of-turn token, no form reads the template's tool calls, or the template
@@ -107,7 +107,7 @@ class ChatFormat:
             raise UserError(message, fix="remove the setting")
 
     def read_images(self, images: ImageTokens | None) -> None:
-        """Sets how images in strings are read. None, the initial value, leaves them as text."""
+        """Sets the reader of images in strings. None, the initial value, treats references to images as text."""
         self._renderer.images = images
         if images is not None:  # the template's marks around an image are part of the image
             self._control_ids -= {*self._renderer.ids(images.around)}
@@ -118,7 +118,7 @@ class ChatFormat:
         return self._renderer.images is not None
 
     def render_user(self, content: Any) -> str:
-        """Renders a conversation that consists of one user message. `content` may be a list of parts."""
+        """Renders a conversation that consists of one user message. `content` is a string or a list of content parts."""
         return str(self._tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False))
 
     async def refer(self, text: str) -> str:
@@ -131,7 +131,8 @@ class ChatFormat:
 
     @cached_property
     def user_rewrite_reason(self) -> str:
-        """The reason why user messages between the turns prevent an exact extension; empty if they do not. Probed on first access."""
+        """The reason why user messages between the turns prevent an exact extension of a context; empty if they do not. Probed on first
+        access."""
         try:
             return self.rewrite_reason or rewrites(self._renderer, self._detected, users=True)
         except UserError as error:
@@ -143,7 +144,7 @@ class ChatFormat:
 
     @property
     def exact(self) -> bool:
-        """Whether a conversation grows only by deltas. If it does not, `rewrite_reason` states the reason."""
+        """Whether a context can always be extended by deltas. If it cannot, `rewrite_reason` states the reason."""
         return not self.rewrite_reason
 
     def opening(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
@@ -158,8 +159,9 @@ class ChatFormat:
         control token because it normalizes characters, all outputs are withheld.
 
         Args:
-            after: the turn to which the outputs belong. The outputs of its calls come first, in order, and its errors follow. Some
-                templates repeat a call's name or id. None means a turn as the template writes it.
+            after: the turn to which the outputs belong. `outputs` starts with the outputs of the turn's calls, in order; the errors of its
+                invalid calls follow. Some templates repeat a call's name or id. None means that the names and ids are unknown, and that the
+                turn ends with the template's end-of-turn token.
 
         Raises:
             RuntimeError: the template is not `exact`.
@@ -178,7 +180,7 @@ class ChatFormat:
         """Returns the token ids from the end-of-turn token of one assistant turn, exclusive, to the start of the next turn, with one user
         message.
 
-        The text is untrusted, as in `tool_delta`. The turn `after` has no tool calls.
+        The text is untrusted, as in `tool_delta`. The turn `after` must have no tool calls.
 
         Raises:
             RuntimeError: the template cannot be extended exactly by user messages (`user_rewrite_reason`).
@@ -201,8 +203,8 @@ class ChatFormat:
         return self.rewrite_reason if user_message(after.message, results) is None else self.user_rewrite_reason
 
     def _unforged(self, ids: tuple[int, ...], withheld: tuple[int, ...], after: ParsedCompletion | None) -> tuple[int, ...]:
-        """Returns `ids`, or `withheld` if the control tokens of the two differ. Omits the end-of-turn token if the turn `after` already
-        ends with it."""
+        """Returns `ids`, or `withheld` if the control tokens in `ids` differ from those in `withheld`. Omits the end-of-turn token if the
+        turn `after` already ends with it."""
         ids = ids if self._controls(ids) == self._controls(withheld) else withheld
         return ids if self._hands_over and after is not None and after.end not in (None, ids[0]) else ids[1:]
 
@@ -234,7 +236,7 @@ class ChatFormat:
         return [self.escape_value(item) for item in value] if isinstance(value, list | tuple) else value
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """Returns the text of a completion, with control tokens but without the token that ends it."""
+        """Returns the text of a completion, with control tokens but without the end-of-turn token."""
         ids = list(token_ids)
         return self._renderer.decode(ids[:-1] if ids and ids[-1] in self.stop_token_ids else ids)
 
@@ -340,8 +342,8 @@ class ChatFormat:
             )
 
     def _check_control_tokens(self) -> None:
-        """Raises `UserError` if markup in the template is not a single token. The model does not know such markup, and a program could
-        write it too."""
+        """Raises `UserError` if markup in the template is not a single token. The model does not know such markup as a control token, and
+        it would not be escaped in tool outputs."""
         turns = [{"role": "user", "content": "-"}, {"role": "assistant", "content": "-"}, {"role": "tool", "content": "-"}]
         text = self._seam.between(SHOWN)
         for messages, tools in ((turns, ()), ([{"role": "system", "content": "-"}, *turns], [TOOL])):

@@ -4,10 +4,10 @@ Tool results and user messages extend a context by a delta. If the chat template
 the stop reason `restarted`, and the conversation continues in a new trajectory, whose parent is the old one. Every sampled token stays in
 the trajectory in which it was sampled, and is trained there.
 
-Compaction continues a nearly full context from a summary. The request for the summary follows the last tool output, so that it needs no
-message that a chat template might reject. The summary is sampled in its own trajectory, which starts with the context so far. A summary is
-rejected if it is empty, was cut off or calls a tool. The next attempt then starts from the same context. After a summary, the agent
-continues in a new trajectory, which starts with the agent's first prompt and has the summary appended to the prompt's last message.
+Compaction continues a nearly full context from a summary. The request for the summary is appended to the last tool output, because a chat
+template might reject a separate message. The summary is sampled in its own trajectory, which starts with the context so far. A summary is
+rejected if it is empty, was cut off or calls a tool. The next attempt at a summary then starts from the same context. After a summary, the
+agent continues in a new trajectory, which starts with the agent's first prompt and has the summary appended to the prompt's last message.
 """
 
 from __future__ import annotations
@@ -64,15 +64,16 @@ async def refer_prompt(chat: ChatFormat, trajectory: LiveTrajectory, prompt: tup
             if trusted:  # an untrusted prompt contains an observation, which is escaped later
                 chat.opening(stored, ())
         except UserError as error:  # such as one of the model's image tokens in the text
-            raise TaskError(f"a prompt with images cannot be read: {error.message}", fix=error.fix) from error
+            raise TaskError(f"the chat template rejects a prompt with images: {error.message}", fix=error.fix) from error
     return stored
 
 
 async def refer_observation(chat: ChatFormat, episode: LiveEpisode, observation: Observation) -> Observation:
     """Stores the images in an observation, and returns the observation with references to them.
 
-    Raises `EnvironmentFault` if an image is invalid. If the policy has written an image reference in this episode, which the environment
-    may repeat, the observation stays unchanged instead, because the policy must not be able to end its episode with a fault.
+    Raises `EnvironmentFault` if an image is invalid. If the policy has written an image reference in this episode, the observation is
+    returned unchanged instead: the environment may repeat the policy's text, and the policy must not be able to end its episode with a
+    fault.
     """
     try:
         return observation if MARK not in observation.text else replace(observation, text=await chat.refer(observation.text))
@@ -93,9 +94,9 @@ def with_instructions(prompt: Sequence[Message], instructions: str | None) -> tu
 
 @contextmanager
 def reading_policy_text(what: str) -> Iterator[None]:
-    """Converts exceptions that the policy's text causes to `PolicyFault`. The tokens stay recorded, and the episode is scored.
+    """Raises `PolicyFault` in place of an exception that the policy's text causes. The tokens stay recorded, and the episode is scored.
 
-    A template, tokenizer or parser may raise any exception on such text. Faults that already assign the blame pass through unchanged.
+    A template, tokenizer or parser may raise any exception on such text. Faults that already assign the blame are raised unchanged.
 
     Args:
         what: completes the error message "the policy's text cannot be ...".

@@ -97,7 +97,7 @@ def sub_agent_outcome(answer: str | None, reason: str, files: str = "") -> ToolO
 
 
 def check_name(task: Task, tools: Mapping[str, object]) -> None:
-    """Raises `TaskError` if a tool of the task is called `delegate`."""
+    """Raises `TaskError` if a tool of the task is named `delegate`."""
     if NAME in tools:
         message = f"task {task.id!r} has a tool called {NAME!r}, but rollout.agent=delegating adds a tool with the same name"
         raise TaskError(message, fix="rename the task's tool")

@@ -70,7 +70,7 @@ class ImageTokens:
         return REFERENCE.sub(lambda match: match[0] if match[2] is None else f"{MARK}sha256:{self._stored(match[2])[0]}>", text)
 
     def ids(self, text: str, encode: Callable[[str], list[int]]) -> tuple[int, ...]:
-        """Returns the token ids of a string. Anything that is not a valid reference to an image stays text. Raises the error of
+        """Returns the token ids of a string. Anything that is not a valid reference to an image stays text. Raises the same error as
         `MediaFolder.read` if a stored image is damaged."""
         blocks: list[tuple[int, ...]] = []
 

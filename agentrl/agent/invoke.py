@@ -3,10 +3,10 @@ fault.
 
 If a tool raises an exception because of its arguments or returns no valid outcome, the agent receives an error. If something that the tool
 depends on has an outage (`agentrl.base.outages`), or a tool that does not use the sandbox does not return in time, this is an
-infrastructure fault: the attempt ends and is retried. The exception is an outage that the arguments provoked
-(`agentrl.agent.outage_blame`), because otherwise an agent could end attempts on purpose and so choose which of them count. To decide
-whether the arguments provoked the outage, the call is repeated for `PATIENCE_S` if other calls can change the decision. An outage that ends
-within this time has no effect. Sandbox faults are infrastructure faults, even if a tool hides them.
+infrastructure fault: the attempt ends and is retried. An outage that the arguments provoked (`agentrl.agent.outage_blame`) is the policy's
+fault, because otherwise an agent could end attempts on purpose and so choose which of them count. To decide whether the arguments provoked
+the outage, the call is repeated for `PATIENCE_S` if other calls can change the decision. An outage that ends while the call is repeated has
+no effect. Sandbox faults are infrastructure faults, even if a tool hides them.
 
 This module also runs the calls of one turn: it decides which run concurrently, enforces the tools' budgets, and returns the results in the
 order of the calls.
@@ -78,8 +78,8 @@ async def call_tool(
 
     Args:
         caller: the attempt that makes the call, as stored in `record`.
-        record: the recent calls of the run's tools. If None, every outage is an infrastructure fault, and a late result is the policy's
-            fault.
+        record: the recent calls of the run's tools. If `record` is None, every outage is an infrastructure fault, and a late result is the
+            policy's fault.
         on_lost: called as soon as the call makes the sandbox unusable, before other calls that wait for the sandbox fail.
         refer: stores the images in an output (`ChatFormat.refer`).
 
@@ -208,7 +208,8 @@ class _Call:
 
 
 def checked_outcome(outcome: object, limits: Limits) -> ToolOutcome:
-    """Returns the outcome cut to its bounds and without the run's secrets. Raises `InvalidOutcome` with a message for the agent."""
+    """Returns the outcome with its output cut to the limit and without the run's secrets. Raises `InvalidOutcome` with a message for the
+    agent."""
     if not isinstance(outcome, ToolOutcome):
         raise InvalidOutcome(f"it returned {user_code.printable(type(outcome).__name__, 64)}, not a ToolOutcome")
     if outcome.answer is not None and len(outcome.answer) > MAX_ANSWER:
@@ -230,8 +231,8 @@ def _outage(error: BaseException, arguments: Mapping[str, Any], *, alone: bool) 
 
 
 class _WatchedSandbox(ForwardingSandbox):
-    """The episode's sandbox as a tool sees it. It records what a tool may hide: a fault of the sandbox, and a call that was cut short by a
-    deadline, after which the sandbox does not respond."""
+    """The episode's sandbox as a tool sees it. This view records what a tool may hide: a fault of the sandbox, and a call that was cut
+    short by a deadline, after which the sandbox does not respond."""
 
     def __init__(self, sandbox: Sandbox, on_lost: Callable[[], None]) -> None:
         super().__init__(sandbox)
@@ -268,11 +269,11 @@ SUBMIT = "submit"
 async def run_calls(
     episode: LiveEpisode, tools: Toolbox, calls: Sequence[ToolCall], *, spent: Counter[str], also: Sequence[str] = ()
 ) -> tuple[tuple[ToolResult, ...], str | None]:
-    """Runs the calls of one turn, up to a submitted answer or a lost sandbox. Returns the results and the answer, which is None if none was
-    submitted.
+    """Runs the calls of one turn until an answer is submitted or the sandbox is lost. Returns the results and the answer, which is None if
+    none was submitted.
 
-    Consecutive calls run concurrently if their tools allow this. Every other call runs alone, in order. Raises the errors of `call_tool`.
-    If several concurrent calls fail, the error of the first one is raised.
+    Consecutive calls run concurrently if their tools allow concurrency. Every other call runs alone, in order. Raises the errors of
+    `call_tool`. If several concurrent calls fail, the error of the first one is raised.
 
     Args:
         spent: the episode's calls so far (`count_calls`). Each call is added before it runs.
@@ -329,7 +330,7 @@ async def _run(
 
 
 async def _call(episode: LiveEpisode, tools: Toolbox, call: ToolCall, sandbox: Sandbox | None) -> tuple[CallResult, float]:
-    """Runs one call. Returns its result and its duration in seconds."""
+    """Runs one call. Returns the call's result and its duration in seconds."""
     tool, started = tools[call.name], time.monotonic()
 
     def lose() -> None:
@@ -370,7 +371,7 @@ async def _together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def count_calls(episode: LiveEpisode) -> Counter[str]:
-    """Returns the number of calls so far per tool name, including rejected calls. A user message is not a call."""
+    """Returns the number of calls so far per tool name, including rejected calls. A user message does not count as a call."""
     turns = [turn for trajectory in episode.trajectories for turn in trajectory.turns]
     calls = (turn.tool_results for turn in turns if user_message(turn.message, turn.tool_results) is None)
     return Counter(result.name for results in calls for result in results)

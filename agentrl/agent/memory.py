@@ -1,4 +1,4 @@
-"""The tools for a run's memory: `note` and `recall`. They use the episode's memory on the host (`agentrl.protocols.EpisodeMemory`)."""
+"""The tools for a run's memory: `note` and `recall`. The tools use the episode's memory on the host (`agentrl.protocols.EpisodeMemory`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NOTE, RECALL = "note", "recall"
 
 
 class Notebook:
-    """The memory of one episode. Its methods are the tools."""
+    """The memory of one episode. The methods of this class are the memory tools."""
 
     def __init__(self, memory: EpisodeMemory) -> None:
         self._memory = memory

@@ -5,15 +5,16 @@ its arguments could therefore choose which of its episodes count. So evidence of
 calls" are those that finished after the call failed (for a call that timed out: after it started; for a retried episode: after the
 episode's first outage). The first rule that applies decides:
 
-1. In later calls, the tool has failed in at least `FEW` other episodes, and has answered less than the share `UP` of all other episodes: it
-   is down.
-2. The tool has never answered a call in an attempt at this task, and has failed in another attempt at this task: it is down for this task.
+1. In later calls, the tool has failed in at least `FEW` other episodes, and has answered in less than the share `UP` of the episodes with
+   such calls: the tool is down.
+2. The tool has never answered a call in an attempt at this task, and has failed in another attempt at this task: the tool is down for this
+   task.
 3. The tool has answered some later calls and a call in an attempt at this task, and the outage is confirmed: the same call failed
    repeatedly or timed out (`sure`), or an earlier attempt of the episode had an outage too. The call provoked the outage.
-4. The tool has never answered a call in another episode, or it has answered no later call and has failed in the last `FEW` episodes: it is
-   down.
-5. Otherwise, only this call shows the outage. Real outages of this kind are rare, so the infrastructure is blamed in about one of `ONE_IN`
-   episodes. In all others, the call provoked the outage.
+4. The tool has never answered a call in another episode, or it has answered no later call and has failed in the last `FEW` episodes: the
+   tool is down.
+5. Otherwise, only this call shows the outage. Real outages of this kind are rare, so the infrastructure is blamed in about one episode per
+   `ONE_IN` episodes in which the tool has answered. In all other episodes, the call provoked the outage.
 
 Servers are not pinged: a server that answers a ping can still have lost its database.
 """
@@ -97,7 +98,7 @@ class CallRecord:
 
 
 class OutageCase:
-    """One undecided outage. Call `withdraw` if the call is answered after all."""
+    """One undecided outage. Call `withdraw` if the tool answers the call when it is repeated."""
 
     def __init__(self, calls: deque[_Call], call: _Call, *, since: int, again: bool) -> None:
         self._calls, self._call, self._since, self._again = calls, call, since, again
@@ -134,7 +135,8 @@ class OutageCase:
         return not self._allowed()
 
     def _allowed(self) -> bool:
-        """Whether the infrastructure may be blamed for an outage that no other call shows. If so, counts the episode."""
+        """Returns whether the infrastructure may be blamed for an outage that no other call shows, and if so, marks the call. `ONE_IN`
+        limits the number of episodes with marked calls."""
         spent = {call.episode for call in self._calls if call.alone}
         answered = {call.episode for call in self._calls if call.ok}
         if self._call.episode not in spent and len(spent) > len(answered) // ONE_IN:
@@ -144,7 +146,7 @@ class OutageCase:
         return True
 
     def _failed_since(self) -> int:
-        """Returns the number of other episodes in which the tool has failed since it last answered one of them."""
+        """Returns the number of other episodes in which the tool has failed since it last answered a call in one of them."""
         failed = set[str]()
         for call in reversed(self._others()):
             if call.ok:

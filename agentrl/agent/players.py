@@ -47,8 +47,8 @@ class Players:
     Args:
         players: role -> `current` (the policy in training, the default), `league` (a past version of it), or the plug-in reference of a
             `PlayerFunction`.
-        opponent: `league` or a plug-in reference. In a `share` of the tasks, it plays all roles that `players` does not assign, except one,
-            which is drawn at random for the trained policy. None means that the trained policy plays all of these roles.
+        opponent: `league` or a plug-in reference. In a `share` of the tasks, the opponent plays all roles that `players` does not assign,
+            except one, which is drawn at random for the trained policy. Without an opponent, the trained policy plays all of these roles.
         share: fraction of the tasks that have an opponent. Either all attempts at a task have an opponent, or none do.
         sampling: distribution from which past versions sample.
 
@@ -156,7 +156,7 @@ class Match:
         return [(player, mean - self._totals[role]) for role, player in self._untrained.items() if not isinstance(player, str)]
 
     async def play(self) -> str:
-        """Plays until the game ends or a limit is reached. Returns why it ended."""
+        """Plays until the game ends or a limit is reached. Returns why the game ended."""
         episode = self._episode
         episode.stage = "environment"
         observations, loop = await self._referred(await self._environment.reset()), asyncio.get_running_loop()

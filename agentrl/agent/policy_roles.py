@@ -28,7 +28,7 @@ class NoMove(Exception):
 
 
 class TrainedPlayer:
-    """The policy in training. The turns of this player have exact tokens."""
+    """The policy in training. The exact tokens of this player's turns are recorded."""
 
     def __init__(self, chat: ChatFormat, episode: LiveEpisode, trajectory: LiveTrajectory, prompt: Prompt) -> None:
         self._chat, self._episode, self.trajectory, self._prompt = chat, episode, trajectory, prompt
@@ -37,7 +37,7 @@ class TrainedPlayer:
         self._said: ParsedCompletion | None = None
 
     def resume(self, observation: str) -> None:
-        """Continues after the recorded turns. `observation` is the first observation of the role."""
+        """Resumes the player after its recorded turns. `observation` is the first observation of the role."""
         turn = self.trajectory.turns[-1]
         self._first = self._prompt(observation)
         self._said = ParsedCompletion(message=turn.message, end=(*turn.prompt_ids, *turn.completion_ids)[-1])

@@ -57,7 +57,7 @@ class Tokenizer(Protocol):
 
 
 class _TooLong(Exception):
-    """A rendering exceeded its CPU time. A template may be slower on messages that its test did not include."""
+    """A rendering exceeded its limit on CPU time. A template may be slower on messages that its test did not include."""
 
 
 class Renderer:
@@ -109,7 +109,7 @@ class Renderer:
             ) from error
 
     def ids(self, text: str) -> tuple[int, ...]:
-        """Returns the token ids of a string and of the images in it, without special tokens around them."""
+        """Returns the token ids of a string and of the images in it, without adding special tokens."""
         return tuple(self._encode(text)) if self.images is None else self.images.ids(text, self._encode)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -159,14 +159,14 @@ class Renderer:
         return {"id": number, "type": "function", "function": {"name": name, "arguments": rendered}}
 
     def _thought(self, content: str) -> dict[str, Any]:
-        """Returns the reasoning and the rest of the content under separate keys if the template has a key for the reasoning; otherwise no
-        keys."""
+        """Returns the reasoning and the rest of the content under separate keys; empty if the template has no key for the reasoning or the
+        content has no reasoning."""
         match = _THOUGHT.fullmatch(content) if self.thinking_key else None
         return {} if match is None else {self.thinking_key: match[1], "content": match[2]}
 
 
 def encoder(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
-    """Returns a function that encodes a string as token ids, without special tokens around them.
+    """Returns a function that encodes a string as token ids, without adding special tokens.
 
     The function bypasses the wrapper of `transformers` if this does not change the ids. The wrapper takes a third of the time to encode a
     turn.
@@ -235,8 +235,8 @@ def _first_characters(tokens: set[str]) -> str:
 
 
 def _any_of(texts: set[str]) -> str:
-    """Returns a pattern that matches the shortest of the strings that fit. Common prefixes are factored out, so that matching many strings
-    costs as little as matching one."""
+    """Returns a pattern that matches any of the strings, and the shortest one if several match. Common prefixes are factored out, so that
+    matching many strings costs as little as matching one."""
     if "" in texts:
         return ""
     branches: dict[str, set[str]] = {}

@@ -51,7 +51,7 @@ def declared_tools(mcp: Mapping[str, MCPConfig], tools: Mapping[str, ToolConfig]
 
 
 def _live(name: str, config: MCPConfig) -> AnswerLiveness | None:
-    """Returns the liveness of a server outside the sandbox; None for a server in a sandbox, because the agent can stop it."""
+    """Returns the liveness check for a server outside the sandbox; None for a server in a sandbox, because the agent can stop it."""
     if config.command:
         return None
     program = "run the program in a shell to test it. A call that gets no answer in time ends the program, and the next call restarts it"
@@ -60,7 +60,7 @@ def _live(name: str, config: MCPConfig) -> AnswerLiveness | None:
 
 
 def candidate_tasks(family: TaskFamily, others: Iterable[Task] = ()) -> Iterator[Task]:
-    """Yields the tasks from which a run's servers may be started: the first training tasks, one task from each held-out split, then
+    """Yields the tasks that are searched for the run's servers to start: the first training tasks, one task from each held-out split, then
     `others`."""
     for split, most in {Split.TRAIN: MAX_TASKS, Split.HELDOUT: 1, Split.HELDOUT_REAL: 1}.items():
         size = family.size(split)
@@ -94,10 +94,10 @@ async def pin_tools(
     Args:
         tasks: tasks of the run, of which at most `4 * MAX_TASKS` are read.
         folder: the run folder. In a resumed run, the servers must list the tools that the run started with (`save_tool_offers`).
-        every: whether a server or a bound that no task uses is an error. Otherwise unused servers are excluded.
+        every: whether a server or a bound that no task uses is an error. If `every` is False, unused servers are excluded.
         idle_words: whether `tools` may describe tools that none of these tasks has, because other tasks of the run have them.
-        chat: the policy's chat format. It escapes control tokens in every string from a server, and excludes tools that the policy cannot
-            call.
+        chat: the policy's chat format, with which control tokens in every string from a server are escaped and tools that the policy cannot
+            call are excluded.
         memory: the recipe's memory. `tools` may also describe the memory tools.
 
     Raises `UserError` if a server does not start, its tools cannot be offered (`usable_tools`), or its tools differ from the tools at the
@@ -166,8 +166,8 @@ def save_tool_offers(tools: RunTools, folder: Path) -> None:
 
 
 def _check_used(tools: RunTools, tasks: Sequence[Task], memory: EpisodeMemory | None, *, every: bool) -> None:
-    """Raises `UserError` if a bound or a description is for a tool that no task has. If `every` is False, raises only if none of the
-    descriptions is used."""
+    """Raises `UserError` if the recipe bounds or describes a tool that none of `tasks` has. If `every` is False, raises it only if none of
+    `tasks` has any of the described tools."""
     if not every and not tools.words:
         return
     known = {name for names in {task.tools for task in tasks} for name in load_tools(names, None, tools, memory)}

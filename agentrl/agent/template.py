@@ -1,7 +1,7 @@
 """Reads chat templates, and tests user-supplied templates and tokenizers within bounds before they are used.
 
 A template is a Jinja program. transformers runs it in a sandboxed environment that does not bound its time or memory. `probe_template`
-bounds both, in a separate process.
+renders the template in a separate process with limits on time and memory.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def read_template(name: str, root: Path) -> str:
             fix=f"use a built-in template, or create {path}",
         ) from None
     if content is None:
-        raise UserError(f"{path} is not a chat template: it has more than {MAX_BYTES >> 10} KiB", fix="save only the template in it")
+        raise UserError(f"{path} is not a chat template: it has more than {MAX_BYTES >> 10} KiB", fix="save only the template in this file")
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
@@ -129,7 +129,7 @@ def _try(text: str | None, folder: str | None, cpu_s: float) -> None:
 
 
 def _run_child(text: str | None, folder: str | None, cpu_s: float) -> tuple[int | None, str]:
-    """Runs the test process. Returns its exit status (None if it timed out) and the end of its stderr."""
+    """Runs the test process. Returns the exit status (None if the process timed out) and the end of its stderr."""
     try:
         child = subprocess.run(
             [sys.executable, "-P", "-c", _CHILD],  # -P: imports nothing from the current folder, which may be hostile
@@ -152,8 +152,8 @@ def _child() -> None:
 def try_within(text: str | None, folder: str | None, cpu_s: float) -> None:
     """Runs the test in the current process. Exceptions raised by the template or the tokenizer are suppressed.
 
-    Exits with `_TOO_MUCH` if memory or a range exceeds its bound, and with `_GAVE_UP` after a panic in the tokenizer's library. A process
-    that exceeds the bound on CPU time is killed.
+    Exits with `_TOO_MUCH` if the memory or a `range()` in the template exceeds its bound, and with `_GAVE_UP` after a panic in the
+    tokenizer's library. A process that exceeds the bound on CPU time is killed.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -232,8 +232,9 @@ def _conversations() -> Iterator[tuple[list[dict[str, Any]], list[dict[str, Any]
 def auto_tokenizer() -> Any:
     """Returns transformers' `AutoTokenizer`.
 
-    Its import loads `GenerationMixin`, which imports compilers, scikit-learn and pandas. This takes three of the four seconds of CPU time.
-    Only models with custom code need that class, and no such model is loaded here, so an empty class replaces it during the import.
+    Importing `AutoTokenizer` loads `GenerationMixin`, which imports compilers, scikit-learn and pandas and takes three of the import's four
+    seconds of CPU time. Only models with custom code need `GenerationMixin`, and no such model is loaded here, so an empty class replaces
+    it during the import.
     """
     import transformers.generation
 

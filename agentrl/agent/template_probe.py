@@ -48,7 +48,7 @@ _TEXTS = (
 def turn_ends(renderer: Renderer, control: Collection[str]) -> tuple[str, ...]:
     """Returns the control tokens that the template writes directly after the assistant's text, if a user message or a tool result follows.
 
-    If there are several such tokens, a turn ends with the first token of the next turn.
+    If there are several such tokens, the template has no end-of-turn token: each turn ends with the first token of the next turn.
     """
     ends: list[str] = []
     for following in (_USER, tool_message(SHOWN[0])):
@@ -73,7 +73,7 @@ def shows_calls(renderer: Renderer) -> bool:
 def puts_results_in_user_turn(renderer: Renderer) -> bool:
     """Returns whether tool results must be part of a user message, and configures the renderer accordingly.
 
-    This is the case if the template rejects or ignores tool messages but shows user messages with tool results.
+    Tool results must be part of a user message if the template rejects or ignores tool messages but shows user messages.
     """
     results = [tool_message(output) for output in SHOWN]
 
@@ -137,7 +137,8 @@ class Seam:
         return self._after({"role": "assistant", "content": MARK}, [{"role": "user", "content": text}])
 
     def _after(self, turn: Mapping[str, Any], following: Sequence[Mapping[str, Any]]) -> str:
-        """Returns the text after the mark in `turn`, from the token that ends it. The text of a call may follow the mark."""
+        """Returns the rendered text after the mark in `turn`, starting with the token that ends the turn. The text of a call may follow the
+        mark."""
         _, mark, rest = self._renderer.text([_USER, turn, *following]).partition(MARK)
         end = (self._ends.search if turn.get("tool_calls") else self._ends.match)(rest)
         if not mark or end is None:
@@ -161,9 +162,9 @@ class TemplateForm:
 
 
 def find_form(renderer: Renderer, control: Collection[str], eos: str, name: str | None) -> TemplateForm:
-    """Returns the form of tool calls: the form called `name`, or the form that reads what the template writes.
+    """Returns the form of tool calls: the form named `name`, or the form that reads what the template writes.
 
-    A turn ends with a token that the template writes there, the tokenizer's eos token, or an end token of the form.
+    A turn ends with a token that the template writes at the end of a turn, the tokenizer's eos token, or an end token of the form.
 
     Raises:
         UserError: as for `Seam`, or the form is unknown or does not read the template's calls.
@@ -216,7 +217,7 @@ def _reads(form: CallForm, text: str, calls: tuple[ToolCall, ...]) -> bool:
 
 
 def _written(renderer: Renderer, seam: Seam, calls: tuple[ToolCall, ...]) -> str:
-    """Returns a turn with only these calls, as the template writes it, up to the token that ends it."""
+    """Returns a turn with only these calls, as the template writes it, up to the end-of-turn token."""
     user, turn = Message(role="user", content="-"), Message(role="assistant", content="", tool_calls=calls)
     outputs = [f"{SHOWN[0]}{n}" for n in range(len(calls))]
     results = [Message(role="tool", content=output) for output in outputs]

@@ -40,7 +40,8 @@ from agentrl.task.recorded_tools import RECORDED_TOOLS, RecordedCall, Recording,
 
 
 class ToolInstance:
-    """An episode's object of a class with `tool` methods. The first call creates it, from the saved state if there is one.
+    """An episode's object of a class with `tool` methods. The first call of a tool creates the object, from the saved state if there is
+    one.
 
     The state of a dataclass is its fields. Other classes define `state()`, which returns JSON data, and `restore(state)`, which is called
     on a new object. An optional `close()` is called at the end of the episode. All three methods may be async.
@@ -185,7 +186,7 @@ class Toolbox(Mapping[str, Tool]):
         return {reference: await owner.state(timeout_s=timeout_s) for reference, owner in self._stateful.items() if owner.used}
 
     async def close(self, *, timeout_s: float) -> None:
-        """Closes everything that was opened. Logs errors."""
+        """Closes the objects and connections that were opened. Logs errors."""
         async with AsyncExitStack() as stack:
             for owner in self._stateful.values():
                 stack.push_async_callback(owner.close, timeout_s=timeout_s)
@@ -232,7 +233,7 @@ def load_tools(
     for name in names:
         for tool in _of_server(name, run, connections, saved) if name.startswith(MCP_PREFIX) else _loaded(name, instances, saved, task):
             if tool.name in tools:
-                raise TaskError(f"two of the tools {', '.join(names)} are called {tool.name!r}", fix="rename one of them")
+                raise TaskError(f"two of the tools {', '.join(names)} are named {tool.name!r}", fix="rename one of them")
             tools[tool.name] = _of_recipe(tool, run)
     for tool in actions:
         if tool.name in tools:
@@ -248,7 +249,8 @@ def load_tools(
 
 
 def _of_recipe(tool: Tool, run: ToolSource) -> Tool:
-    """Returns the tool with the recipe's bounds and descriptions. Raises `UserError` if they describe an unknown argument."""
+    """Returns the tool with the recipe's bounds and descriptions. Raises `UserError` if a description is for an argument that the tool does
+    not have."""
     if tool.name not in run.bounds and tool.name not in run.words:
         return tool
     return RecipeTool(tool, run.bounds.get(tool.name, NO_BOUNDS), run.words.get(tool.name, ToolWording()))
@@ -288,7 +290,7 @@ def _loaded(name: str, instances: dict[str, ToolInstance], saved: Mapping[str, A
 
 
 def _with_task(tool: TypedTool, task: Task | None) -> TypedTool:
-    """Returns the tool with the task's data, if it has a parameter for it."""
+    """Returns the tool with the task's data added if the tool has a `TaskData` parameter; otherwise returns it unchanged."""
     if task is None or TaskData not in tool.injected.values():
         return tool
     return dataclasses.replace(tool, task=TaskData.of(task))
@@ -321,8 +323,8 @@ class RecordedTool:
         return ToolOutcome(output=f"error: {self.name} has no recorded answer to this call; {recorded}", ok=False)
 
     def _names(self) -> str:
-        """Returns the names of the recorded arguments. Their values stay hidden, because the recorded agent may have passed the answer to
-        the task."""
+        """Returns the names of the recorded arguments. The arguments' values stay hidden, because the recorded agent may have passed the
+        answer to the task."""
         names = dict.fromkeys(name[:_MAX_NAME] for call in self._calls.values() for name in call.arguments if name in self._declared)
         return ", ".join(list(names)[:_MAX_LISTED]) or "that its schema does not declare"
 

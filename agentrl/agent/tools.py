@@ -89,7 +89,8 @@ class ToolWording:
 
 
 def reworded_schema(schema: Mapping[str, Any], wording: ToolWording) -> Mapping[str, Any]:
-    """Returns a tool's function schema with these descriptions. Raises `UserError` if they describe an unknown argument."""
+    """Returns a tool's function schema with these descriptions. Raises `UserError` if a description is for an argument that the tool does
+    not have."""
     changed = copy.deepcopy(dict(schema))
     function = changed["function"]
     if wording.description:
@@ -121,7 +122,7 @@ def runs_together(tool: Tool) -> bool:
 
 
 class Tool(Protocol):
-    """One tool. The object serves all episodes and must not keep state (`agentrl.agent.toolbox` supports tools with state).
+    """One tool. A tool object serves all episodes and must not keep state (`agentrl.agent.toolbox` supports tools with state).
 
     If `needs_sandbox` is False, `sandbox` is None in the call and no sandbox is opened. Optional attributes: `bounds` (a `Bounds`), and
     `together` (if True, its calls may run concurrently with other calls of the turn that also allow it).
@@ -135,8 +136,8 @@ class Tool(Protocol):
         """Runs a call. If the arguments are invalid, the outcome should have ok=False and a text that describes the expected arguments.
 
         If the call raises an exception, returns an invalid outcome or does not return in time, the agent receives an error and its episode
-        is scored. An outage (`agentrl.base.outages`) ends the attempt instead. `InfrastructureError`, `TaskError` and `PluginError` keep
-        their meaning.
+        is scored. An outage (`agentrl.base.outages`) ends the attempt instead. The exceptions `InfrastructureError`, `TaskError` and
+        `PluginError` are raised to the caller.
         """
 
 

@@ -163,7 +163,7 @@ class AgentRun:
         return self._cut(limit)
 
     async def _show(self, parsed: ParsedCompletion, results: Sequence[ToolResult], *, wall_s: float) -> str:
-        """Adds results to the context, or continues from a summary. Returns the limit that prevents this, if any."""
+        """Adds results to the context, or continues from a summary. Returns the limit that stops the agent; empty if it may continue."""
         trajectory, room, chat = self.trajectory, self._episode.room, self._loop.chat
         if self._environment is not None and self._environment.context_is_full(trajectory):
             trajectory.add_results(results, wall_s=wall_s)
@@ -206,15 +206,15 @@ class AgentRun:
             trajectory.add_last_state(state)
 
     def _cut(self, limit: str) -> Ended:
-        """Returns the end of a run that reached a limit. If the episode had no allowed action, none of its turns has been charged yet, so
-        the failure is recorded here."""
+        """Returns the `Ended` record of an agent that reached a limit. If the episode had no allowed action, none of its turns has been
+        charged yet, so the failure is recorded here."""
         if self._environment is not None and self._environment.unpaid:
             self._add_no_action("the rules forbid it or it has no working call, as in all earlier turns")
         return Ended(reason=limit)
 
     def _add_no_action(self, why: str) -> None:
-        """Records a failure if a turn without an action ends the episode before its environment does, because this must not score better
-        than acting."""
+        """Records a failure if a turn without an action ends the episode before its environment does, because ending the episode this way
+        must not score better than acting."""
         if self._environment is not None:
             message, turn = f"a turn is not an action: {why}", self._episode.turn_count
             self._episode.add_failure(Failure(stage="environment", blame=Blame.POLICY, kind=NO_ACTION, message=message, turn=turn))
@@ -228,7 +228,7 @@ class AgentRun:
             self.trajectory.add_prompt(chat.render_conversation(prompt[:-1], prompt[-1:], self._schemas))
 
     def _continue(self, environment: AgentEnvironment) -> str:
-        """Continues from the last observation in a new trajectory. Returns the limit that prevents this, if any."""
+        """Continues from the last observation in a new trajectory. Returns the limit that stops the agent; empty if it may continue."""
         if (limit := self._limit()) and limit != "token_limit":
             return limit
         self.trajectory.end(CONTINUED)
@@ -239,7 +239,7 @@ class AgentRun:
         return ""
 
     async def _compacted(self, compactor: Compactor, delta: Sequence[int], room: int) -> str:
-        """Continues from a summary in a new trajectory. Returns the limit that prevents this, if any."""
+        """Continues from a summary in a new trajectory. Returns the limit that stops the agent; empty if it may continue."""
         for _ in range(SUMMARY_ATTEMPTS):
             if limit := self._limit():
                 return limit
@@ -273,8 +273,8 @@ class AgentRun:
         return "turn_limit" if self._turns >= config.turns else ""
 
     async def _results(self, parsed: ParsedCompletion) -> tuple[tuple[ToolResult, ...], str | None]:
-        """Runs the calls of one turn, up to a submitted answer or a lost sandbox. Returns the results and the answer, which is None if none
-        was submitted.
+        """Runs the calls of one turn until an answer is submitted or the sandbox is lost. Returns the results and the answer, which is None
+        if none was submitted.
 
         Calls run in order, except that consecutive sub-agents run concurrently, and so do consecutive calls of tools that allow
         concurrency. The result of a malformed call is its error.
@@ -331,7 +331,7 @@ class AgentRun:
         return results
 
     async def _run_worker(self, worker: delegation.Opened, copy: bytes | None) -> ToolOutcome:
-        """Runs one sub-agent, in this agent's sandbox or in a sandbox that starts with a copy of its files."""
+        """Runs one sub-agent, in this agent's sandbox or in a sandbox that starts with a copy of this agent's files."""
         config = self._loop.delegation
         assert config is not None, "delegation is not configured"
         if config.sandbox == "shared":

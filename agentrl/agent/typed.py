@@ -116,7 +116,7 @@ def tool(
 def _bounds(timeout_s: float | None, output_chars: int | None, calls: int | None) -> Bounds:
     for name, value in {"timeout_s": timeout_s, "output_chars": output_chars, "calls": calls}.items():
         if value is not None and not value > 0:
-            raise PluginError(f"@tool({name}={value!r}): it must be more than 0", fix=f"omit {name} to use the task's limit")
+            raise PluginError(f"@tool({name}={value!r}): the value must be more than 0", fix=f"omit {name} to use the task's limit")
     return Bounds(timeout_s=timeout_s, output_chars=output_chars, calls=calls)
 
 
@@ -240,8 +240,8 @@ def _schema(name: str, description: str, arguments: type[BaseModel]) -> Mapping[
 
 
 def _untitled(schema: Any, *, names: bool = False) -> Any:
-    """Returns a JSON schema without pydantic's titles, which repeat names and cost tokens. `names`: whether the schema's keys are names,
-    not keywords."""
+    """Returns a JSON schema without pydantic's titles, which repeat names and cost tokens. `names`: whether the keys of `schema` are names
+    of properties or definitions, not JSON Schema keywords."""
     if isinstance(schema, list):
         return [_untitled(item) for item in schema]
     if not isinstance(schema, dict):

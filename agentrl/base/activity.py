@@ -12,8 +12,8 @@ REPORT_S = 5.0
 
 
 class Activity:
-    """Counts the operations in progress, by kind, in this process and in processes that report their counts. Use it from only one event
-    loop."""
+    """Counts the operations in progress, by kind, in this process and in processes that report their counts. Use an instance from only one
+    event loop."""
 
     def __init__(self) -> None:
         self._running = Counter[str]()
@@ -21,7 +21,7 @@ class Activity:
 
     @contextmanager
     def doing(self, kind: str) -> Iterator[None]:
-        """Counts the block as one operation of a kind."""
+        """Counts the `with` block as one operation of kind `kind` while it runs."""
         self._running[kind] += 1
         try:
             yield
@@ -29,7 +29,7 @@ class Activity:
             self._running[kind] -= 1
 
     def count(self, kind: str) -> int:
-        """Returns the number of operations of a kind in progress."""
+        """Returns the number of operations of kind `kind` in progress."""
         oldest = time.monotonic() - REPORT_S
         return self._running[kind] + sum(counts.get(kind, 0) for at, counts in self._reports.values() if at > oldest)
 
@@ -38,7 +38,7 @@ class Activity:
         return dict(self._running)
 
     def report(self, process: str, counts: Mapping[str, int]) -> None:
-        """Replaces the counts that another process reported."""
+        """Replaces the last counts reported by process `process` with `counts`."""
         self._reports[process] = time.monotonic(), counts
 
     def drop_reports(self) -> None:

@@ -30,7 +30,7 @@ class Clock(Protocol):
     """Time and waiting. Tests use a fake clock."""
 
     def monotonic(self) -> float:
-        """Returns the seconds of a monotonic clock."""
+        """Returns the time of a monotonic clock, in seconds."""
         ...
 
     def time(self) -> float:
@@ -47,7 +47,7 @@ class SystemClock:
     """The system clock."""
 
     def monotonic(self) -> float:
-        """Returns the seconds of a monotonic clock."""
+        """Returns the time of a monotonic clock, in seconds."""
         return time.monotonic()
 
     def time(self) -> float:
@@ -62,8 +62,8 @@ class SystemClock:
 def requested_wait_s(headers: Mapping[str, str], *, now: float) -> float | None:
     """Returns the seconds that a server asks the client to wait; None if its headers contain no valid wait.
 
-    The first of these counts: `retry-after-ms`; `retry-after` (seconds, or a date as in RFC 9110); the longest `x-ratelimit-reset-*`
-    whose `x-ratelimit-remaining-*` is 0 or missing.
+    Reads `retry-after-ms`, else `retry-after` (seconds, or a date as in RFC 9110), else the longest `x-ratelimit-reset-*` whose
+    `x-ratelimit-remaining-*` is 0 or missing.
 
     Args:
         headers: the response headers, by lower-case name.
@@ -85,8 +85,8 @@ def requested_wait_s(headers: Mapping[str, str], *, now: float) -> float | None:
 def backoff_s(tries: int, requested_s: float | None, *, refused: int = 1, luck: float | None = None) -> float:
     """Returns the seconds to wait after `tries` attempts (from 1).
 
-    The wait is at least the requested wait. If no wait was requested, it is 1, 2, 4, ... up to 60 seconds, minus a random part of up to
-    half. If the server rejects several rounds in a row, a requested wait counts as at least 0.25, 0.5, 1, ... up to 60 seconds.
+    The wait is at least as long as the requested wait. If no wait was requested, it is 1, 2, 4, ... up to 60 seconds, minus a random part
+    of up to half. If the server rejects several rounds in a row, a requested wait is raised to at least 0.25, 0.5, 1, ... up to 60 seconds.
 
     Args:
         requested_s: the wait that the server requested.
@@ -111,7 +111,7 @@ def _seconds_or_date(text: str, now: float) -> float | None:
 
 
 def _duration(text: str) -> float | None:
-    """Returns the seconds in "1s", "6m0s", "20ms" or a bare number."""
+    """Returns the seconds in a duration such as "1s", "6m0s" or "20ms", or in a bare number of seconds."""
     text = text.strip()[:64]
     if _DURATION.fullmatch(text):
         return math.fsum(float(number) * _UNITS[unit] for number, unit in _PIECE.findall(text))

@@ -1,4 +1,4 @@
-"""CPU seconds used by the process trees below this process, by the part that they belong to, from `proc(5)`. Linux only."""
+"""CPU seconds used by each part of a run, summed over the process trees below this process and read from `proc(5)`. Linux only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PROC = Path("/proc")
 
 @dataclass(frozen=True, slots=True)
 class ProcessTimes:
-    """CPU times of a process in clock ticks."""
+    """CPU times of a process, in clock ticks."""
 
     parent: int
     started: int  # identifies a process together with its id
@@ -34,10 +34,11 @@ Processes = Mapping[int, ProcessTimes]
 
 
 class CpuClock:
-    """Counts CPU seconds by part since its construction. The counts of all parts add up to the time of all CPUs.
+    """Counts the CPU seconds that each part of a run has used since the clock was constructed. The counts of all parts add up to the time
+    of all CPUs.
 
-    The time of an exited process is found in the process that waited for it, so short-lived programs count too. Only the time of a daemon
-    whose parent did not wait for it is missing from its part and counts as `others`.
+    The kernel adds the CPU time of an exited process to the process that waited for it, so short-lived programs count too. Only the time of
+    a process whose parent did not wait for it is missing from its part and counts as `others`.
 
     Args:
         processes: reads the processes on the machine.
@@ -60,7 +61,7 @@ class CpuClock:
         self._ticks: dict[str, int] = {}
 
     def read(self) -> dict[str, float]:
-        """Returns part -> CPU seconds so far. Parts that never ran are absent."""
+        """Returns a mapping from part to the CPU seconds that it has used so far. Parts that used none are absent."""
         now, (busy, idle) = self._processes(), self._totals()
         parts = self._classify(now)
         for pid, ticks in _spent(self._before, now).items():
@@ -79,7 +80,7 @@ class CpuClock:
             self._ticks[part] = self._ticks.get(part, 0) + ticks
 
     def _classify(self, processes: Processes) -> dict[int, str]:
-        """Returns process -> part for each process below the driver and for the Docker daemon."""
+        """Returns the part of each process below the driver and of each process of the Docker daemon, by process id."""
         below: dict[int, list[int]] = {}
         for pid, one in processes.items():
             below.setdefault(one.parent, []).append(pid)
@@ -101,8 +102,8 @@ class CpuClock:
 
 
 def _spent(before: Processes, now: Processes) -> dict[int, tuple[int, int]]:
-    """Returns process -> (own ticks, ticks of its exited children) since `before`. Ticks that these children had already used in `before`
-    are excluded."""
+    """Returns the clock ticks used since `before`, as process -> (own ticks, ticks of its exited children). Ticks that these children had
+    already used at `before` are excluded."""
     alive = {pid: before[pid] for pid, one in now.items() if pid in before and before[pid].started == one.started}
     counted: dict[int, int] = {}  # process -> ticks of its exited descendants that were counted before
     for pid, ended in before.items():
@@ -148,7 +149,7 @@ def read_totals() -> tuple[int, int]:
 
 
 def read_command(pid: int) -> str:
-    """Returns the beginning of a process's command; empty if the process has exited."""
+    """Returns the first 4096 bytes of a process's command line; empty if the process has exited."""
     with suppress(OSError), (_PROC / str(pid) / "cmdline").open("rb") as file:
         return file.read(_COMMAND_BYTES).replace(b"\0", b" ").decode("utf-8", "replace")
     return ""

@@ -64,13 +64,13 @@ def make_tables(db: sqlite3.Connection, schema: Sequence[str]) -> None:
 
 
 class ForeignDatabase(sqlite3.DatabaseError):
-    """A file has content that agentrl does not write."""
+    """Error: an SQLite file contains something that agentrl never writes."""
 
 
 def connect(path: Path | None, schema: Sequence[str], *, timeout_s: float, longest: int = 1 << 30) -> sqlite3.Connection:
     """Opens one of agentrl's SQLite files, or an in-memory database if `path` is None, in autocommit mode and for use by several threads.
 
-    Raises `ForeignDatabase` as `check_files` and `restrict_connection` do.
+    Raises `ForeignDatabase` under the same conditions as `check_files` and `restrict_connection`.
     """
     if path is not None:
         check_files(path)
@@ -86,7 +86,7 @@ def connect(path: Path | None, schema: Sequence[str], *, timeout_s: float, longe
 def connect_read_only(path: Path, schema: Sequence[str], *, timeout_s: float, longest: int = 1 << 30) -> sqlite3.Connection:
     """Opens one of agentrl's SQLite files, whose folder a third party may have written, for reading by several threads.
 
-    Raises `FileNotFoundError`, and the errors that `connect` raises.
+    Raises `FileNotFoundError` if there is no file at `path`, and the errors that `connect` raises.
     """
     check_files(path)
     untrusted_files.check_file(path, inside=path.parent)
@@ -105,8 +105,8 @@ def connect_read_only(path: Path, schema: Sequence[str], *, timeout_s: float, lo
 def check_files(path: Path) -> None:
     """Raises `ForeignDatabase` if the file, or one of SQLite's files next to it, is not a regular file in its folder.
 
-    SQLite writes to the files next to it and follows links, so a link could make it overwrite one of the user's files. The files are not
-    opened, because closing them would release the locks of other connections of this process.
+    SQLite writes to the files next to a database and follows links, so a link could make it overwrite one of the user's files. The files
+    are not opened, because closing them would release the locks of other connections of this process.
     """
     for end in ("", "-wal", "-shm", "-journal"):
         try:
@@ -119,7 +119,7 @@ def check_files(path: Path) -> None:
 
 
 def is_read_only(path: Path) -> bool:
-    """Whether a file is complete and its folder cannot be written to, so that SQLite must not create files next to it."""
+    """Whether a database has no pending write-ahead log and its folder is not writable, so that SQLite must not create files in it."""
     wal = path.with_name(f"{path.name}-wal")
     return not os.access(path.parent, os.W_OK) and not (wal.exists() and wal.stat().st_size)
 
@@ -127,7 +127,7 @@ def is_read_only(path: Path) -> bool:
 def restrict_connection(db: sqlite3.Connection, schema: Sequence[str], *, longest: int = 1 << 30) -> None:
     """Restricts an open database: its schema may not use functions, and no value may be longer than `longest` bytes.
 
-    Raises `ForeignDatabase` if it contains views, triggers, virtual tables or anything else that `schema` does not create.
+    Raises `ForeignDatabase` if the database contains views, triggers, virtual tables or anything else that `schema` does not create.
     """
     db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, longest)
     db.execute("PRAGMA trusted_schema = OFF")
@@ -164,7 +164,7 @@ _COMPUTED = re.compile(r"\bAS\s*\(", re.IGNORECASE)  # a generated column
 
 @contextmanager
 def query_deadline(db: sqlite3.Connection, seconds: float) -> Iterator[None]:
-    """Limits the total time of the queries in the block. A query that exceeds it raises `sqlite3.OperationalError`."""
+    """Limits the total time of the queries in the block. The query that exceeds the limit raises `sqlite3.OperationalError`."""
     until = time.monotonic() + seconds
     db.set_progress_handler(lambda: time.monotonic() > until, _STEPS)
     try:
@@ -178,10 +178,10 @@ def query_deadline(db: sqlite3.Connection, seconds: float) -> Iterator[None]:
 
 
 def compress(data: bytes) -> bytes:
-    """Compresses the content of a zstd column so that `decompress` accepts it.
+    """Compresses a value for a zstd column to a form that `decompress` accepts.
 
-    The output of a policy that repeats itself may compress 10,000-fold. A padding frame is added to such a body, so that it has 1 byte for
-    each 256 bytes of content.
+    The output of a policy that repeats itself may compress 10,000-fold. A padding frame then extends the compressed value to 1 byte for
+    each 256 bytes of the original.
     """
     body = zstandard.ZstdCompressor(level=3, write_checksum=True).compress(data)
     if len(data) > max(_UNPACKED, _RATIO * len(body)):
@@ -191,7 +191,7 @@ def compress(data: bytes) -> bytes:
 
 
 def decompress(body: object, *, most: int | None = None) -> bytes:
-    """Decompresses the content of a zstd column. Raises `ValueError` if it is invalid or has more than `most` bytes."""
+    """Decompresses a value of a zstd column. Raises `ValueError` if it is not valid zstd or decompresses to more than `most` bytes."""
     if not isinstance(body, bytes):
         raise ValueError(f"it has a value of type {type(body).__name__} instead of bytes")
     bound = max(_UNPACKED, _RATIO * len(body)) if most is None else most

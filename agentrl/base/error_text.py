@@ -99,7 +99,7 @@ def raise_location(error: BaseException, *, libraries: bool = False) -> str:
     For a SyntaxError in a file, returns the line with the error.
 
     Args:
-        libraries: whether to fall back to a line in other packages instead of agentrl's.
+        libraries: whether to fall back to a line in a third-party package instead of one in agentrl.
     """
     if isinstance(error, SyntaxError) and isinstance(error.filename, str) and os.path.isfile(error.filename) and error.lineno is not None:
         return f"{display_path(error.filename)}:{error.lineno}"
@@ -188,7 +188,8 @@ def _message(lines: list[str], start: int) -> Iterator[str]:
 
 
 def validation_text(error: ValidationError) -> str:
-    """Returns the errors of a validation, one line per key. Keys in a single section start with its class, as in `LearnerConfig.lr`."""
+    """Returns the errors of a pydantic validation as text, one line per key. Keys in a single section start with its class, as in
+    `LearnerConfig.lr`."""
     lines = []
     for item in error.errors(include_url=False):
         path = [*([] if error.title == "Recipe" else [error.title]), *item["loc"]]
@@ -209,13 +210,14 @@ def shortened(value: object) -> str:
 
 
 def unknown_name(key: str, known: Iterable[str], *, what: str = "key", elsewhere: Sequence[str] = ()) -> str:
-    """Returns the message for an unknown key, with similar and known keys. `elsewhere`: dotted keys with this name in nested sections."""
+    """Returns the message for an unknown key, which lists similar and known keys. `elsewhere`: dotted keys with this name in nested
+    sections."""
     names = sorted(known)
     near = f"did you mean {' or '.join(elsewhere[:2])}? " if elsewhere else did_you_mean(key, names, "{}? ")
     return f"unknown {what}; {near}known here: {', '.join(names)}"
 
 
 def did_you_mean(name: str, known: Iterable[str], form: str) -> str:
-    """Returns `did you mean NAME`, in `form`; empty if no known name is similar."""
+    """Returns `did you mean NAME`, inserted into the format string `form`; empty if no known name is similar."""
     near = difflib.get_close_matches(name, known, n=2, cutoff=0.65)
     return form.format(f"did you mean {' or '.join(near)}") if near else ""

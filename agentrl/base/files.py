@@ -8,13 +8,13 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from agentrl.base import untrusted_files
+from agentrl.base.scratch import ScratchFolder
 
 MANIFEST = "manifest.json"
 """Name of the file that contains the sha256 of every other file in its folder."""
@@ -35,8 +35,8 @@ def replace_file(path: Path, *, tag: str = "", durable: bool = False) -> Iterato
         durable: also sync the folder, so that after the block the new content survives a power failure.
     """
     if _no_file(path):
-        with tempfile.TemporaryDirectory() as work:
-            yield (complete := Path(work) / "part")
+        with ScratchFolder() as work:
+            yield (complete := work / "part")
             with complete.open("rb") as source, path.open("wb") as sink:
                 shutil.copyfileobj(source, sink)
         return

@@ -1,7 +1,7 @@
 """Extras of this installation of agentrl: the command that installs an extra, and the import of a package that belongs to it.
 
-On the public index, `agentrl` is a different project. So an install command names a package for pip to look up only if this installation
-came from an index under that name.
+On the public index, `agentrl` is a different project. An install command therefore refers to the package by name only if pip installed it
+under that name from an index.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def package_versions() -> dict[str, str]:
 
 
 def import_optional(module: str, extra: str, *, needed_for: str) -> Any:
-    """Imports a module of a package that an extra installs. If it is missing, raises `UserError` with the names of the package and the
-    extra."""
+    """Imports a module of a package that an extra installs. If the package is missing, raises `UserError` with its name and the command
+    that installs the extra."""
     root = module.partition(".")[0]
     try:
         return importlib.import_module(module)

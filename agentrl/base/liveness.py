@@ -1,9 +1,9 @@
 """Detects parts of a run that make no progress. Each kind of work has a deadline that is derived from its history.
 
-Progress is completed work (a micro-batch, a checkpoint, a token, a response). A running process alone is not enough. A part reports what it
-is about to do. The deadline is `DEADLINE_FACTOR` times the longest duration of that work so far, and at least `least_s`. Until work of at
-least half the size has been measured, the longer deadline `first_s` applies, because a first step compiles and a first checkpoint creates
-files.
+Progress is completed work (a micro-batch, a checkpoint, a token, a response). A process that runs without completing work makes no
+progress. Each part reports the work that it is about to start. The deadline is `DEADLINE_FACTOR` times the longest duration of that work so
+far, and at least `least_s`. Until a piece of that work of at least half the current size has been measured, the longer deadline `first_s`
+applies, because a first step compiles and a first checkpoint creates files.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ _LOOK_S = 20.0  # maximum seconds of silence that one check counts, because it m
 
 
 class Liveness:
-    """The progress of one part. Call `progress` for each report from the part, and `overdue` regularly to check its silence.
+    """Detects that one part of a run makes no progress. Call `progress` for each report from the part, and call `overdue` regularly to
+    check how long the part has sent no report.
 
-    Each check counts at most `_LOOK_S` of silence. Time in which the checking process is stopped (a debugger, a suspended machine) does
-    not count, because no reports are read then.
+    Each check counts at most `_LOOK_S` seconds of silence. Time in which the checking process is stopped (a debugger, a suspended machine)
+    does not count, because no reports are read then.
     """
 
     silent_s: float  # counted seconds of silence since the last report
@@ -70,7 +71,7 @@ class Liveness:
 
         Args:
             size: amount of work, for instance in tokens.
-            at: time of the report, on the same clock; None means now.
+            at: time of the report, as read from the clock passed to the constructor; None means now.
         """
         now = self._clock()
         at = now if at is None else min(at, now)
@@ -88,27 +89,27 @@ class Liveness:
         self._current, self.silent_s = None, 0.0
 
     def spent_s(self) -> dict[str, float]:
-        """Returns the seconds spent so far on each kind of work, including the work in progress. Work that was not reported counts as the
-        last reported work."""
+        """Returns the seconds spent so far on each kind of work, including the work in progress. The time of work that was not reported is
+        added to the last reported kind of work."""
         spent = dict(self._spent)
         if self._current is not None:
             spent[self.work] = spent.get(self.work, 0.0) + max(self._clock() - self._since, 0.0)
         return spent
 
     def _spend(self, until: float) -> None:
-        """Adds the time of the current work."""
+        """Adds the time from the start of the current work to `until` to the total of its kind."""
         assert self._current is not None
         work = self._current[0] if len(self._spent) < _KINDS or self._current[0] in self._spent else _OTHER
         self._spent[work] = self._spent.get(work, 0.0) + max(until - self._since, 0.0)
 
     @property
     def work(self) -> str:
-        """The current work; empty if idle."""
+        """The kind of work in progress; empty if the part is idle."""
         return "" if self._current is None else self._current[0]
 
     @property
     def deadline_s(self) -> float:
-        """Seconds of silence that are allowed now; infinite if idle."""
+        """Seconds of silence that are allowed during the current work; infinite if the part is idle."""
         if self._current is None:
             return float("inf")
         least_s = max(self._least_s, DEADLINE_FACTOR * self.needs_s)
@@ -133,11 +134,12 @@ class Liveness:
 
 
 class StoppedProcesses:
-    """Detects that a signal such as SIGSTOP has stopped a process of a part. The kernel reports it, so no history is needed."""
+    """Detects that a signal such as SIGSTOP has stopped a process of a part. The kernel reports that a process is stopped, so no history is
+    needed."""
 
     def __init__(self, what: str, *, states: Callable[[int], Mapping[int, str]], clock: Callable[[], float] = time.monotonic) -> None:
-        """`what`: the part's name in messages. `states`: a function like `base.processes.process_tree`. `clock`: seconds of a monotonic
-        clock."""
+        """`what`: the part's name in messages. `states`: returns the states of a process and of those below it, like
+        `base.processes.process_tree`. `clock`: seconds of a monotonic clock."""
         self.what = what
         self.least_s = STOPPED_S
         self._states, self._clock = states, clock
@@ -145,7 +147,8 @@ class StoppedProcesses:
         self._looked = float("-inf")
 
     def overdue(self, root: int) -> str:
-        """Returns why the part with the root process `root` counts as stuck; empty if no process has been stopped for `least_s` seconds."""
+        """Returns why the part with the root process `root` counts as stuck; empty if none of its processes has been stopped for `least_s`
+        seconds."""
         now = self._clock()
         if now - self._looked < _STOPPED_LOOK_S:
             return ""
@@ -161,11 +164,11 @@ class StoppedProcesses:
 
 
 class RestartAlert(str):
-    """An alert about the restart of a part of the run. Trackers can distinguish it from other alerts.
+    """An alert about the restart of a part of the run. Trackers can distinguish a restart alert from other alerts.
 
     Args:
         part: "server", "learner", "rollout worker", "judge" or "redis".
-        text: the alert.
+        text: the text of the alert.
     """
 
     part: str
@@ -211,8 +214,8 @@ class Restarts:
 class AnswerLiveness:
     """The liveness of an external part that answers questions from many episodes: an MCP server or a judge's endpoint.
 
-    Time counts while any question is waiting for an answer. After `deadline_s` of such time without an answer, the part counts as stuck
-    until it answers.
+    Time counts while any question is waiting for an answer. After `deadline_s` seconds of such time without an answer, the part counts as
+    stuck until it answers.
     """
 
     def __init__(
@@ -231,7 +234,7 @@ class AnswerLiveness:
 
     @contextmanager
     def question(self) -> Iterator[None]:
-        """Counts the block as one waiting question, including its retries."""
+        """Counts the `with` block as one question that waits for an answer, including retries."""
         _asked.add(self)
         self._count()
         self._waiting += 1
@@ -242,7 +245,7 @@ class AnswerLiveness:
             self._waiting -= 1
 
     def answered(self, seconds: float) -> None:
-        """Records an answer that took this many seconds."""
+        """Records an answer that took `seconds`."""
         self._looked, self._silent_s = self._clock(), 0.0
         self._longest_s = max(self._longest_s or 0.0, seconds)
 
@@ -252,7 +255,7 @@ class AnswerLiveness:
         return self._first_s if self._longest_s is None else max(self._least_s, DEADLINE_FACTOR * self._longest_s)
 
     def overdue(self) -> str:
-        """Returns the reason why the part counts as stuck; empty if it answers, or if questions have not waited long enough.
+        """Returns the reason why the part counts as stuck; empty if the time without an answer is within `deadline_s`.
 
         Call it regularly.
         """
@@ -273,5 +276,5 @@ _asked: WeakSet[AnswerLiveness] = WeakSet()
 
 
 def external_parts() -> list[AnswerLiveness]:
-    """Returns the parts of this process that have received a question."""
+    """Returns the external parts, such as MCP servers, to which this process has sent a question."""
     return list(_asked)

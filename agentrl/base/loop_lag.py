@@ -1,8 +1,8 @@
 """Measures how late the driver's event loop is, and for how long it was blocked.
 
-While the loop is blocked, it handles no timers, responses or results, so deadlines pass unnoticed. The cause may be code that computes
-without awaiting, garbage collection, or a stopped process, but never the waiting episode. So the cause that is recorded for a missed
-deadline depends on how long the loop was blocked before it (`StallCount`).
+While the loop is blocked, it handles no timers, responses or results, so deadlines pass unnoticed. The loop may be blocked by code that
+computes without awaiting, by garbage collection, or because the process was stopped, but never by an episode that is waiting. So the cause
+that is recorded for a missed deadline depends on how long the loop was blocked before it (`StallCount`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _KEPT = 1 << 16  # newest measurements that are kept for the metrics
 
 
 class LoopLag:
-    """The lag of one event loop. It is measured only inside `watched`."""
+    """Measures the lag of one event loop, only inside the context `watched`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -49,8 +49,8 @@ class LoopLag:
         return self._stalled_s + (late if late >= STALL_S else 0.0)
 
     def metrics(self) -> dict[str, float]:
-        """Returns the 99th percentile and the maximum of the lag since the last call, in milliseconds. Empty if there are no
-        measurements."""
+        """Returns the 99th percentile and the maximum of the lag since the last call of this method, in milliseconds; empty if nothing was
+        measured."""
         late, self._late = sorted(self._late), deque(maxlen=_KEPT)
         if not late:
             return {}
@@ -58,12 +58,12 @@ class LoopLag:
         return {"loop_lag_ms_p99": 1000 * p99, "loop_lag_ms_max": 1000 * late[-1]}
 
     def held(self, what: str, seconds: float) -> None:
-        """Records that code has computed for this long without awaiting."""
+        """Records that the code described by `what` has computed for `seconds` without awaiting."""
         self._holder = max(self._holder, (seconds, what))
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Counts the block as a call of user code, which waits while the loop is blocked."""
+        """Counts the block as a call of user code in progress, which is delayed while the loop is blocked."""
         self._calls, self._waited = self._calls + 1, True
         try:
             yield
@@ -130,20 +130,21 @@ class StallCount:
 
     @property
     def seconds(self) -> float:
-        """Seconds of counted stalls."""
+        """Total seconds of the counted stalls."""
         return max(0.0, DRIVER_LAG.stalled_s - self._since - self._own_s)
 
     @property
     def text(self) -> str:
-        """The counted stalls as text, for an error message."""
+        """The total time of the counted stalls as text, for an error message."""
         return f"the driver's event loop was blocked for {self.seconds:.1f} s of that time"
 
     def excuse(self, limit_s: float) -> bool:
-        """Whether it is the machine's fault that a deadline of `limit_s` seconds was missed."""
+        """Whether the loop was blocked for so much of a deadline of `limit_s` seconds that missing it is the machine's fault."""
         return self.seconds > SHARE * limit_s
 
     def add(self, seconds: float) -> None:
-        """Records in every enclosing count that the code itself blocked the loop. Steps between two measurements are one stall."""
+        """Records, in this count and all enclosing counts, that the task's own code blocked the loop for `seconds`. Steps of code between
+        two measurements are added up to one stall."""
         counted: StallCount | None = self
         while counted is not None:
             before = counted._in_round_s if counted._round == DRIVER_LAG.round else 0.0
@@ -160,7 +161,7 @@ def count_stalls(within: StallCount | None = None) -> tuple[StallCount, Context]
     """Returns a count of stalls, and a context for the task whose own code the count excludes.
 
     Args:
-        within: the enclosing count; None means the count of the current task, if it has one.
+        within: the enclosing count; None means the count of the current task, if that task has a count.
     """
     stalls, context = StallCount(within or _current.get()), copy_context()
     context.run(_current.set, stalls)
@@ -173,12 +174,12 @@ def current_stalls() -> StallCount | None:
 
 
 def count_as(stalls: StallCount | None) -> None:
-    """From now on, counts the code of the current task as code of the task that `stalls` belongs to, because it works for that task."""
+    """From now on, counts the code of the current task as code of the task that owns `stalls`, because it runs on behalf of that task."""
     _current.set(stalls)
 
 
 def record_computation(what: str, seconds: float) -> None:
-    """Records that code of the current task has computed for this long without awaiting."""
+    """Records that code of the current task has computed for `seconds` without awaiting."""
     if seconds < _LEAST_S:
         return
     DRIVER_LAG.held(what, seconds)

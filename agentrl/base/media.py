@@ -40,11 +40,12 @@ _CONFIG_BYTES = 1 << 20
 
 
 class InvalidImage(ValueError):
-    """The bytes are not an image within the bounds."""
+    """Error: the bytes are not an image, or the image exceeds a size limit."""
 
 
 class MissingImage(InfrastructureError):
-    """A media folder does not contain the image. The image may never have existed, because text may refer to any image."""
+    """Error: a media folder does not contain the requested image. The image may never have existed, because any name can occur in a
+    text."""
 
 
 class MediaFolder:
@@ -62,7 +63,8 @@ class MediaFolder:
         self._sent: set[str] = set()
 
     def put(self, png: bytes) -> str:
-        """Stores a normalized image durably, here and at the driver, and returns its sha256. Raises `InvalidImage` and `OSError`."""
+        """Stores a normalized image durably, here and at the driver, and returns its sha256. Raises `InvalidImage` if a different image has
+        the same name, and `OSError` if the file cannot be written."""
         sha256 = hashlib.sha256(png).hexdigest()
         name, stored = sha256[:10], self._local(sha256[:10])
         if not int(name, 16) or (stored not in (None, png) and _name(stored or b"") == name):
@@ -75,8 +77,8 @@ class MediaFolder:
         return sha256
 
     def read(self, name: str) -> bytes:
-        """Returns the bytes of an image's file. Raises `MissingImage`, and `InfrastructureError` if it is damaged or the driver does not
-        respond."""
+        """Returns the bytes of an image's file. Raises `MissingImage` if there is no such image, and `InfrastructureError` if the file is
+        damaged or the driver does not respond."""
         content = self._local(name)
         if content is None and self._fetch is not None:
             with contextlib.suppress(LookupError):
@@ -89,7 +91,7 @@ class MediaFolder:
         return content
 
     def keep_only(self, names: set[str]) -> int:
-        """Deletes all other images and returns their number."""
+        """Deletes all images whose names are not in `names`, and returns the number of deleted images."""
         unused = [path for path in self.folder.glob("*.png") if path.stem not in names]
         for path in unused:
             path.unlink()
@@ -149,7 +151,7 @@ def open_png(png: bytes) -> Image:
 
 
 def read_array(content: bytes) -> NDArray[Any]:
-    """Returns the array in an npy file. Raises `InvalidImage` if it is invalid. An array of objects is never unpickled."""
+    """Returns the array in an npy file. Raises `InvalidImage` if the file is invalid. An array of objects is never unpickled."""
     import numpy as np
 
     try:
@@ -171,7 +173,7 @@ def is_pixels(array: NDArray[Any]) -> bool:
 
 
 def number_text(array: NDArray[Any]) -> str:
-    """Returns the numbers of an array as text, each with the fewest digits that identify it: `[[0.1, 2.0], [3.0, 4.0]]`."""
+    """Returns the numbers of an array as text such as `[[0.1, 2.0], [3.0, 4.0]]`, each with the fewest digits that identify it."""
     if array.ndim == 0:
         return str(array[()])
     return f"[{', '.join(map(number_text, array))}]"
@@ -202,5 +204,5 @@ def load_processor(folder: str | Path) -> Any:
 
 
 def process_images(processor: Any, text: str, images: Sequence[Image], **options: Any) -> Any:
-    """Returns, from one call, the token ids of a prompt with the processor's image tokens, and the model's inputs for the images."""
+    """Calls the processor once. Returns the token ids of the prompt, including image tokens, and the model's inputs for the images."""
     return processor(text=text, images=list(images), add_special_tokens=False, **options)

@@ -67,8 +67,8 @@ def same_number(number: Fraction | float, wanted: Fraction | float, *, relative:
 def is_near(number: Fraction | float, wanted: Fraction | float, *, relative: float, absolute: float = 0.0) -> bool:
     """Whether two finite numbers differ by at most max(relative * |wanted|, absolute).
 
-    No constant may be near all small values of `wanted`. Therefore, if `wanted` is not 0, then 0 and numbers of the opposite sign are never
-    near it, and `absolute` is capped at |wanted| / 2 and counts as 0 if it exceeds |wanted|.
+    A constant such as 0 must not be near every small value of `wanted`. Therefore, if `wanted` is not 0, then 0 and numbers of the opposite
+    sign are never near it. In this case `absolute` is also capped at |wanted| / 2, and ignored if it exceeds |wanted|.
     """
     if number == wanted:
         return True
@@ -87,7 +87,7 @@ def is_near(number: Fraction | float, wanted: Fraction | float, *, relative: flo
 
 @lru_cache(maxsize=64)
 def _written(tolerance: float) -> Fraction:
-    """Returns the decimal number as which a tolerance was written: 0.001 is exactly a thousandth, unlike the float."""
+    """Returns the exact value of the decimal number that was written as a tolerance: 0.001 becomes exactly a thousandth."""
     return Fraction(repr(float(tolerance)))
 
 
@@ -163,5 +163,5 @@ def all_negligible(credits: Iterable[float], scores: Iterable[float]) -> bool:
 
 
 def exact_fraction(score: float) -> Fraction:
-    """Returns the fraction that a finite score was before rounding, so that sums and ties of scores are exact."""
+    """Returns a finite score as a fraction without the rounding errors of floats, so that sums and ties of scores are exact."""
     return Fraction(f"{score:.9f}" if abs(score) <= 1 else f"{score:.9e}")

@@ -1,6 +1,6 @@
 """Decides which errors report an outage: a failure of a server, a network or a machine, as opposed to a wrong request.
 
-`outage_of` decides for exceptions, `outage_phrase` for strings. Tools, MCP servers, verifiers and the triage of traces use the same two
+`outage_of` decides for exceptions, `outage_phrase` for strings. Tools, MCP servers, verifiers and the triage of traces all use these two
 functions. Third-party exceptions are recognised by attributes and names, so no client library is imported. docs/tools.md states the rule.
 """
 
@@ -122,7 +122,7 @@ _ADDRESS_KEY = re.compile(
 class Outage:
     """An outage, described in one printable line.
 
-    `late`: whether there was no response in time, or a program was killed. A large request can also cause either.
+    `late`: whether there was no response in time, or a program was killed. A request that is too large can also cause a timeout or a kill.
     """
 
     text: str
@@ -132,14 +132,15 @@ class Outage:
 def outage_of(error: BaseException, arguments: Mapping[str, Any] | None = None, *, model_text: Sequence[Any] = ()) -> Outage | None:
     """Returns the outage that an exception reports; None if the request or the code was wrong.
 
-    Causes, contexts and members of groups are searched too. The first exception that identifies the server or the request as the cause
-    decides. It does so by an HTTP status, a database error code, or a type of the standard library. 401, 408, 429 and 5xx are the server's
-    fault. Other statuses are the request's fault. An outage at an address in `arguments` is the request's fault, because it chose the
-    address.
+    The causes and contexts of the exception and the members of exception groups are searched too. The result depends on the first of them
+    that identifies the server or the request as the cause. An exception identifies the cause by an HTTP status, a database error code, or a
+    type of the standard library. The HTTP statuses 401, 408, 429 and 5xx are the server's fault; other statuses are the request's fault. An
+    outage at an address in `arguments` is the request's fault, because the request chose the address.
 
     Args:
         arguments: the arguments of the call, which come from a model.
-        model_text: strings or nested mappings that a model wrote. The error may repeat them, so their content does not report an outage.
+        model_text: strings or nested mappings that a model wrote. The text of the error may repeat these strings, so phrases in them do not
+            report an outage.
     """
     arguments = arguments or {}
     for cause in islice(_chain(error), _LONGEST_CHAIN):
@@ -174,7 +175,8 @@ def _reports(text: str) -> Iterator[str]:
 
 
 def is_outage_name(error_type: str) -> bool:
-    """Whether an exception's type name, or an HTTP status in its place, reports an outage: `httpx.ConnectTimeout`, `503`."""
+    """Whether an exception's type name, or an HTTP status in its place, reports an outage; examples are `httpx.ConnectTimeout` and
+    `503`."""
     name = error_type.strip().rpartition(".")[2]
     if name.isdigit():
         return name in ("401", "408", "429") or (len(name) == 3 and name.startswith("5"))
@@ -198,7 +200,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _verdict(error: BaseException, own: Sequence[Any]) -> str | None:
-    """Returns `request`, `server`, `machine` or `late`; None means unknown."""
+    """Returns the cause that an error shows (`request`, `server`, `machine`, or `late` for a timeout); None if it shows no cause."""
     if not isinstance(error, Exception) or isinstance(error, BaseExceptionGroup):
         return None
     if isinstance(error, ssl.SSLError):  # checked first, because one SSLError is a ValueError

@@ -28,7 +28,7 @@ def die_with_parent(parent: int) -> None:
     """Asks the kernel to kill this process as soon as process `parent`, which started it, is gone (`prctl(2)`).
 
     Linux only; no effect elsewhere. The kernel watches the thread that started this process, so start the process from a thread that lives
-    at least as long. A forked process does not inherit this setting.
+    at least as long as the process. A forked process does not inherit this setting.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -41,7 +41,8 @@ def die_with_parent(parent: int) -> None:
 
 @contextlib.contextmanager
 def deadline_alarm(limit_s: float, raised: Callable[[], BaseException], *, cpu: bool = False) -> Iterator[None]:
-    """Raises the exception that `raised` returns if the block takes longer than `limit_s` seconds, or seconds of CPU time if `cpu` is True.
+    """Raises the exception that `raised` returns if the block takes more than `limit_s` seconds of real time, or of CPU time if `cpu` is
+    True.
 
     Python runs signal handlers in the main thread, between two operations, so a block in any other thread has no limit.
     """
@@ -63,7 +64,7 @@ def deadline_alarm(limit_s: float, raised: Callable[[], BaseException], *, cpu: 
 
 
 def kill_marked(name: str, value: str) -> int:
-    """Kills the processes of this user whose environment at their start had `name` set to `value`. Returns their number.
+    """Kills the processes of this user that were started with the environment variable `name` set to `value`. Returns their number.
 
     Programs inherit the variable in any session or process group, so this also finds daemons. Linux only; kills none on other systems.
     """
@@ -82,9 +83,10 @@ def kill_marked(name: str, value: str) -> int:
 
 
 def process_tree(root: int) -> dict[int, str]:
-    """Returns the ids of a process and of all processes below it, each with its state in `proc(5)`: R, S, D, T (stopped), Z and others.
+    """Returns the ids of a process and of all processes below it, each with its state letter from `proc(5)`, such as R, S, D, Z or T
+    (stopped).
 
-    Linux only; empty on other systems, and if there is no such process. Raises `OSError` as `read_stat` does.
+    Linux only; empty on other systems, and if there is no such process. Raises `OSError` under the same condition as `read_stat`.
     """
     stats = {pid: read_stat(pid) for pid in [*_processes(), os.getpid()]}
     below: dict[int, list[int]] = {}
@@ -103,7 +105,8 @@ def process_group(group: int) -> list[int]:
 
 
 def memory_by_group() -> Counter[int]:
-    """Returns process group -> resident bytes of its processes, except this process. Shared pages count for each process. Linux only."""
+    """Returns the resident bytes of the processes in each process group, without this process. A page that several processes share counts
+    for each of them. Linux only."""
     used = Counter[int]()
     with contextlib.suppress(OSError):  # no file descriptor is free
         for stat in map(read_stat, _processes()):
@@ -141,7 +144,7 @@ GONE = ProcessStat()
 def read_stat(pid: int) -> ProcessStat:
     """Returns what `proc(5)` reports about a process; `GONE` if it does not exist. Linux only.
 
-    Raises `OSError` if no file descriptor is free, because the process may exist.
+    Raises `OSError` if no file descriptor is free, because the process may exist even though its file cannot be opened.
     """
     with _absent_files():
         text = Path(f"/proc/{pid}/stat").read_text()

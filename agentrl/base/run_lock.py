@@ -41,7 +41,7 @@ class Holder:
 
 @contextmanager
 def drive_folder(folder: Path, *, command: str, wait_s: float = 60.0) -> Iterator[None]:
-    """Locks `folder` for this process, its driver, during the block. Creates the folder if needed, and removes it at the end if it is
+    """Locks `folder` during the block, for this process as its driver. Creates the folder if needed, and removes it at the end if it is
     empty.
 
     Args:
@@ -120,8 +120,8 @@ def _same_file(handle: int, path: Path) -> bool:
 
 
 def _write(handle: int, holder: Holder) -> None:
-    """Writes the holder into the lock file. If the disk is full, the lock still holds, but error messages of other processes omit the
-    holder."""
+    """Writes a record of the lock's holder into the lock file. If the disk is full, the lock is still held, but error messages of other
+    processes omit the holder."""
     with contextlib.suppress(OSError):
         os.ftruncate(handle, 0)
         os.pwrite(handle, json.dumps(asdict(holder)).encode() + b"\n", 0)

@@ -107,7 +107,7 @@ def marks_secret(name: str) -> bool:
 
 
 def may_be_secret(name: str) -> bool:
-    """Whether a name may mark a secret, so that references under it are resolved."""
+    """Whether a name may mark a secret, so that a reference to a secret under this name is resolved."""
     words = _words(name)
     return marks_secret(name) or (bool(words) and words[-1] in _AMBIGUOUS)
 
@@ -128,7 +128,7 @@ def is_secret_variable(name: str) -> bool:
 
 
 def looks_generated(text: str) -> bool:
-    """Whether a string looks like a generated key: a UUID, or at least 16 interleaved letters and digits. A path does not."""
+    """Whether a string looks like a generated key: a UUID, or at least 16 interleaved letters and digits. False for a path."""
     if _UUID.fullmatch(text):
         return True
     if re.match(r"[/~.]", text) or re.search(r"\s", text):
@@ -205,7 +205,7 @@ def secrets_in_command(arguments: Sequence[str], *, shell: bool = False) -> Iter
 
 
 def split_command(text: str) -> list[str]:
-    """Returns the words of a shell command. If its quotes do not match, splits it at white space."""
+    """Returns the words of a shell command. If the quotes in the command do not match, splits the command at white space."""
     try:
         return shlex.split(text[:_LONGEST_COMMAND])
     except ValueError:
@@ -240,8 +240,8 @@ def _assigned(word: str, *, shell: bool) -> str:
 
 
 def _header(word: str) -> str:
-    """Returns the header's name if the string is an HTTP header with a secret, such as `Authorization: Bearer abc`; otherwise an empty
-    string."""
+    """Returns the header's name if the string is an HTTP header with a secret, such as an `Authorization` header with a bearer token;
+    otherwise an empty string."""
     match = _HEADER.fullmatch(word)
     if match is None:
         return ""

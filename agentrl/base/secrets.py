@@ -36,7 +36,7 @@ def is_reference(text: object) -> bool:
 
 
 def read_secret(reference: str) -> str:
-    """Returns the secret that a reference points to, without the final line break of a file. From then on, `redact` hides it.
+    """Returns the secret that a reference points to, without the final line break of a file. From then on, `redact` hides the secret.
 
     Raises `UserError` if the secret does not exist. The message never repeats text that may be a secret.
     """
@@ -62,7 +62,7 @@ def _checked(text: str, where: str, fix: str) -> str:
 
 
 def register(secret: str) -> str:
-    """Returns the secret unchanged. From then on, `redact` hides it, and also the password or token of a URL in it."""
+    """Returns the secret unchanged. From then on, `redact` hides the secret and the password or token of every URL in it."""
     _read.add(secret)
     for rest in re.findall(r"://(\S+)", secret):
         login = rest[: secret_forms.login_end(rest)]
@@ -76,7 +76,7 @@ def register(secret: str) -> str:
 def resolve_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the options of a plug-in. If an option's name suggests a secret, its reference is replaced by the secret.
 
-    Raises `UserError` as `read_secret` does.
+    Raises `UserError` under the same conditions as `read_secret`.
     """
     return {key: _resolved(str(key), value) for key, value in options.items()}
 
@@ -90,7 +90,8 @@ def _resolved(key: str, value: Any) -> Any:
 
 
 def literal_secret_errors(value: Any, where: str = "") -> Iterator[str]:
-    """Yields error messages, without the secrets, for secrets in a recipe's value: `store.options.api_key contains a secret by value`."""
+    """Yields an error message, such as `store.options.api_key contains a secret by value`, for each secret in a recipe's value. The
+    messages do not contain the secrets."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             if secret_forms.holds_secret(str(key)):
@@ -125,7 +126,8 @@ def _under(key: str, value: Any, path: str) -> Iterator[str]:
 
 
 def _is_pin(key: str, value: Any) -> bool:
-    """Whether a value is a password that consists of digits, which a command-line override turns into a number. `token: 50256` is not."""
+    """Whether a value is a password that consists of digits, which a command-line override turns into a number. False for a token id such
+    as `token: 50256`."""
     return type(value) is int and abs(value) > 999 and secret_forms.marks_secret(key) and not key.lower().endswith("token")
 
 

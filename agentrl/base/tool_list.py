@@ -26,7 +26,7 @@ _DATA = ("const", "enum", "default", "examples")  # their values are not schemas
 
 
 class InvalidMessage(Exception):
-    """A message from a server is invalid. The error text is printable and short."""
+    """Error: a message from a server is invalid. The text of the error is printable and short."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class ListedTool:
 
     @property
     def schema(self) -> Mapping[str, Any]:
-        """The OpenAI function schema."""
+        """The tool as an OpenAI function schema."""
         return {"type": "function", "function": {"name": self.name, "description": self.description, "parameters": self.parameters}}
 
     @property
@@ -57,7 +57,8 @@ class ListedTool:
 
 
 def parse_tool(listed: Any) -> ListedTool:
-    """Returns the tool that one entry of a `tools/list` describes. Raises `InvalidMessage` if no agent can use it or it is too large."""
+    """Returns the tool that one entry of a `tools/list` describes. Raises `InvalidMessage` if the tool is too large or unusable for an
+    agent."""
     name = listed.get("name") if isinstance(listed, Mapping) else None
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise InvalidMessage(f"a tool named {clean(name, 80)!r}: a name must have 1 to 64 letters, digits, _ and -")
@@ -97,7 +98,8 @@ def usable_tools(listed: Sequence[Any], only: Sequence[str]) -> tuple[ListedTool
 
 
 def excluded_tools(listed: Sequence[Any]) -> dict[str, str]:
-    """Returns name -> reason for the unusable tools of a server. An entry without a usable name is listed by its number."""
+    """Returns a mapping from the name of each unusable tool of a server to the reason why it is unusable. An entry without a usable name is
+    listed by its number."""
     return _sorted(listed)[1]
 
 

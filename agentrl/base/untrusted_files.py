@@ -3,8 +3,8 @@
 A pipe could block forever, a device could return data without end, and a link could expose a file that only the user may read. A rejected
 file raises `ValueError`, whose message does not quote the file. System errors are raised as `OSError`.
 
-This module also parses third-party TOML and raises only one kind of error, whereas `tomllib` raises three kinds, and takes quadratic time
-for long keys.
+This module also parses third-party TOML. Its parser raises only `ValueError`, whereas `tomllib` raises three kinds of errors and takes
+quadratic time for long keys.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def open_file(path: Path, *, inside: Path | None = None) -> Iterator[BinaryIO]:
 
 
 def check_file(path: Path, *, inside: Path) -> None:
-    """Raises the errors of `open_file`, without opening the file.
+    """Raises the errors that `open_file` would raise, but does not open the file.
 
-    Use it for files that SQLite may use in this process, because closing a descriptor of a file releases all locks that the process holds
-    on the file.
+    Use this function for files that SQLite may use in this process, because closing a descriptor of a file releases all locks that the
+    process holds on the file.
     """
     with _checked(path, inside):
         pass
@@ -53,8 +53,8 @@ def check_file(path: Path, *, inside: Path) -> None:
 def check_output(path: Path, *, inside: Path) -> None:
     """Raises `ValueError` unless `path` is a regular file below `inside`, or can become one, after links are followed.
 
-    Use it for files that are written in a third-party folder, where a link could redirect a write to another of the user's files, and a
-    pipe could block it forever.
+    Use this function for files that are written in a third-party folder, where a link could redirect a write to another of the user's
+    files, and a pipe could block it forever.
     """
     if not path.parent.resolve().is_relative_to(inside.resolve()):
         raise ValueError(f"is in a folder that is a link to a folder outside {inside}")
@@ -116,7 +116,8 @@ _KEY = re.compile(r"[\w-]+(?:[ \t]*\.[ \t]*[\w-]+)*")
 
 
 def loads(text: str) -> dict[str, Any]:
-    """Parses a TOML document. Raises `ValueError`, including for deep nesting and very long numbers."""
+    """Parses a TOML document. Raises `ValueError` if the text is not TOML, is nested too deeply or contains an integer of more than 64
+    bits."""
     longest = max((key.count(".") for key in _KEY.findall(_TEXT.sub("x", text))), default=0) + 1
     if longest > MAX_LEVELS:
         raise ValueError(f"has a key with {longest} parts; the maximum is {MAX_LEVELS}")

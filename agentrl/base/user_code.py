@@ -1,14 +1,14 @@
 """The boundary to user-supplied code (agents, tools, verifiers, judges, families, trackers), and descriptions of exceptions.
 
-Whatever the code raises is a result, never control flow: `call_user_code` runs it in a separate task until its deadline, and
-`fault_boundary` catches what it raises. Descriptions of exceptions are bounded and printable, and computing them never raises, because the
-text may come from an agent.
+An exception that the code raises is a result, never control flow. `call_user_code` runs the code in a separate task until its deadline, and
+`fault_boundary` catches the exceptions that it raises. Descriptions of exceptions are bounded and printable, and computing them never
+raises, because the text may come from an agent.
 
-In an event loop, ctrl-C is a cancellation: `asyncio.run` and `agentrl.session.ending.handle_interrupts` cancel the main task before
-KeyboardInterrupt is raised in code that blocks the loop, so a KeyboardInterrupt that reaches a boundary is a result like any other
+In an event loop, ctrl-C is a cancellation. `asyncio.run` and `agentrl.session.ending.handle_interrupts` cancel the main task before
+KeyboardInterrupt is raised in code that blocks the loop. A KeyboardInterrupt that reaches a boundary is therefore a result like any other
 exception. A CancelledError, or the exception that the code converted it to, is a cancellation only if the count of the current task has
 increased since the boundary was entered. Python's own handler, which is active outside of event loops, raises KeyboardInterrupt without a
-cancellation; while it is installed, every KeyboardInterrupt in the main thread passes.
+cancellation; while it is installed, every KeyboardInterrupt in the main thread passes through the boundary.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ _theirs: ContextVar[bool] = ContextVar("_theirs", default=False)  # whether user
 
 
 class CallTimeout(Exception):
-    """A call returned no result before its deadline. Not a `TimeoutError`, because the called code may raise that itself."""
+    """Error: a call returned no result before its deadline. Not a subclass of `TimeoutError`, because the called code may raise
+    `TimeoutError`."""
 
 
 class DriverStalled(InfrastructureError):
@@ -110,7 +111,7 @@ async def call_user_code(
 async def _caught(steps: Awaitable[T]) -> tuple[T | None, BaseException | None]:
     """Returns the result or the exception as a value, because a task that ends with SystemExit would stop the event loop.
 
-    Only `_end` and the code itself cancel this task, so a CancelledError is a value too.
+    Only `_end` and the code itself cancel this task, so a CancelledError is also returned as a value.
     """
     _theirs.set(True)
     try:
@@ -130,7 +131,7 @@ class Fault:
 
 @contextlib.contextmanager
 def fault_boundary() -> Iterator[Fault]:
-    """Context for code that may raise anything. Its exception becomes `Fault.error`, which the caller must handle.
+    """Context for code that may raise anything. An exception that the code raises becomes `Fault.error`, which the caller must handle.
 
     A generator must not yield in the context, because closing the generator would look like an error in the code.
 
@@ -155,7 +156,7 @@ def fault_boundary() -> Iterator[Fault]:
 
 @contextlib.contextmanager
 def raising_as(make: Callable[[BaseException], Exception], *, but: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
-    """A `fault_boundary` that raises `make(error)` for an error, and errors of the types `but` unchanged."""
+    """A `fault_boundary` that raises `make(error)` in place of an error, but re-raises errors of the types `but` unchanged."""
     with fault_boundary() as fault:
         yield
     if fault.error is not None:
@@ -176,7 +177,8 @@ def logging_faults(what: str) -> Iterator[None]:
 def is_interrupt(error: BaseException) -> bool:
     """Whether ctrl-C caused an exception: it is a KeyboardInterrupt, or a group of them, in the main thread under Python's own handler.
 
-    That handler raises without a cancellation. Any other handler must cancel the main task before it raises, or end the process.
+    Python's own handler raises KeyboardInterrupt without a cancellation. Any other handler must cancel the main task before it raises, or
+    end the process.
     """
     return (
         signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -286,7 +288,7 @@ def _warn_blocked(what: str, seconds: float) -> None:
 class _Steps(Generic[T]):
     """Awaits `code()` and measures the longest time for which it computed without awaiting.
 
-    After `dropped` is set, a cancellation stops it even if the code ignores cancellations.
+    After `dropped` is set, a cancellation closes `code()` and is raised, even if the code ignores cancellations.
     """
 
     def __init__(self, code: Callable[[], Awaitable[T]], what: str) -> None:
@@ -361,7 +363,8 @@ async def run_in_thread(code: Callable[[], T], *, what: str) -> T:
 
 
 def first_cause(error: BaseException, *kinds: type[E]) -> E | None:
-    """Returns the first exception of these kinds: `error` itself or a member of its exception group."""
+    """Returns the first exception that has one of the types `kinds`: `error` or, for an exception group, a member of it; None if none
+    has."""
     return next((member for member in group_members(error) if isinstance(member, kinds)), None)
 
 
@@ -410,7 +413,7 @@ def log_unexpected(what: str, error: BaseException, *, trace: bool = True) -> No
     each.
 
     Args:
-        trace: False to omit a traceback that would not help. The traceback of a full disk is always omitted.
+        trace: whether to log the traceback, which is useless for some errors. The traceback of a full disk is always omitted.
     """
     trace = trace and disk_full_error(error) is None
     frame = next(iter(traceback.extract_tb(error.__traceback__, limit=-1)), None)

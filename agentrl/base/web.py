@@ -19,7 +19,7 @@ _PIECES_AT_ONCE = 64
 
 
 def validate_url(url: str) -> str:
-    """Returns the URL of an endpoint. Raises `UserError` if it is invalid or contains a secret."""
+    """Returns the URL of an endpoint. Raises `UserError` if the URL is invalid or contains a secret."""
     try:
         parts = urlsplit(url)
         is_endpoint = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
@@ -36,7 +36,8 @@ def validate_url(url: str) -> str:
 async def bounded_body(response: httpx.Response, most: int) -> bytes:
     """Reads at most `most + 1` bytes of a response body. The additional byte shows the caller that the body is too large.
 
-    Raises `httpx.RemoteProtocolError` for a response in very many pieces, because each piece takes more time than its bytes.
+    Raises `httpx.RemoteProtocolError` for a response in very many small pieces, because handling a piece takes a fixed time, whatever its
+    size.
     """
     import httpx
 
@@ -47,7 +48,7 @@ async def bounded_body(response: httpx.Response, most: int) -> bytes:
         if size > most:
             break
         if len(parts) > _MOST_PIECES + size // _FULL_PIECE:
-            raise httpx.RemoteProtocolError(f"the answer arrives in pieces of {size // len(parts)} bytes")
+            raise httpx.RemoteProtocolError(f"the response arrives in pieces of {size // len(parts)} bytes")
         if len(parts) % _PIECES_AT_ONCE == 0:
             await asyncio.sleep(0)  # buffered pieces are read without waiting; let other tasks run
     return b"".join(parts)[: most + 1]
@@ -68,7 +69,7 @@ class Events:
 
     @property
     def held(self) -> int:
-        """The number of bytes of the incomplete event."""
+        """The number of bytes received so far of an event that is not complete."""
         return len(self._incomplete)
 
     def feed(self, piece: bytes) -> list[tuple[bytes, bytes]]:

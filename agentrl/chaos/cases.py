@@ -29,7 +29,7 @@ class Case:
 
     @property
     def title(self) -> str:
-        """The number and the name."""
+        """The number and the name of the case, as text."""
         return f"{self.number:>2} {self.name}"
 
 

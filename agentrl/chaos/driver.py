@@ -17,7 +17,7 @@ _SMALL_MIB = 1400
 
 
 def second_driver(run: Subject) -> Injected:
-    """Starts a second driver on the run folder, which must fail."""
+    """Starts a second driver on the run folder, and checks that it fails."""
     run.wait_for((run.run_dir / "recipe.json").exists, "the run folder")
     for command in (run.command, (*run.command, "--resume")):
         reader, writer = os.pipe()
@@ -64,7 +64,7 @@ def interrupted(run: Subject) -> Injected:
 
 
 def driver_killed(run: Subject) -> Injected:
-    """Kills the driver while groups are sampled. The kernel must kill all its processes, and --resume must continue the run."""
+    """Kills the driver while groups are sampled. The kernel must kill all processes of the driver, and --resume must continue the run."""
     run.wait_for_step()
     run.wait_for(run.sandboxes, "open sandboxes", poll_s=0.01)
     sandboxes = len(run.sandboxes())
@@ -92,7 +92,7 @@ def disk_full(run: Subject) -> Injected:
     began, steps = time.monotonic(), run.steps_done()
     run.wait_for(lambda: run.steps_done() > steps or run.exit_code == 0, "a step after the pause")
     if "Traceback" in run.output(size):
-        raise ChaosError(f"the pause printed a traceback: {run.last_output()}")
+        raise ChaosError(f"the run printed a traceback when it paused: {run.last_output()}")
     return Injected(witness=f"the disk had {free} free blocks; the run paused, then continued", recovered_s=time.monotonic() - began)
 
 
@@ -114,7 +114,7 @@ def fill(folder: Path) -> Path:
 
 @contextmanager
 def small_disk(folder: Path) -> Iterator[bool]:
-    """Mounts a 1.4 GiB file system at a folder. Yields whether that was possible. Mounting requires root."""
+    """Mounts a 1.4 GiB file system at a folder. Yields whether the file system was mounted. Mounting requires root."""
     folder.mkdir(parents=True, exist_ok=True)
     command = ["mount", "-t", "tmpfs", "-o", f"size={_SMALL_MIB}m", "none", str(folder)]
     mounted = os.geteuid() == 0 and subprocess.run(command, capture_output=True, check=False).returncode == 0

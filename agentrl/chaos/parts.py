@@ -87,7 +87,7 @@ def server_killed_in_swap(run: Subject) -> Injected:
         run.wait_for(lambda: run.served() >= number, "the version in a new server")  # noqa: B023 - called at once
         if waits in run.output(size):
             return Injected(witness=f'the driver logged "{waits}"', recovered_s=time.monotonic() - began)
-    raise ChaosError("the server was killed before or after a swap each time")
+    raise ChaosError("each time, the server was killed before or after a weight swap, not during it")
 
 
 def server_stopped(run: Subject) -> Injected:
@@ -126,7 +126,7 @@ def learner_killed_after(run: Subject) -> Injected:
 
 
 def learner_killed_before_rename(run: Subject) -> Injected:
-    """Kills a learner rank after it has written the last byte of its checkpoint and before it renames it."""
+    """Kills a learner rank after it has written the last byte of its checkpoint and before it renames the checkpoint."""
 
     def complete(step: int) -> bool:
         return _manifest(run, step).exists()
@@ -240,8 +240,8 @@ def _assigned(run: Subject, step: int) -> bool:
 
 
 def _rank_killed(run: Subject, seen: Callable[[int], bool], holds: Callable[[int], bool], evidence: str) -> Injected:
-    """Waits until `seen` is true for the next step, counted from 0, and stops the ranks. If `holds` is true and the ledger has not
-    acknowledged the step, kills one rank. Otherwise lets the ranks continue and retries."""
+    """Waits until `seen` is true for the next step (counted from 0), then stops the ranks. If `holds` is true for the step and the ledger
+    has not acknowledged it, kills one rank. Otherwise resumes the ranks and retries with the step that is next then."""
     run.wait_for_step()  # restarts without a new version between them are limited
     for _ in range(_TRIES * 4):
         step, ranks = run.steps_done(), run.processes(RANK)
@@ -250,7 +250,7 @@ def _rank_killed(run: Subject, seen: Callable[[int], bool], holds: Callable[[int
         if ranks and holds(step) and run.steps_done() == step:
             return _learner_back(run, ranks, f"in step {step + 1}; {evidence}")
         send(ranks, signal.SIGCONT)
-    raise ChaosError(f"the moment was missed in each step: {evidence}")
+    raise ChaosError(f"the moment for the fault was missed in each step: {evidence}")
 
 
 def _learner_back(run: Subject, ranks: list[int], evidence: str) -> Injected:

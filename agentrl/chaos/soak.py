@@ -79,7 +79,7 @@ def _kill_parts(run: Subject, chance: random.Random, *, until: float, most: int,
 
 
 def _pids(run: Subject, part: str) -> list[int]:
-    """Returns the ids of the processes of this kind of part."""
+    """Returns the ids of the processes that run a part of kind `part`."""
     if part == "driver":
         return [run.pid]
     if part == "learner":
@@ -111,7 +111,7 @@ def _finish(run: Subject) -> None:
 
 
 def _compare(run: Subject, alone: Subject) -> Result:
-    """Checks whether both runs have the same success rate, by the 95% interval of the difference."""
+    """Checks whether both runs have the same success rate, using the 95% confidence interval of the difference."""
     one, other = Summary.read(run.run_dir).heldout_after, Summary.read(alone.run_dir).heldout_after
     if one is None or other is None:
         return Result(case="19 same success", problem="a run has no evaluation after its last step")

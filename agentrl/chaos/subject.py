@@ -79,9 +79,10 @@ class Subject:
             self._process = self.spawn((*self.command, *(["--resume"] if resume else [])), log.fileno())
 
     def spawn(self, command: Sequence[str], output: int) -> subprocess.Popen[bytes]:
-        """Starts a command in the project folder with this run's mark, and with the default handlers for ctrl-C and a closed terminal.
+        """Starts a command in the project folder with the environment variable that marks this run's processes, and with the default
+        handlers for ctrl-C and a closed terminal.
 
-        The command dies with this process.
+        The command is killed when this process exits.
         """
         parent = os.getpid()
 
@@ -109,7 +110,7 @@ class Subject:
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code of the newest start; None while it runs."""
+        """The exit code of the newest start; None while the run is active."""
         return None if self._process is None else self._process.poll()
 
     def output(self, start: int | None = None) -> str:
@@ -189,7 +190,7 @@ class Subject:
         return [line for line in read_json_lines(self.run_dir / "metrics.jsonl") if "episodes" in line]
 
     def version(self, *states: VersionState) -> PolicyVersion | None:
-        """Returns the newest policy version in one of these states."""
+        """Returns the newest policy version that is in one of the given states."""
         registry = FolderRegistry(self.run_dir / "versions")
         try:
             return registry.latest(*states)
@@ -212,7 +213,7 @@ class Subject:
         return shlex.split(rest.splitlines()[0])
 
     def left(self) -> dict[int, str]:
-        """Returns process id -> command line for the processes with this run's mark."""
+        """Returns the command lines, by process id, of the processes whose environment marks them as part of this run."""
         wanted = f"{MARK}={self.mark}".encode()
         marked: dict[int, str] = {}
         for entry in Path("/proc").iterdir():
@@ -223,7 +224,7 @@ class Subject:
         return marked
 
     def close(self) -> None:
-        """Kills the driver. The run's other processes are killed with it. Idempotent."""
+        """Kills the driver. The run's other processes are killed when the driver dies. Idempotent."""
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
             self._process.wait()

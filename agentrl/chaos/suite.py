@@ -40,7 +40,7 @@ class Result:
         return not self.problem
 
     def as_data(self) -> dict[str, Any]:
-        """Returns the fields, and `ok`, for JSON."""
+        """Returns the fields and the property `ok` as JSON data."""
         return asdict(self) | {"ok": self.ok}
 
 
@@ -120,7 +120,7 @@ def _run_case(case: Case, run: Subject, slack: float) -> Result:
 
 
 def _inject(case: Case, run: Subject) -> Injected:
-    """Injects a case. If the run finishes before the right moment, adds steps and tries again."""
+    """Injects a case. If the run finishes before a case can be injected, adds steps and retries the case."""
     for last in (False, True):
         if run.exit_code == 0:
             run.extend(STEPS_PER_CASE)

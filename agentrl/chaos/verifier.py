@@ -159,7 +159,7 @@ def _counts(causes: Counter[str]) -> str:
 
 
 def _unscored(run: Subject, fault: str) -> Injected:
-    """Injects a fault until it affects a stored group. Raises `ChaosError` if an affected episode has a score."""
+    """Makes the verifier fail until an affected group is stored. Raises `ChaosError` if an affected episode has a score."""
     first = len(run.entries())
     switch_path(run.run_dir).write_text(fault)
     try:

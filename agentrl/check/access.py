@@ -1,6 +1,6 @@
 """Checks what an agent can access: answers in its files, its prompt and its image, and tests that share a sandbox with the code under test.
 
-The files of an image are copied to the host and searched there, so the truth never enters a sandbox.
+The files of an image are copied to the host and searched there, so the correct answers never enter a sandbox.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ print(json.dumps([files, more, big]))
 
 
 def prove_separation(tasks: Sequence[Task]) -> Proof:
-    """Reports tasks whose tests share a sandbox with the code under test as unsafe for training. Their scores are still correct."""
+    """Reports tasks as unsafe for training if their tests share a sandbox with the code under test. The scores of these tasks are still
+    correct."""
     modes: dict[str, list[str]] = {}
     graded = 0
     for task in tasks:
@@ -120,7 +121,8 @@ async def prove_unreadable(tasks: Sequence[Task], golden: Mapping[str, GoldAttem
 
 
 def _leak_findings(leaks_of: Mapping[str, list[Leak]], where: str) -> list[Finding]:
-    """Returns at most two findings for all tasks (id -> leaks): one about certain leaks, and one about all other leaks."""
+    """Returns at most two findings about the leaks of all tasks (task id -> leaks): one about certain leaks, and one about all other
+    leaks."""
     findings: list[Finding] = []
     for certain in (True, False):
         of_kind = {task: [leak for leak in leaks if leak.certain is certain] for task, leaks in leaks_of.items()}
@@ -140,7 +142,7 @@ def _leak_findings(leaks_of: Mapping[str, list[Leak]], where: str) -> list[Findi
 
 @dataclass(slots=True, kw_only=True)
 class ImageFiles:
-    """The copied files: path -> bytes. `problem` states why the search was incomplete; empty if it was complete."""
+    """The files copied from an image: path -> bytes. `problem` states why the search was incomplete; empty if it was complete."""
 
     files: dict[str, bytes] = field(default_factory=dict)
     problem: str = ""

@@ -1,7 +1,8 @@
-"""Cheats that a trained agent might submit instead of work, and malformed inputs. `agentrl check` grades all of them. Each must score 0.
+"""Cheats that a trained agent might submit instead of work, and malformed answers, files and tool arguments. `agentrl check` grades all
+cheats, and each must score 0.
 
-There are three kinds of cheats. Answers are for tasks that grade the submitted answer. File contents, and programs that run in the agent's
-sandbox, are for tasks that grade files. A program receives the list OUTPUTS with the paths of the gold solution's files.
+There are three kinds of cheats. Cheat answers are for tasks that grade the submitted answer. File contents, and programs that run in the
+agent's sandbox, are for tasks that grade files. A cheat program receives the list OUTPUTS with the paths of the gold solution's files.
 """
 
 from __future__ import annotations
@@ -209,7 +210,7 @@ def cheat_program(name: str, paths: Sequence[str]) -> str:
 
 
 def malformed_arguments(properties: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns description -> malformed arguments, for calls of a tool with these parameters."""
+    """Returns malformed arguments for a tool with these parameters: description -> arguments."""
     names = list(properties) or ["x"]
     nested: Any = "x"
     for _ in range(60):

@@ -63,17 +63,17 @@ NEVER_PROVEN = (
 async def check_family(
     source: FamilySource, config: SandboxConfig, *, count: int | None, parallel: int = 8, quiet: bool = False
 ) -> CheckReport:
-    """Runs all cases for the first `count` tasks of every split, at most `parallel` cases at once, and all proofs. `count` may be None if
-    every split is finite; it then means all tasks.
+    """Runs all cases for the first `count` tasks of every split, at most `parallel` cases at once, and all proofs. If every split is
+    finite, `count` may be None, which means all tasks.
 
-    Raises `UserError` if the family cannot be opened, and `InfrastructureError` if the sandboxes fail. Faults of tasks are included in the
-    report.
+    Raises `UserError` if the family cannot be opened, and `InfrastructureError` if the sandboxes fail. Faults of tasks raise no error; the
+    report lists them.
     """
     family = source.open()
     try:
         wanted = split_sizes(family, count)
     except ValueError as error:
-        raise UserError(str(error), fix="set the number of tasks of each split with --count") from None
+        raise UserError(str(error), fix="set the number of tasks in each split with --count") from None
     if make_task(family, Split.TRAIN, 0).environment is not None:
         return await _check_environments(source, family, wanted)
     sandboxes = await open_sandboxes(config, warm=0, run_label="check", root=source.root)
@@ -113,8 +113,8 @@ async def _check_environments(source: FamilySource, family: TaskFamily, wanted: 
 
 
 def open_group_judge(source: FamilySource) -> GroupJudgeScorer | None:
-    """Returns a scorer with only the recipe's group judge; None if the recipe has no group judge. Raises `UserError` if it cannot be
-    used."""
+    """Returns a scorer with only the recipe's group judge; None if the recipe has no group judge. Raises `UserError` if the group judge
+    cannot be loaded."""
     named = source.tasks.group_judge
     if named is None:
         return None
@@ -165,7 +165,7 @@ async def prove_tasks(
 
 
 def _not_proven(family: TaskFamily, wanted: Mapping[Split, int], tasks: Sequence[Task], proofs: Sequence[Proof]) -> Iterator[str]:
-    """Yields the properties that the report does not prove, although a reader may expect it to."""
+    """Yields the properties that the report does not prove, although a reader may expect the report to prove them."""
     for split, done in wanted.items():
         size = family.size(split)
         if size is None or size > done:
@@ -179,7 +179,7 @@ def _not_proven(family: TaskFamily, wanted: Mapping[Split, int], tasks: Sequence
 
 def sandbox_configs(choice: str) -> list[SandboxConfig]:
     """Returns the backends that a `--backend` option selects. The option is a name, a plug-in reference, JSON with options, or `all`.
-    Raises `UserError` if it is invalid."""
+    Raises `UserError` if there is no such backend."""
     try:
         backends = ["docker", "bubblewrap"] if choice == "all" else [json.loads(choice) if choice.startswith("{") else choice]
         return [SandboxConfig.model_validate({"backend": backend}) for backend in backends]
@@ -201,18 +201,18 @@ async def attack_backend(
     config: SandboxConfig, image: str, *, root: Path, only: str = "", runtime: str = "", report: Callable[[str, AttackResult], None]
 ) -> list[dict[str, Any]]:
     """Runs the attack suite on one backend and calls `report` with the backend's name and each result. Returns a dictionary for each
-    attack, with the backend's name and the fields of the result."""
+    attack, with the backend's name and the fields of the attack's result."""
     backend = open_backend(config, run_label="attack", root=root)
     spec = replace(ATTACK_SPEC, image=image, runtime=runtime)
     async with close_after(backend.close):
         if not isinstance(backend, ChannelBackend):
-            raise UserError(f"the attacks run only on built-in backends, not on {config.backend}", fix="run `agentrl sandbox check`")
+            raise UserError(f"the attacks run only on built-in backends, not on {config.backend}", fix="run `agentrl sandbox check` on it")
         results = await run_attacks(backend, spec, only=only, report=lambda result: report(backend.name, result))
     return [{"backend": backend.name, **codec.to_data(result)} for result in results]
 
 
 def _tasks(family: TaskFamily, wanted: Mapping[Split, int]) -> Iterator[Task]:
-    """Yields the tasks that can be created. The proof of purity reports the others."""
+    """Yields the tasks that can be created. The proof of purity reports the tasks that cannot be created."""
     for draw in ((split, index) for split, size in wanted.items() for index in range(size)):
         try:
             task = make_task(family, *draw)
@@ -256,7 +256,7 @@ def _cases(task: Task) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Prover:
-    """Runs single cases, and records the files and the score of each gold solution."""
+    """Runs each case of each task, and records the files and the score of each gold solution."""
 
     family: TaskFamily
     sandboxes: SandboxBackend
@@ -302,7 +302,7 @@ class _Prover:
         return CaseResult(task=task.id, case=case, wanted=wanted, value=value, detail=problem[:1000], wall_s=took)
 
     async def _attempt(self, task: Task, case: str) -> tuple[Episode, str]:
-        """Returns the episode of a case, and the error if the gold solution failed; the error is empty otherwise."""
+        """Returns the episode of a case, and the error of the gold solution; the error is empty if the gold solution did not fail."""
         episode = Episode(id="check", task_id=task.id, task_key=task.key, trajectories=())
         if not task.outputs and case != GOLD:
             return replace(episode, answer=None if case == NOTHING else cheats.ANSWERS[case]), ""

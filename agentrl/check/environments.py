@@ -1,5 +1,5 @@
-"""Proofs about an environment: equal seeds and actions give equal episodes, episodes share no state, snapshots continue an episode, and
-rewards are in their range. Also compares baselines."""
+"""Proofs about an environment: equal seeds and actions give equal episodes, episodes share no state, an episode can be continued from a
+snapshot, and rewards are in the declared range. Also compares baselines."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ NOT_PROVEN = (
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """An episode: its actions, and each observation, including the first, with its reward and flags."""
+    """An episode: its actions, and each observation (including the first) with its reward and flags."""
 
     actions: tuple[Action, ...]
     steps: tuple[tuple[str, float, bool, bool], ...]
@@ -57,7 +57,8 @@ class Played:
 
 
 async def prove_environment(tasks: Sequence[Task]) -> list[Proof]:
-    """Plays episodes in the environments of tasks and returns the proofs. Faults of an environment become findings."""
+    """Plays episodes in the environments of these tasks, and returns the proofs about the environments. Faults of an environment become
+    findings."""
     tasks = [task for task in tasks if task.environment is not None][:SEEDS]
     try:
         first = await _open(_spec(tasks[0]))
@@ -109,7 +110,7 @@ def _fault_text(error: BaseException) -> str:
 
 
 async def _proof(name: str, tasks: Sequence[Task], check: Callable[[Task], Awaitable[str]]) -> Proof:
-    """Returns the proof of a claim. `check` returns the problem with a task; empty if there is none."""
+    """Returns the proof of a claim. `check` returns the problem with a task, or an empty string if there is none."""
     wrong: dict[str, list[str]] = {}
     for task in tasks:
         with user_code.fault_boundary() as fault:
@@ -122,8 +123,8 @@ async def _proof(name: str, tasks: Sequence[Task], check: Callable[[Task], Await
 
 
 async def _play_first(task: Task, played: dict[str, Played]) -> str:
-    """Plays an episode with random actions, or with the expert's actions if any text is an action. Plays each of the first `FRESH` seeds in
-    a new process."""
+    """Plays an episode with random actions, or, if any text is a valid action, with the expert's actions. Plays each of the first `FRESH`
+    seeds in a new process."""
     if len(played) < FRESH:
         await close_environments()
     expert = _expert(_spec(task))
@@ -246,7 +247,7 @@ class OneActor:
         return self._next(self._waiting)
 
     async def step(self, action: str | ToolCall) -> Step:
-        """Stores the action of the next role. Applies the actions when all roles that act at the same time have acted."""
+        """Stores the action of the next role. Applies the stored actions once all roles that act at the same time have acted."""
         assert isinstance(action, str), "the actions of games are strings"
         role = next(iter(self._waiting))
         del self._waiting[role]

@@ -2,7 +2,7 @@
 
 A smaller task may be unsolvable, and every policy fails an unsolvable task. Each smaller task is therefore proven first: its gold solution
 must score 1, and doing nothing and the cheats must score 0. Then the policy attempts the task, and the upper bound of the confidence
-interval for its pass rate must be below `FAILS_BELOW`. The smallest task is then attempted again, and only these attempts are recorded,
+interval for its pass rate must be below `FAILS_BELOW`. The smallest task is then attempted again, and only the new attempts are recorded,
 because they did not influence the choice of the task.
 
 The search is ddmin (Zeller and Hildebrandt, "Simplifying and Isolating Failure-Inducing Input", 2002): it tries to remove large chunks of
@@ -46,7 +46,7 @@ class RemovablePart:
 
 @dataclass(slots=True, kw_only=True)
 class MinimizeSearch:
-    """Tests smaller tasks of one case within a budget."""
+    """Tests smaller tasks of one case within a budget of attempts."""
 
     case: Case
     family: TaskFamily
@@ -86,7 +86,7 @@ class MinimizeSearch:
 
 
 def fails_reliably(scores: Sequence[float | None], threshold: float) -> bool:
-    """Whether attempts show a failure: all of them are scored, and few enough pass."""
+    """Whether the attempts show that the policy fails the task: all attempts are scored, and few enough pass."""
     if not scores or None in scores:
         return False
     passed = sum(attempt_passes(score, threshold) for score in scores)
@@ -107,7 +107,7 @@ async def search_smaller_case(search: MinimizeSearch, *, model: str, at: str) ->
         why = "the budget is too small" if fails is None else "its proof fails, or the policy passes it too often"
         raise UserError(
             f"case {case.id} cannot be minimized: {why}",
-            fix=f"choose a case that agentrl check proves and that nearly always fails; --budget allows {search.budget} attempts",
+            fix=f"choose a case that agentrl check proves and the policy nearly always fails; --budget allows {search.budget} attempts",
         )
     task = case.task
     for parts in (message_and_file_parts, line_parts):
@@ -116,7 +116,7 @@ async def search_smaller_case(search: MinimizeSearch, *, model: str, at: str) ->
         raise UserError(f"case {case.id}: no smaller task fails and can be solved", fix="raise --budget, or keep the case unchanged")
     scores = await search.scores(task)
     if not fails_reliably(scores, search.threshold):
-        raise UserError(f"case {case.id}: new attempts at the smallest task passed", fix="raise --repeats: the policy's result varies")
+        raise UserError(f"case {case.id}: new attempts at the smallest task passed", fix="raise --repeats: the policy's results vary")
     sizes = f"{describe_size(case.task)} -> {describe_size(task)}"
     summary = f"{sizes}; {search.attempts_used} attempts, {search.proofs_used} proofs"
     origin = {**case.origin, "smaller": summary}
@@ -129,7 +129,7 @@ async def _without_removable(search: MinimizeSearch, task: Task, parts: Sequence
 
 
 async def minimize_case(prepared: PreparedEvaluation, case: Case, family: TaskFamily, *, repeats: int, budget: int) -> tuple[Case, str]:
-    """Runs `search_smaller_case` with the policy and sandboxes of a prepared evaluation. Raises the same errors.
+    """Runs `search_smaller_case` with the policy and sandboxes of a prepared evaluation. Raises the same errors as `search_smaller_case`.
 
     Args:
         repeats: number of attempts at each smaller task.
@@ -137,7 +137,7 @@ async def minimize_case(prepared: PreparedEvaluation, case: Case, family: TaskFa
     """
     if case.task.family != family.name:
         problem = f"case {case.id} belongs to family {case.task.family!r}, but the recipe's family is {family.name!r}"
-        raise UserError(problem, fix="use a recipe of that family: its gold solutions prove smaller tasks")
+        raise UserError(problem, fix="give a recipe of the case's family, whose gold solutions prove smaller tasks")
     async with open_policy(prepared, console=False) as opened:
         number = 0
 
@@ -196,10 +196,10 @@ def remove_parts(task: Task, removed: Sequence[RemovablePart]) -> Task:
 async def removable_parts(
     parts: Sequence[RemovablePart], fails: Callable[[tuple[RemovablePart, ...]], Awaitable[bool | None]]
 ) -> tuple[RemovablePart, ...]:
-    """Returns parts that can be removed together. Finds them with ddmin.
+    """Returns parts that can be removed together, found with ddmin.
 
     Args:
-        fails: returns whether the task without these parts still fails. None means that the budget is spent, which ends the search.
+        fails: returns whether the policy still fails the task without these parts, or None if the budget is spent. None ends the search.
     """
     removed: tuple[RemovablePart, ...] = ()
     remaining, chunks = list(parts), 1

@@ -1,5 +1,5 @@
-"""Checks that answers without work get the lowest score. Examples are an empty answer, constants, the question, delimiters, and messages to
-the judge.
+"""Checks that answers without work get the lowest score. Examples of such answers are an empty answer, constants, the question, delimiters,
+and messages to the judge.
 
 If a verifier rewards such an answer, a policy finds it within hours. The policy's reward then rises although it learns nothing. The report
 of `agentrl check` contains a table with every verifier's highest score for each kind of answer.
@@ -77,15 +77,16 @@ async def prove_null_answers(
 ) -> Proof:
     """Scores every kind of answer without work. Uses each verifier separately, on a few of its tasks.
 
-    A score above 0 is a failure, unless the answer may be correct. This is the case if the answer equals the task's truth, or if it is a
+    A score above 0 is a failure, unless the answer may be correct. An answer may be correct if it equals the task's truth, or if it is a
     constant or one token, no other answer scores above 0 on this task, and the same answer gets 0 on a different task. A missing score is a
     warning: attempts without a score are excluded, so an agent could choose which of its attempts count.
 
     Args:
-        golden: gold episodes by task id. Their answers count as truths, and the answers without work are written to their output paths.
+        golden: gold episodes by task id. The gold answers count as truths, and answers without work are written to the output paths of the
+            gold episodes.
         audit: verifiers to check in addition to the tasks' verifiers.
-        together: a group judge, which compares each answer with the gold answer. Its scores are relative, so an answer without work must
-            score below the gold answer.
+        together: a group judge, which compares each answer with the gold answer. The judge's scores are relative, so an answer without work
+            must score below the gold answer.
     """
     slots = asyncio.Semaphore(parallel)
     chosen = _chosen(tasks, audit)
@@ -234,7 +235,7 @@ def _ids(results: Sequence[_Result]) -> tuple[str, ...]:
 
 
 def _table(results: Sequence[_Result], verifiers: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    """Returns the header and a row for each verifier: its highest score for each kind of answer, or `-` if it gave no score."""
+    """Returns the header and a row for each verifier: its highest score for each kind of answer, or `-` if the verifier gave no score."""
 
     def cell(verifier: str, kind: str) -> str:
         values = [result.score.value for result in results if (result.verifier, result.kind) == (verifier, kind)]

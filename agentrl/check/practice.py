@@ -37,7 +37,7 @@ class PracticeReport:
     rejected: tuple[tuple[str, str], ...]
 
     def by_case(self) -> dict[str, Counter[str]]:
-        """Returns, for each case, the number of tasks by origin. The origin is `PracticeTask.how`."""
+        """Returns, for each case, the number of tasks of each origin. The origin is `PracticeTask.how`."""
         counts: dict[str, Counter[str]] = {}
         for task in self.tasks:
             counts.setdefault(task.case, Counter())[task.how] += 1
@@ -61,7 +61,7 @@ async def generate_practice(
     Args:
         withheld: the tasks that must not be trained on, including those in the suite.
 
-    Raises `InfrastructureError` if the sandboxes fail. Other errors are included in the report.
+    Raises `InfrastructureError` if the sandboxes fail. Errors other than sandbox failures are included in the report.
     """
     rejected: list[tuple[str, str]] = []
     drawn: list[PracticeTask] = []
@@ -116,7 +116,7 @@ async def _draw(
     task remains."""
     if case.task.family != family.name:
         problem = f"case {case.id} belongs to family {case.task.family!r}, but the recipe's family is {family.name!r}"
-        raise TaskError(problem, fix="use a recipe of that family")
+        raise TaskError(problem, fix="give a recipe of the case's family")
     if callable(getattr(family, "variants", None)):
         variants = list(islice(cast(VariedFamily, family).variants(case.task, seed=seed), DRAWS * count))
     else:
@@ -136,8 +136,8 @@ async def _draw(
 async def _mutants(
     task: Task, family: TaskFamily, sandboxes: SandboxBackend, withheld: WithheldTasks, *, count: int, seed: int, root: Path
 ) -> list[tuple[str, Task]]:
-    """Returns pairs (origin, mutant). The gold program computes the answer to each mutant. It must solve the original task, and its answer
-    to a mutant must differ from the answer to the task. Raises `TaskError` if there are no mutants."""
+    """Returns pairs (origin, mutant). The gold program computes the answer to each mutant. The gold program must solve the original task,
+    and its answer to a mutant must differ from the answer to the original task. Raises `TaskError` if there are no mutants."""
     gold_without_answer(family, task)
     cases, _ = await prove_tasks(family, [task], sandboxes, root=root)
     wrong = next((result for result in cases if result.case == GOLD and not result.ok), None)
@@ -154,5 +154,8 @@ async def _mutants(
             if solved not in withheld:
                 mutants.append((MUTATED, solved))
     if not mutants:
-        raise TaskError("no other numbers in the case's files give a different answer", fix="add a method `variants` to the family")
+        raise TaskError(
+            "changing the numbers in the case's files gives no new task with a different answer",
+            fix="add a method `variants` to the family",
+        )
     return mutants

@@ -1,8 +1,8 @@
-"""Opens task families, and checks that the same seed, split and index give the same task if it is drawn again, in a different order, or in
-a different process.
+"""Opens task families, and checks that the same seed, split and index give the same task if the task is drawn again, in a different order,
+or in a different process.
 
-`python -m agentrl.check.purity` draws the tasks that are listed on standard input, in a different order. Its caller sets a different hash
-seed.
+`python -m agentrl.check.purity` draws the tasks that are listed on standard input, in an order that differs from the list. The caller sets
+a different hash seed for this process.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def prove_purity(source: FamilySource, sizes: Mapping[Split, int]) -> Proof:
 
 
 def digests(task: Task) -> dict[str, tuple[str, str]]:
-    """Returns, for each field, the hash of its text and the start of the text for display. A field has a name such as `data.answer`. Raises
-    `ValueError` with the name if a field cannot be written as JSON."""
+    """Returns, for each field of a task, the hash of its text and the start of the text for display. A field has a name, such as
+    `data.answer`. Raises `ValueError` with the field's name if a field cannot be written as JSON."""
     fields: dict[str, tuple[str, str]] = {}
     for name, value in asdict(task).items():
         parts = {f"{name}.{key}": part for key, part in value.items()} if name in _PARTED else {name: value}
@@ -162,7 +162,7 @@ def _without_id(drawn: Drawn) -> Drawn:
 
 
 def _draw_in_subprocess(source: FamilySource, draws: Sequence[Draw]) -> list[dict[str, tuple[str, str]] | str]:
-    """Returns the digests of these tasks, computed in another process. The entry for a task that cannot be created is the reason.
+    """Returns the digests of these tasks, computed in another process. For a task that cannot be created, the entry states the reason.
 
     Raises `RuntimeError` with the end of the process's error output if the process cannot open the family, or if it does not finish in
     time.
@@ -183,7 +183,7 @@ def _draw_in_subprocess(source: FamilySource, draws: Sequence[Draw]) -> list[dic
                 command, input=json.dumps(question), env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
             )
         except subprocess.TimeoutExpired:
-            raise RuntimeError(f"it did not finish within {TIMEOUT_S:g} s") from None
+            raise RuntimeError(f"the process did not finish within {TIMEOUT_S:g} s") from None
         if done.returncode:
             raise RuntimeError(done.stderr.strip()[-600:] or f"exit code {done.returncode}")
         drawn: list[Any] = json.loads(answer.read())

@@ -43,7 +43,7 @@ class Proof:
 
     @property
     def ok(self) -> bool:
-        """Whether there is no failure."""
+        """Whether none of the findings is a failure."""
         return all(finding.severity != "failure" for finding in self.findings)
 
 
@@ -103,7 +103,7 @@ def render(report: CheckReport) -> str:
 
 
 def _findings(proof: Proof) -> list[str]:
-    """Returns the lines of a proof's findings, failures first, with its name as the heading; empty if there are none."""
+    """Returns the lines of a proof's findings, failures first, under a heading with the proof's name; empty if there are no findings."""
     order = ("failure", "warning", "unsafe", "note")
     ordered = sorted(proof.findings, key=lambda finding: order.index(finding.severity))
     lines = [f"  {'FAIL' if finding.severity == 'failure' else finding.severity}: {finding.what}" for finding in ordered]
@@ -165,7 +165,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def join_examples(texts: Sequence[str]) -> str:
-    """Joins the first few strings, and appends the number of the others."""
+    """Joins the first few strings, and appends the number of omitted strings."""
     more = f", and {len(texts) - SHOWN:,} more" if len(texts) > SHOWN else ""
     return ", ".join(texts[:SHOWN]) + more
 

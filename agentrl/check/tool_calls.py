@@ -125,7 +125,7 @@ async def _fresh(kind: Any) -> Any:
 
 
 async def _prove_state(reference: str, instance: ToolInstance, fresh: Sequence[Any]) -> list[Finding]:
-    """Checks that the state of tool objects can be saved and restored, and that it does not leak into other episodes."""
+    """Checks that the state of tool objects can be saved and restored, and that the state does not leak into other episodes."""
     try:
         state = await instance.state(timeout_s=CALL_S)
     except ValueError as error:
@@ -182,7 +182,7 @@ def _wrong_parameters(parameters: Any) -> list[str]:
 
 
 async def _call(tool: Tool, arguments: Mapping[str, Any], sandbox: Sandbox | None, task: Task) -> str:
-    """Returns the problem of a call; empty if the call returned an outcome."""
+    """Returns the problem with a call, or an empty string if the call returned an outcome."""
     limit = min(task.limits.tool_timeout_s, CALL_S)
     with user_code.fault_boundary() as fault, deadline_alarm(limit + 5.0, _Blocked):
         async with asyncio.timeout(limit + 2.0):

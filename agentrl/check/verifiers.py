@@ -69,7 +69,7 @@ async def prove_verifiers(tasks: Sequence[Task], golden: Mapping[str, GoldAttemp
 
 
 async def retry_sandbox_errors(act: Callable[[], Awaitable[T]]) -> T:
-    """Calls `act`, and retries the call if a sandbox fails. A persistent failure ends the check."""
+    """Calls `act`, and retries the call if a sandbox fails. Raises `SandboxError` if the last retry also fails."""
     for attempt in range(RETRIES):
         try:
             return await act()

@@ -1,6 +1,6 @@
 """The command line. Exit codes: 0 done, 1 failed, 2 usage error, 130 interrupted.
 
-A module is imported when its command is used, so `agentrl --help` imports none of them.
+The module of a command is imported when the command is used, so `agentrl --help` imports no such module.
 """
 
 from __future__ import annotations
@@ -131,7 +131,8 @@ class LazyGroup(TyperGroup):
         return super().get_command(ctx, cmd_name)
 
     def get_help(self, ctx: Any) -> str:
-        """Returns the help text. Rendering it with rich would take longer than everything else that `agentrl --help` does."""
+        """Returns the help text, which is not rendered with rich because that would take longer than everything else that `agentrl --help`
+        does."""
         width = max(len(name) for name in (*self.list_commands(ctx), "-h, --help"))
         lines = ["Usage: agentrl COMMAND [ARGS]...", "", f"  {self.help}"]
         for heading, commands in COMMANDS.items():
@@ -160,7 +161,7 @@ HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
 
 
 def command_group() -> typer.Typer:
-    """Returns an empty group of commands, such as `agentrl tune`."""
+    """Returns a command group without commands, to which a module adds its commands, such as those of `agentrl tune`."""
     return typer.Typer(no_args_is_help=True, add_completion=False, context_settings=HELP_OPTIONS)
 
 

@@ -39,23 +39,30 @@ def promote_failures(
     version: OfVersion = None,
     most: Annotated[int | None, typer.Option(min=1, help="Maximum number of traces that match the filters; the newest are used.")] = None,
     note: Annotated[str, typer.Option(help="Comment stored in the cases.")] = "",
-    threshold: Annotated[float | None, typer.Option(help="Mean score that passes. Default: the environment's or evaluation's.")] = None,
+    threshold: Annotated[
+        float | None, typer.Option(help="Lowest mean score that passes. Default: the threshold of the environment or evaluation.")
+    ] = None,
     repeats: Annotated[int | None, typer.Option(min=1, max=1000, help="Attempts per case. Default: as set in the suite.")] = None,
     from_turn: Annotated[
-        str, typer.Option("--from-turn", help="Start the cases at this turn: a number from 1, or `failing` for the turn in the tag.")
+        str,
+        typer.Option(
+            "--from-turn", help="Start the cases at this turn: a number from 1, or `failing` for the turn that the trace's tag names."
+        ),
     ] = "",
     verifier: Annotated[list[str] | None, typer.Option("--verifier", help="For imported traces: verifier, module:attr.")] = None,
     truths: Annotated[Path | None, typer.Option(help='For imported traces: JSON lines file with {"trace": "ID", "truth": "412"}.')] = None,
     truth_from: Annotated[str, typer.Option(help="For imported traces: key of the correct answer in the origin of each trace.")] = "",
     tools: Annotated[
-        list[str] | None, typer.Option("--tools", help="For imported traces: tool to call instead of recorded results, module:attr.")
+        list[str] | None,
+        typer.Option("--tools", help="For imported traces: tool to call instead of returning the recorded results, module:attr."),
     ] = None,
     image: Annotated[str, typer.Option(help="For imported traces: sandbox image, for tools and verifiers that use a sandbox.")] = "",
     as_json: JsonFlag = False,
 ) -> None:
     """Turn traces into regression cases. A case contains a task and its origin. Tasks that are already in the suite are skipped.
 
-    An imported trace needs --verifier and a truth. The prompt of its case is the user's message. The tools return the recorded results.
+    An imported trace needs --verifier, and --truths or --truth-from. The prompt of its case is the user's message, and the tools of its
+    case return the recorded results.
 
     With --from-turn, the episode is replayed in a live sandbox up to that turn, and the case starts there.
     """
@@ -88,7 +95,7 @@ def promote_failures(
 
 
 def _user_parts(verifier: list[str] | None, truths: Path | None, truth_from: str, tools: list[str] | None, image: str) -> UserParts | None:
-    """Returns the parts that turn imported traces into cases; None if no option sets a part."""
+    """Returns the verifiers, truths, tools and image for the cases of imported traces; None if no option sets any of them."""
     from agentrl.failure.promote import UserParts, read_truths
 
     if not (verifier or truths or truth_from or tools or image):
@@ -125,14 +132,18 @@ def _none_chosen(run: Path, selected: Sequence[TraceRow]) -> UserError:
 def minimize(
     suite: Annotated[Path, typer.Argument(help="Folder of the suite.")],
     case: Annotated[str, typer.Argument(help="Id of a case in the suite. The smaller case replaces it.")],
-    recipe: Annotated[Path, typer.Argument(help="Recipe file with the task family. Its gold solution must solve the smaller tasks.")],
+    recipe: Annotated[
+        Path, typer.Argument(help="Recipe file with the task family. The family's gold solution must solve the smaller tasks.")
+    ],
     policy: Annotated[str, typer.Option(help="Policy that fails the case: a model folder or id, RUN@VERSION, or module:attr.")],
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Dotted overrides of the evaluation, such as evaluation.sampling.temperature=0.")
     ] = None,
     repeats: Annotated[int, typer.Option(min=3, max=100, help="Attempts per smaller task.")] = 6,
     budget: Annotated[int, typer.Option(min=12, max=100_000, help="Maximum total number of attempts.")] = 240,
-    run_dir: Annotated[Path | None, typer.Option(help="Folder for logs. Default: runs/SUITE-eval, runs/SUITE-eval-2, ...")] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Folder for logs. Default: the first free one of runs/SUITE-eval, runs/SUITE-eval-2, ...")
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Remove messages, files and lines from a case while the policy still fails it and the gold solution still solves it."""

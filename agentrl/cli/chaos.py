@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from agentrl.base.scratch import ScratchFolder
 from agentrl.cli import command_group
 from agentrl.cli.running import JsonFlag
 from agentrl.errors import UserError
@@ -40,9 +40,11 @@ def chaos_list(as_json: JsonFlag = False) -> None:
 @chaos_app.command("run", epilog="Example: agentrl chaos run --case 1 --case 5")
 def chaos_run(
     numbers: Annotated[
-        list[int] | None, typer.Option("--case", help="Number of a case; may be repeated. Default: all, or none with --minutes.")
+        list[int] | None, typer.Option("--case", help="Number of a case; may be repeated. Default: all cases, or none with --minutes.")
     ] = None,
-    minutes: Annotated[float, typer.Option(min=0.0, help="Kill random parts for this many minutes, after the cases of --case.")] = 0.0,
+    minutes: Annotated[
+        float, typer.Option(min=0.0, help="Kill random parts of the run for this many minutes, after the cases of --case.")
+    ] = 0.0,
     kills: Annotated[int, typer.Option(min=1, help="Maximum number of random kills.")] = 100,
     seed: Annotated[int, typer.Option(help="Seed of the random kills.")] = 0,
     work: Annotated[Path | None, typer.Option(help="Keep the runs in this folder. Default: a temporary folder.")] = None,
@@ -64,8 +66,8 @@ def chaos_run(
         chosen = ()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # stops the run under test, as ctrl-C does
     report = partial(print, file=sys.stderr, flush=True)
-    with tempfile.TemporaryDirectory(prefix="agentrl-chaos-") as scratch:
-        folder = (work or Path(scratch)).resolve()
+    with ScratchFolder() as scratch:
+        folder = (work or scratch).resolve()
         if folder.is_dir() and any(folder.iterdir()):
             raise UserError(f"{folder} is not empty", fix="choose an empty folder with --work")
         folder.mkdir(parents=True, exist_ok=True)

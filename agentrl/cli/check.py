@@ -122,7 +122,7 @@ def open_target(target: str, backend: str | None, overrides: Sequence[str] = ())
     if path.is_dir() or (":" in target and not path.exists()):
         if overrides:
             raise UserError(
-                f"{overrides[0]}: {target} takes no overrides",
+                f"{overrides[0]}: {target} accepts no overrides",
                 fix="set tasks.family and tasks.family.options in a recipe, and check the recipe",
             )
         root = project_root((path.resolve() if path.is_dir() else Path.cwd()) / "task")

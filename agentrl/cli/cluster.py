@@ -35,7 +35,7 @@ def plan(
     recipe: RecipeFile,
     overrides: Overrides = None,
     cluster: Annotated[
-        str | None, typer.Option(help="Ray cluster: auto, HOST:PORT or ray://HOST:PORT. Also show whether the plan fits it.")
+        str | None, typer.Option(help="Ray cluster: auto, HOST:PORT or ray://HOST:PORT. Also show whether the plan fits this cluster.")
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:

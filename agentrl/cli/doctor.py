@@ -1,4 +1,5 @@
-"""`agentrl doctor` and `agentrl init`. `doctor` checks this machine and prints how to fix what is missing. It installs and starts nothing.
+"""`agentrl doctor` and `agentrl init`. `doctor` checks this machine and prints how to fix what is missing. `doctor` installs and starts
+nothing.
 
 Heavy packages are examined through their metadata, because importing torch alone takes seconds. Checks that may hang have a deadline of two
 seconds and run in parallel.
@@ -54,7 +55,7 @@ class Check:
 
 
 def checks() -> list[Check]:
-    """Runs all checks. Returns their results in display order."""
+    """Runs all checks and returns the results in display order."""
     runs: tuple[Callable[[], list[Check]], ...] = (_machine, _compiler, _packages, _sandboxes, _base_policy)
     with ThreadPoolExecutor(len(runs)) as pool:
         return [check for results in pool.map(lambda run: run(), runs) for check in results]
@@ -186,7 +187,7 @@ def _package(package: str, label: str) -> Check:
 
 
 def _tested() -> dict[str, str]:
-    """Returns package -> exact version, as the extras of the installed agentrl specify them."""
+    """Returns the exact versions that the extras of the installed agentrl require: package -> version."""
     if metadata_version(DISTRIBUTION) is None:
         return {}
     return dict(re.findall(r"^([A-Za-z0-9_-]+)==([0-9.]+)", "\n".join(metadata.requires(DISTRIBUTION) or []), re.MULTILINE))

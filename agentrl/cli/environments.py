@@ -28,13 +28,15 @@ def env_add(
         typer.Argument(metavar="PACKAGE...", help="Requirements, or paths of folders and wheels."),
     ],
     name: Annotated[str, typer.Option(help="Name of the environment. Default: the first package.")] = "",
-    python: Annotated[str, typer.Option(help="Python version, such as 3.12, or path. Default: the Python that runs agentrl.")] = "",
-    upgrade: Annotated[bool, typer.Option("--upgrade", help="Use the newest versions instead of those in the lock.")] = False,
+    python: Annotated[
+        str, typer.Option(help="Python version, such as 3.12, or path of an interpreter. Default: the Python that runs agentrl.")
+    ] = "",
+    upgrade: Annotated[bool, typer.Option("--upgrade", help="Use the newest versions instead of those in the lock file.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Install packages into the virtual environment .environments/NAME. Record them with hashes in environments/NAME.lock.
+    """Install packages into the virtual environment .environments/NAME, and record them with their hashes in environments/NAME.lock.
 
-    Commit the lock file. If a lock file with the same requirements exists, exactly its versions are installed.
+    Commit the lock file. If a lock file with the same requirements exists, the versions in that file are installed.
     """
     with undoing():
         lock = building.add_environment(_root(), packages, name=name, python=python, upgrade=upgrade, report=timed_progress())
@@ -46,7 +48,7 @@ def env_sync(
     names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Environments to build. Default: all.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Build environments exactly from their lock files."""
+    """Build environments with exactly the versions in their lock files."""
     for name in names or venvs.read_locks(_root()):
         with undoing():
             lock = building.sync_environment(_root(), name, report=timed_progress())

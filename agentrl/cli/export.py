@@ -25,7 +25,7 @@ def export(
         Literal["", "solved", "partial", "failed", "pending", "excluded"], typer.Option(help="Only episodes with this outcome.")
     ] = "",
     tool: Annotated[str, typer.Option(help="Only episodes that called this tool.")] = "",
-    exclusion: Annotated[str, typer.Option(help="Only episodes excluded by this kind of failure.")] = "",
+    exclusion: Annotated[str, typer.Option(help="Only episodes excluded because of this kind of failure.")] = "",
     step: Annotated[int | None, typer.Option(min=1, help="Only groups of this learner step, counted from 1.")] = None,
     policy_version: Annotated[int | None, typer.Option("--version", min=0, help="Only episodes sampled by this policy version.")] = None,
     min_score: Annotated[float | None, typer.Option(help="Only episodes with at least this score.")] = None,

@@ -118,7 +118,9 @@ def tag_failures(
     trajectory: Annotated[int, typer.Option(min=0, help="With --as: the trajectory of that turn.")] = 0,
     note: Annotated[str, typer.Option(help="With --as: a comment.")] = "",
     rules: Rules = None,
-    judge: Annotated[str, typer.Option("--judge", help="FailureJudge to call if no rule is sure, module:attr.")] = "",
+    judge: Annotated[
+        str, typer.Option("--judge", help="FailureJudge to call for traces that the rules leave unclassified, module:attr.")
+    ] = "",
     tag: OfTag = "",
     kind: OfKind = "",
     phase: OfPhase = "",
@@ -155,7 +157,8 @@ def tag_failures(
 
 
 async def _tag_traces(collection: Collection, wanted: TraceFilter, rules: Sequence[TriageRule], reference: str) -> dict[str, str]:
-    """Tags all selected traces with the rules, and with the judge if no rule is sure. Returns trace id -> tag."""
+    """Tags all selected traces with the rules, and tags the traces that the rules leave unclassified with the judge. Returns trace id ->
+    tag."""
     from agentrl.failure.triage import UNCLASSIFIED, merge_tags, tag_by_judge, tag_by_rules
     from agentrl.judge.failure_judge import load_failure_judge
 
@@ -199,7 +202,7 @@ def cluster(
     most: Annotated[int, typer.Option(min=1, help="Number of largest clusters to show.")] = 12,
     alike: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Minimum similarity within a cluster.")] = None,
     embed: Annotated[
-        bool, typer.Option("--embed", help="Compare with embeddings of a small language model. Needs the extra `clusters`.")
+        bool, typer.Option("--embed", help="Compare the failures by embeddings from a small language model. Needs the extra `clusters`.")
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:

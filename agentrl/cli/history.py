@@ -44,7 +44,7 @@ def history(
     case_histories = histories([(name, results.load_results(folder)) for source in evaluations for name, folder in _expanded(source)])
     if out is not None:
         if out.is_dir() or not out.parent.is_dir():
-            raise UserError(f"--out {out}: cannot write there", fix="give a file in an existing folder")
+            raise UserError(f"--out {out}: this is a folder, or its folder does not exist", fix="give a file in an existing folder")
         write_history_page(out, case_histories)
     if as_json:
         print(json.dumps([dataclasses.asdict(case_history) for case_history in case_histories]))
@@ -96,7 +96,8 @@ def table(suite_history: SuiteHistory) -> str:
 
 
 def _expanded(named: str) -> Iterator[tuple[str, Path]]:
-    """Yields the name and folder of each evaluation that an argument refers to. Raises `UserError` if there is none."""
+    """Yields the name and folder of each evaluation that an argument refers to. Raises `UserError` if the argument refers to no
+    evaluation."""
     run = Path(named)
     gate = sorted(path.parent for path in run.glob(f"{GATE}/*/{results.ABOUT}") if path.parent.name.isdecimal())
     # A name with a leading dot marks an incomplete evaluation.

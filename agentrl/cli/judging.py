@@ -36,8 +36,10 @@ def calibrate(
     out: Annotated[Path | None, typer.Option(help="File to write, for Judge(calibration=...). A plot is written next to it.")] = None,
     threshold: Annotated[float, typer.Option(help="Lowest score that counts as right.")] = 0.5,
     parallel: Annotated[int, typer.Option(min=1, help="Number of answers judged in parallel.")] = 8,
-    cache: Annotated[str | None, typer.Option(help="File that caches the answers of the judge.")] = None,
-    recipe: Annotated[Path | None, typer.Option(help="Recipe with the judge server that the judge needs. The command starts it.")] = None,
+    cache: Annotated[str | None, typer.Option(help="File that caches the judge's replies.")] = None,
+    recipe: Annotated[
+        Path | None, typer.Option(help="Recipe with the judge server that the judge needs. The command starts this server.")
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Measure a judge on labelled answers: agreement, sensitivity, specificity, bias by length and position, reliability, and cost.
@@ -123,14 +125,14 @@ def label(
 ) -> None:
     """Label the answers in a run by hand. Each key press is a verdict and is saved immediately.
 
-    A later call continues with the remaining answers. Each line of the label file has the form
-    {"question": ..., "answer": ..., "label": "right" or "wrong", "by": ..., "reference": ..., "messages": [...]}.
+    A later run of the command continues with the remaining answers. Each line of the label file has the form {"question": ..., "answer":
+    ..., "label": "right" or "wrong", "by": ..., "reference": ..., "messages": [...]}.
     """
     if agreement is not None:
         _agreement(*agreement, as_json=as_json)
         return
     if run is None:
-        raise UserError("no run folder is given", fix="agentrl label RUN, or agentrl label --agreement A B")
+        raise UserError("no run folder is given", fix="run agentrl label RUN, or agentrl label --agreement A B")
     from agentrl.judge.labelling import LabellingSession, labels_file, run_answers
 
     by = by or user_name()

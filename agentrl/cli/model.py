@@ -34,15 +34,15 @@ def import_(
         str,
         typer.Argument(help="A Hugging Face folder, a GGUF file, or a model in an installed package: package:NAME or package:NAME/FILE."),
     ],
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="New folder, for policy.model.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write, which policy.model can name.")],
     chat_template: Annotated[
         str | None, typer.Option(help=f"{', '.join(SHIPPED_TEMPLATES)}, or a file. Default: the template of the model.")
     ] = None,
     dtype: Annotated[Dtype, typer.Option(help="Data type of the written weights.")] = "float32",
-    force: Annotated[bool, typer.Option("--force", help="Replace a model in DIR.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace the model that DIR contains.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Import a model that is already installed or downloaded. Fails if the model cannot be served and trained exactly."""
+    """Import a model that is already installed or downloaded. Fails if the model cannot be served or trained exactly."""
     show = timed_progress()
     with undoing() as step, redirect_stdout(sys.stderr):  # libraries print to stdout, which is for the result
 

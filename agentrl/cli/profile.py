@@ -37,10 +37,10 @@ def profile(
 ) -> None:
     """Run a few learner steps of a recipe and print how the time is spent.
 
-    Runs the recipe without evaluations and without a gate in a temporary folder. One table shows which parts compute at the same time, and
-    one table per part shows its states. Each table adds up to the wall time of the measured steps. CPU seconds add up to the number of CPUs
-    times the wall time. With --nsight, the command also writes Nsight Systems reports on the measured steps to nsight/ in --run-dir or in
-    the current folder.
+    Runs the recipe without evaluations and without a gate, in a temporary folder unless --run-dir is given. One table shows which parts
+    compute at the same time, and one table per part shows the states of that part. Each table adds up to the wall time of the measured
+    steps. CPU seconds add up to the number of CPUs times the wall time. With --nsight, the command also writes Nsight Systems reports on
+    the measured steps to nsight/ in --run-dir or in the current folder.
     """
     root, written = load_recipe(recipe, [])
     changed = written.but(*all_overrides(overrides, sandbox=sandbox))

@@ -1,8 +1,8 @@
 """`agentrl init`: creates a project from the files of the quickstart.
 
 A wheel contains these files under `agentrl/_project`; an editable install uses the files in the repository. Files that only a project has
-(README, Makefile, test, ...) are templates in `agentrl/cli/template`, with the suffix `.in`. `template_empty` contains those for a project
-without the quickstart.
+(README, Makefile, test, ...) are templates in `agentrl/cli/template`, with the suffix `.in`. `template_empty` contains the templates for a
+project without the quickstart.
 """
 
 from __future__ import annotations

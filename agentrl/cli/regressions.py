@@ -45,11 +45,11 @@ def evaluate_suites_command(
     """Evaluates suites, prints the results, and exits with 1 if a case did not pass.
 
     Args:
-        policy: None means the policy recorded in the suites.
+        policy: the policy to evaluate; None means the policy recorded in the suites.
     """
     suites = list({suite.folder.resolve(): suite for folder in named for suite in load_suites(Path(folder))}.values())
     if junit_file is not None and (junit_file.is_dir() or not junit_file.parent.is_dir()):
-        raise UserError(f"--junit {junit_file}: cannot write there", fix="give a file in an existing folder")
+        raise UserError(f"--junit {junit_file}: this is a folder, or its folder does not exist", fix="give a file in an existing folder")
     with loading():
         from agentrl.evaluation.open_policy import prepare_evaluation
         from agentrl.evaluation.outcomes import junit_xml

@@ -111,7 +111,7 @@ def run_folder(
 ) -> Iterator[tuple[RunStart, Recipe, PreflightResult]]:
     """Locks a run's folder during the block, loads its recipe and runs the preflight checks.
 
-    Reports an error in the block and exits the command. The run survives the loss of its terminal.
+    If the block raises an error, reports it and exits the command. The run survives the loss of its terminal.
 
     Args:
         given: overrides from the command line. For a resumed run, they are applied after its earlier overrides.
@@ -183,7 +183,8 @@ def all_overrides(
 
 @contextmanager
 def reporting_errors(folder: Path) -> Iterator[None]:
-    """Context for an evaluation in a run folder. It survives the loss of its terminal. An error is reported and exits the command."""
+    """Context for an evaluation in a run folder. The evaluation survives the loss of its terminal. If the block raises an error, reports it
+    and exits the command."""
     try:
         with outlasting_terminal():
             yield
@@ -205,7 +206,7 @@ def progress_bar(unit: str, *, quiet: bool = False) -> Iterator[Callable[[int, i
 
 
 def timed_progress() -> Callable[[str], None]:
-    """Returns a function that prints a message on standard error, after the seconds since this call."""
+    """Returns a function that prints the seconds since this call and a message on standard error."""
     began = time.monotonic()
     return lambda text: print(f"{time.monotonic() - began:5.1f} s  {text}", file=sys.stderr, flush=True)
 
@@ -225,6 +226,6 @@ def user_name(default: str = "unknown") -> str:
 
 
 def listed(names: Sequence[str], most: int) -> str:
-    """Returns the first `most` names on one line, and the number of the other names."""
+    """Returns the first `most` names on one line, and the number of remaining names."""
     more = f", and {len(names) - most} more" if len(names) > most else ""
     return f"{', '.join(map(one_line, names[:most]))}{more}"

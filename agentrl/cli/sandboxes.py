@@ -71,7 +71,8 @@ def sandbox_serve(
         int, typer.Option(min=0, help="Memory of all sandboxes in MiB. 0: the memory of this container minus 256 MiB.")
     ] = 0,
 ) -> None:
-    """Run a cell: open bubblewrap sandboxes for drivers on other machines that set sandbox.backend=cell. Run it in a container or pod."""
+    """Run a cell: open bubblewrap sandboxes for drivers on other machines that set sandbox.backend=cell. Run this command in a container or
+    pod."""
     from agentrl.sandbox.cell.server import run_cell
 
     run_cell(read_secret(key), listen, sandboxes=sandboxes, memory_mb=memory_mb)

@@ -49,11 +49,11 @@ def score(
     blind: Annotated[bool, typer.Option("--blind", help="Hide the correct answers on the page.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """List the pending scores of a run, or send scores. Works during the run and afterwards.
+    """List the pending scores of a run, or send scores. The command works during the run and afterwards.
 
     Each line of the --import file has the form
     {"episode_id": ..., "part": ..., "value": ..., "scored_by": ..., "key": ..., "replace": ...}. The last three fields are optional. The
-    exit code is 1 if a line is rejected, and 2 if a single score is rejected.
+    exit code is 1 if a line is rejected, and 2 if the score EPISODE PART VALUE is rejected.
     """
     single = (episode, part, value)
     if replace and value is None:

@@ -39,11 +39,14 @@ def store(
         bool, typer.Option("--verify", help="Compare the ledger with all groups, the newest checkpoint and metrics.jsonl.")
     ] = False,
     index: Annotated[
-        bool, typer.Option("--index", help="Index the episodes of a run of an older version or a run with a user-supplied store.")
+        bool,
+        typer.Option(
+            "--index", help="Index the episodes of a run that an older version of agentrl wrote or that uses a user-supplied store."
+        ),
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """List the groups of a run and count its sampled, trained, excluded and open tokens. Also works during the run.
+    """List the groups of a run and count its sampled, trained, excluded and open tokens. The command also works during the run.
 
     A group is issued (its block has started), running (an attempt has finished or saved a turn), parked (it waits for late scores), ready,
     assigned to a learner step, trained, or excluded (its step trained none of its tokens). Open tokens belong to parked, ready and assigned
@@ -110,7 +113,8 @@ def _index(run_dir: Path) -> None:
 
 
 def _expiries(opened: ExperienceStore) -> list[float]:
-    """Returns the expiry of each pending part, in Unix time. The file may contain times that agentrl did not write."""
+    """Returns the expiry of each pending part, in Unix time. Each time is limited to a valid range, because the file may contain times that
+    agentrl did not write."""
     expiries, after = list[float](), ""
     while page := opened.pending_scores(limit=_PAGE, after=after):
         expiries += [min(max(part.expires_at, 0.0), LAST_EXPIRY) for part in page if part.expires_at is not None]

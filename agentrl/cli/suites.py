@@ -83,8 +83,9 @@ def compare_evaluations(
 
     For two training runs, compare their recipes, success rates before and after training, success rates by kind, and costs.
 
-    The verdict is "better" or "worse" if the difference is significant, "same" if it is smaller than --margin in either direction, and
-    otherwise "not enough data". If temperature, top_k, top_p or min_p differ, there is no verdict unless --across-sampling is given.
+    The verdict is "same" if the interval of the difference at level 1 - 2 alpha is within --margin of 0. Otherwise the verdict is "better"
+    or "worse" if the difference is significant, and "not enough data" if it is not. If the evaluations differ in temperature, top_k, top_p
+    or min_p, there is no verdict unless --across-sampling is given.
 
     With only one evaluation, or only --rate, print how many cases a comparison needs to detect --difference.
     """
@@ -163,7 +164,7 @@ def planned(known: SuiteResults | None, rate: float | None, difference: float, *
     try:
         noise = statistics.attempt_noise(scored) if rate is None else 2 * rate * (1 - rate)
     except ValueError:
-        raise UserError("no attempt of that evaluation was scored", fix="evaluate again, or use --rate") from None
+        raise UserError("the evaluation has no scored attempt", fix="evaluate again, or use --rate") from None
     plan = {n: statistics.planned_spread(difference, noise, repeats=n) for n in _PLANNED}
     return Plan(
         difference=difference,
@@ -276,7 +277,7 @@ def render_comparison(
 
 
 def differing_settings(first: EvaluationInfo, second: EvaluationInfo) -> list[str]:
-    """Returns the names of the settings in which two evaluations differ. Results are comparable if there are none."""
+    """Returns the names of the settings in which two evaluations differ. The evaluations are comparable if no setting differs."""
     names = ("suite_sha256", "sampling", "threshold", "thresholds", "repeats")
     return [name for name in names if getattr(first, name) != getattr(second, name)]
 

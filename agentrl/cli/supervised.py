@@ -1,6 +1,7 @@
 """Restarts the driver of a run, which resumes it: `agentrl train --restarts N`.
 
-All of the driver's state is in the run folder, so a killed driver loses no finished work. Its parts exit with it.
+All of the driver's state is in the run folder, so a killed driver loses no finished work. The processes that the driver started exit with
+it.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ _FORWARDED = (*_ENDING, signal.SIGHUP, signal.SIGWINCH, signal.SIGTSTP)
 
 
 def supervise(command: Sequence[str], folder: Path, *, restarts: int) -> int:
-    """Runs a driver and returns its exit code. Restarts it with --resume if it is killed or fails, unless this process received a signal to
-    exit.
+    """Runs a driver and returns its exit code. Restarts the driver with --resume if the driver is killed or fails, unless this process
+    received a signal to exit.
 
     Args:
         command: `agentrl train ... --run-dir FOLDER`, as arguments.
         folder: the run folder.
-        restarts: maximum number of consecutive restarts. Ten minutes of work reset the count.
+        restarts: maximum number of consecutive restarts. The count returns to 0 when a driver has worked for ten minutes.
     """
     counted, resume = Restarts(), "--resume" in command
     while True:
@@ -50,8 +51,8 @@ def supervise(command: Sequence[str], folder: Path, *, restarts: int) -> int:
 
 
 def _may_resume(code: int, folder: Path, *, resumed: bool) -> bool:
-    """Whether a driver was killed, or failed for a reason that may not exist at the next start. An interrupt stops the run. So does invalid
-    input, unless an earlier driver accepted it, because then a cluster, a disk or a service is gone.
+    """Whether a driver was killed, or failed for a reason that may not exist at the next start. Returns False for an interrupt. Also
+    returns False for invalid input, unless an earlier driver accepted the same input: then a cluster, a disk or a service is unavailable.
     """
     if not holds_run(folder) or code not in (1, 2):
         return code < 0 and holds_run(folder)
@@ -60,7 +61,7 @@ def _may_resume(code: int, folder: Path, *, resumed: bool) -> bool:
 
 
 def _run(command: Sequence[str]) -> tuple[int, bool]:
-    """Runs a driver. Returns its exit code, and whether this process received one of the signals in `_ENDING`.
+    """Runs a driver. Returns the driver's exit code, and whether this process received one of the signals in `_ENDING`.
 
     The driver has its own process group, so that a terminal and `kill` reach only this process, which forwards each signal once.
     """

@@ -71,10 +71,10 @@ def add_command(
     weight: Annotated[float, typer.Option(help="Weight relative to other families. The recipe's family has weight 1.")] = 1.0,
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of the family. Default: the recipe's.")] = None,
 ) -> None:
-    """Add a task family to a run. Run this in the recipe's project.
+    """Add a task family to a run. Run this command in the recipe's project.
 
-    A share of the groups that have not started yet is sampled from its training tasks. Evaluations still use the held-out tasks of the
-    recipe's family.
+    A share of the groups that have not started yet is sampled from the training tasks of this family. Evaluations still use the held-out
+    tasks of the recipe's family.
     """
     with loading():
         from agentrl.session.task_changes import family_label
@@ -85,7 +85,8 @@ def add_command(
 
 @tasks_app.command("remove", epilog="Example: agentrl tasks remove runs/quickstart join")
 def remove_command(run: RunFolder, name: Name) -> None:
-    """Remove a task family, a kind of task or one task from the groups that have not started yet. Run this in the recipe's project."""
+    """Remove a task family, a kind of task or one task from the groups that have not started yet. Run this command in the recipe's
+    project."""
     _request(run, "remove", name)
 
 
@@ -94,10 +95,10 @@ def reweight_command(
     run: RunFolder,
     name: Name,
     weight: Annotated[
-        float, typer.Argument(help="For a family: relative to the other families. For a kind or task: relative to 1, the default.")
+        float, typer.Argument(help="Weight of a family relative to the other families, or of a kind or task relative to 1, the default.")
     ],
 ) -> None:
-    """Sample a family, a kind of task or one task more or less often. Run this in the recipe's project."""
+    """Sample a family, a kind of task or one task more or less often. Run this command in the recipe's project."""
     _request(run, "reweight", name, weight=weight)
 
 

@@ -79,7 +79,7 @@ class _Outbox:
 
     @property
     def usable(self) -> bool:
-        """Whether the thread exists; False in a forked child."""
+        """Whether the writer thread exists; False in a forked child."""
         return os.getpid() == self._process
 
     def put(self, data: bytes) -> None:
@@ -166,7 +166,7 @@ class _Lasting(io.FileIO):
 
 
 def settle() -> None:
-    """Flushes the output of a run. A command calls it last. Waits up to `PATIENCE_S` seconds for a reader that does not read.
+    """Flushes the output of a run. A command calls this function last. Waits up to `PATIENCE_S` seconds for a reader that does not read.
 
     Later output, such as a traceback, is written directly. Raises `OSError` if output was lost, for example because a disk is full.
     """
@@ -195,8 +195,8 @@ def _lasting_streams() -> Iterator[tuple[TextIO, _Lasting]]:
 
 
 def _stop_waiting() -> None:
-    """From now on, writes to standard output and standard error do not wait for a reader. A file has no reader, so it is still written to
-    directly."""
+    """Makes later writes to standard output and standard error return without waiting for a reader. Output that is redirected to a file has
+    no reader and is still written directly."""
     for stream, raw in _lasting_streams():
         if raw.outbox is None and not stat.S_ISREG(os.fstat(raw.fileno()).st_mode):
             stream.flush()
@@ -210,8 +210,8 @@ def outlasting_terminal(note: Callable[[str], object] = lambda text: None) -> It
     If the signal is already ignored, as under nohup, it stays ignored.
 
     Args:
-        note: called once with a message about the signal. It must not write to standard output or error, because the signal may
-            interrupt a write to them.
+        note: called once with a message about the signal. `note` must not write to standard output or error, because the signal may
+        interrupt a write to them.
     """
     _stop_waiting()
     before = signal.getsignal(signal.SIGHUP)

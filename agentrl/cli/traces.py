@@ -59,7 +59,7 @@ def trace_filter(*, ids: Sequence[str] | None = None, **filters: Any) -> TraceFi
 
 
 def each_trace(collection: Collection, wanted: TraceFilter, doing: str) -> Iterator[tuple[TraceRow, Trace]]:
-    """Yields each selected trace, with progress messages. A damaged trace is reported and skipped."""
+    """Yields each selected trace, and prints progress messages. A damaged trace is reported and skipped."""
     from agentrl.errors import StoreError
 
     rows = collection.rows(wanted)
@@ -77,7 +77,7 @@ def each_trace(collection: Collection, wanted: TraceFilter, doing: str) -> Itera
 
 
 def check_ids(run: Path, ids: Sequence[str], rows: Sequence[TraceRow]) -> None:
-    """Raises `UserError` unless there is a row for every id."""
+    """Raises `UserError` unless every trace id has a row."""
     if missing := sorted(set(ids) - {row.id for row in rows}):
         raise UserError(f"{run} has no trace {', '.join(missing[:8])}", fix=f"list the traces: agentrl failures list {run}")
 

@@ -108,7 +108,7 @@ def _train_supervised(
 def evaluate(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE|SUITE", help="Recipe file, or with --policy the folder of a suite.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="Dotted overrides, such as evaluation.heldout=64. With --policy, more suites.")
+        list[str] | None, typer.Argument(help="Dotted overrides, such as evaluation.heldout=64. With --policy, additional suites.")
     ] = None,
     policy: Annotated[str | None, typer.Option(help="Policy to evaluate: a model folder or id, RUN@VERSION, URL, or module:attr.")] = None,
     suite: Annotated[Path | None, typer.Option(help="Folder of a suite, whose cases replace the held-out tasks.")] = None,
@@ -119,14 +119,15 @@ def evaluate(
         list[str] | None, typer.Option(help="With --policy URL: additional request field, KEY=VALUE; temperature=null omits the field.")
     ] = None,
     header: Annotated[list[str] | None, typer.Option(help="With --policy URL: additional header, NAME=env:VARIABLE or file:PATH.")] = None,
-    tokens_name: Annotated[str, typer.Option(help="With --policy URL: the name of max_tokens on that server.")] = "",
+    tokens_name: Annotated[str, typer.Option(help="With --policy URL: the name of the max_tokens field on that server.")] = "",
     junit: Annotated[Path | None, typer.Option(help="With --policy: file for JUnit XML.")] = None,
     pin: Annotated[bool, typer.Option("--pin", help="With --policy: store the results in the cases as their baselines.")] = False,
     model: Annotated[
         str | None, typer.Option(help="Model folder or id, or RUN@VERSION. With --policy URL: the model name on that server.")
     ] = None,
     run_dir: Annotated[
-        Path | None, typer.Option(help="Folder for transcripts and logs. Default: runs/NAME-eval, runs/NAME-eval-2, ...")
+        Path | None,
+        typer.Option(help="Folder for transcripts and logs. Default: the first free one of runs/NAME-eval, runs/NAME-eval-2, ..."),
     ] = None,
     sandbox: SandboxChoice = None,
     as_json: JsonFlag = False,
@@ -135,8 +136,8 @@ def evaluate(
 
     agentrl eval RECIPE evaluates the recipe's model on its held-out tasks. With evaluation.attempts=8, each task is tried eight times,
     and the report shows pass@k and success against sampled tokens. With --suite, the cases of a suite replace the held-out tasks. With
-    --policy URL or --policy module:attr, it evaluates a policy that agentrl does not serve. --policy MODEL has the same effect as --model
-    MODEL.
+    --policy URL or --policy module:attr, the command evaluates a policy that agentrl does not serve. --policy MODEL has the same effect as
+    --model MODEL.
 
     agentrl eval SUITE ... evaluates a policy on suites without a recipe. --policy defaults to the policy recorded in suite.toml. The exit
     code is 0 if every case passes, otherwise 1. A case passes if the mean score of its attempts reaches its threshold.
@@ -208,7 +209,7 @@ def _evaluate_policy(
     """Evaluates a policy on the suites `path` and `arguments`, or on the held-out tasks of the recipe `path`.
 
     Args:
-        target: None means the policy recorded in the suites.
+        target: the policy to evaluate; None means the policy recorded in the suites.
         arguments: overrides, and additional suites.
     """
     suites = [str(path), *(item for item in arguments if "=" not in item)]
@@ -316,9 +317,9 @@ def sample(
 ) -> None:
     """Sample and score attempts at training tasks without training.
 
-    Writes a run folder for agentrl tune, label, failures and report. For each kind of task, prints how many tasks were solved and how many
-    groups contain different scores, from which training can learn. Press ctrl-C once to finish the current groups. Press it twice to stop
-    immediately.
+    Writes a run folder that agentrl tune, label, failures and report can read. For each kind of task, prints how many tasks were solved and
+    how many groups contain different scores, from which training can learn. Press ctrl-C once to finish the current groups. Press it twice
+    to stop immediately.
     """
     root, written = load_recipe(recipe, [])
     changes = all_overrides(overrides, sandbox=sandbox, model=model)
@@ -364,7 +365,7 @@ def worker(
 
 
 def render_result(result: SampleResult, *, group_size: int) -> str:
-    """Returns the result as text: a row for each kind of task, the reasons why attempts were excluded, and the next command."""
+    """Returns the result as text: a row for each kind of task, the reasons why attempts were excluded, and a command to run next."""
     rows = [(" ".join(printable(kind, _NAME).split()) or "-", totals) for kind, totals in result.by_kind.items()]
     rows = [*(rows if len(rows) > 1 else []), ("all", result.totals)]
     wide = max(4, *(len(name) for name, _ in rows))

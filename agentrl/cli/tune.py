@@ -29,7 +29,7 @@ Run = Annotated[Path, typer.Argument(help="Run folder whose scored episodes are 
 Out = Annotated[Path, typer.Option(help="Folder to write the model to; must not exist.")]
 Start = Annotated[Path | None, typer.Option("--model", help="Model folder to start from. Default: the run's base policy.")]
 PerTask = Annotated[int, typer.Option(min=1, help="Maximum number of examples per task.")]
-Margin = Annotated[float, typer.Option(min=0, help="Minimum difference of two scores for a preference pair.")]
+Margin = Annotated[float, typer.Option(min=0, help="Minimum difference between the two scores of a preference pair.")]
 Epochs = Annotated[float, typer.Option(min=0.01, help="Passes over the data.")]
 Rate = Annotated[float, typer.Option(min=_LEAST, help="Peak learning rate of a cosine schedule.")]
 BatchSize = Annotated[int, typer.Option(min=1, help="Rows per optimizer step.")]

@@ -177,21 +177,24 @@ def compare_versions(
     after: Number,
     overrides: Annotated[list[str] | None, typer.Argument(help="Dotted overrides, such as rollout.concurrency=16.")] = None,
     suite: Annotated[Path | None, typer.Option(help="Folder of a suite. Default: held-out tasks of the run's recipe.")] = None,
-    cases: Annotated[int | None, typer.Option(min=1, help="Maximum number of cases. Default: all of the suite or recipe.")] = None,
+    cases: Annotated[int | None, typer.Option(min=1, help="Maximum number of cases. Default: all cases of the suite or recipe.")] = None,
     repeats: Annotated[int | None, typer.Option(min=1, help="Attempts per case and version. Default: as set in the case or suite.")] = None,
     alpha: Annotated[float, typer.Option(help="Probability of a wrong verdict `better` or `worse`.")] = 0.05,
     margin: Annotated[float, typer.Option(help="Largest difference of mean scores that counts as equal.")] = 0.05,
     canary: Annotated[
         float | None, typer.Option(help="Give AFTER this share of the attempts, such as 0.2; then promote it or roll back to BEFORE.")
     ] = None,
-    run_dir: Annotated[Path | None, typer.Option(help="Folder of the comparison. Default: the first free runs/NAME-eval.")] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Folder of the comparison. Default: the first free one of runs/NAME-eval, runs/NAME-eval-2, ...")
+    ] = None,
     sandbox: SandboxChoice = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Run two versions on the same cases until it is clear which is better (A/B test). Run this in the recipe's project.
+    """Run two versions on the same cases until it is clear which is better (A/B test). Run this command in the recipe's project.
 
-    One server switches between their weights. The comparison stops after a block of 16 cases if the 95% interval of the difference, which
-    is valid at any number of cases, excludes 0 (better, worse) or is within --margin (same). The exit code is 1 if AFTER is worse.
+    One server switches between the weights of the two versions. The comparison stops after a block of 16 cases if the interval of the
+    difference (95% by default, and valid at any number of cases) excludes 0 (better, worse) or is within --margin (same). The exit code is
+    1 if AFTER is worse.
 
     With --canary 0.2, AFTER runs a fifth of the attempts, and BEFORE runs the others. AFTER is promoted once it is clear that it is not
     worse by --margin or more. The run rolls back to BEFORE once it is clear that AFTER is worse. The exit code is 1 unless AFTER is
@@ -223,7 +226,7 @@ def compare_versions(
 def _try_versions(
     comparison: VersionComparison, trial: Trial[Result], *, as_json: bool, text: Callable[[Result, VersionComparison], str]
 ) -> Result:
-    """Serves both versions for `trial`, prints its result and returns it."""
+    """Serves both versions for `trial`, and prints and returns the result of the trial."""
     from agentrl.evaluation.versus import run_comparison
 
     with reporting_errors(comparison.prepared.start.folder):
@@ -286,8 +289,8 @@ def _comparison_text(difference: DifferenceSoFar, comparison: VersionComparison)
 def promote_version(run: RunFolder, number: Number) -> None:
     """Promote a version, and export it to model/ in the run folder unless the run is in progress.
 
-    If the version was evaluated, a running gate then compares later versions with it. If the run finishes later, its result replaces
-    model/.
+    If the version was evaluated, a running gate then compares later versions with this version. If the run finishes later, its result
+    replaces model/.
     """
     from agentrl.session.version_changes import promote
 
@@ -306,11 +309,11 @@ def rollback_version(
     number: Annotated[int | None, typer.Argument(min=0, help="Number of the version to roll back to. It must have a checkpoint.")] = None,
     cancel: Annotated[bool, typer.Option("--cancel", help="Cancel a requested rollback that the learner has not performed yet.")] = False,
 ) -> None:
-    """Roll the server and the learner back to a version, with its weights, optimizer, random state and schedule.
+    """Roll the server and the learner back to a version: to its weights, optimizer, random state and schedule.
 
     The learner performs the rollback instead of its next update, either during the run or after --resume, and publishes the old weights
-    under the next number. The versions in between are rolled back and are never served again. The groups of their steps remain consumed.
-    The groups of the rollback step, which these versions sampled, are excluded.
+    under the next number. The versions after the given version are rolled back and are never served again. The groups of the rolled-back
+    steps remain consumed. The groups of the rollback step, which the rolled-back versions sampled, are excluded.
     """
     from agentrl.session.version_changes import cancel_rollback, request_rollback
 
@@ -347,7 +350,7 @@ def pin_version(run: RunFolder, number: Number) -> None:
 
 @versions_app.command("unpin", epilog="Example: agentrl versions unpin runs/quickstart 4")
 def unpin_version(run: RunFolder, number: Number) -> None:
-    """Unpin a version. Its weights and checkpoint are then deleted as newer versions replace them."""
+    """Unpin a version. The weights and the checkpoint of an unpinned version are deleted when newer versions replace them."""
     from agentrl.session.version_changes import set_pinned
 
     set_pinned(run, number, pinned=False)
@@ -359,7 +362,7 @@ def show_league(run: RunFolder, as_json: JsonFlag = False) -> None:
     """List the ratings in a league (rollout.agent=players): Elo relative to version 0 with a 95% interval, and games. `*` marks an
     opponent.
 
-    A version's rating counts only games against members of the league. `draw` is the probability that it is the next opponent.
+    A version's rating counts only games against members of the league. `draw` is the probability that the version is the next opponent.
     """
     from agentrl.version.league import FILE, LeagueTable
 

@@ -1,6 +1,6 @@
 """The Kubernetes objects for a run's cells (`agentrl.sandbox.cell`): a Deployment, or an agent-sandbox template with a warm pool.
 
-Cells are the only pods in which agents' programs run. They have no service account and mount no volume of the run. The policy
+Cells are the only pods in which agents' programs run. Cells have no service account and mount no volume of the run. The policy
 `NAME-sandbox` allows connections from the driver and the workers, and no others.
 """
 
@@ -19,7 +19,7 @@ _ENDING_S = 5
 
 
 class Builder(Protocol):
-    """The object builder in `agentrl.cluster.manifest`."""
+    """What the functions in this module need of the object builder in `agentrl.cluster.manifest`."""
 
     @property
     def name(self) -> str:
@@ -29,7 +29,7 @@ class Builder(Protocol):
         """Returns an object."""
 
     def labels(self, part: str = "") -> dict[str, str]:
-        """Returns the labels of the run's objects, or of a part's pods if `part` is set."""
+        """Returns the labels of the run's objects; if `part` is set, the labels of that part's pods."""
 
 
 def cell_objects(build: Builder, recipe: Recipe, count: int, template: Mapping[str, Any], ingress: list[Any]) -> Iterator[dict[str, Any]]:

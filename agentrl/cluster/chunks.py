@@ -53,7 +53,7 @@ class FileChunks(Record):
         if len(parts) > _DEPTH or not all(_PART.fullmatch(part) for part in parts) or self.name in _RECORDS:
             raise ValueError(f"{self.name[:200]!a} is not a valid file name in a version or checkpoint")
         if self.size < 0 or len(self.chunks) != -(-self.size // CHUNK) or not all(_SHA256.fullmatch(sha256) for sha256 in self.chunks):
-            raise ValueError(f"{self.name}: {self.size} bytes do not have {len(self.chunks)} checksums")
+            raise ValueError(f"{self.name}: the checksums ({len(self.chunks)}) are malformed or do not match {self.size} bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +78,8 @@ class FolderListing(Record):
 
 
 def folder_path(root: Path, kind: str, number: str) -> Path:
-    """Returns the path of a numbered folder of the run in `root`. Raises `ValueError` for an invalid kind or name, or if the parent is a
-    link."""
+    """Returns the path of a numbered folder of the run in `root`. Raises `ValueError` for an invalid kind or name, or if `root/KIND` is a
+    symbolic link."""
     if kind not in KINDS or not _NUMBER.fullmatch(number):
         raise ValueError(f"{kind[:40]!a}/{number[:40]!a} is not a version or a checkpoint")
     parent = root / kind
@@ -105,7 +105,7 @@ def numbered_folders(root: Path, kind: str) -> list[str]:
 
 
 class ChunkIndex:
-    """Checksums of the files on this host, and the location of each chunk. A file is hashed again only if it changes. Thread-safe."""
+    """Checksums of the files on this host, and the location of each chunk. A file is hashed again only if it has changed. Thread-safe."""
 
     def __init__(self) -> None:
         self._files: dict[Path, tuple[tuple[int, ...], FileChunks]] = {}  # path -> its status, its chunks
@@ -114,15 +114,15 @@ class ChunkIndex:
         self._lock = threading.Lock()
 
     def list_folder(self, folder: Path, *, links: bool = False) -> FolderListing:
-        """Returns the files in a folder. Excludes hidden files and, unless `links` is set, links. Raises `FileNotFoundError` if there
-        is no such folder."""
+        """Returns the files in a folder. Excludes hidden files and, unless `links` is set, symbolic links. Raises `FileNotFoundError` if
+        there is no such folder."""
         if not stat.S_ISDIR(folder.lstat().st_mode):
             raise FileNotFoundError(str(folder))
         paths = {path.relative_to(folder).as_posix(): path for path in _visible(folder, links=links)}
         return FolderListing(files=tuple(self.file(paths[name], name) for name in sorted(paths)))
 
     def file(self, path: Path, name: str) -> FileChunks:
-        """Returns the chunks of the file at `path`, whose name in its folder is `name`. Raises `OSError` if it cannot be read."""
+        """Returns the chunks of the file at `path`, whose name in its folder is `name`. Raises `OSError` if the file cannot be read."""
         with self._lock:
             hashing = self._hashing.setdefault(path, threading.Lock())
         with hashing, path.open("rb") as file:
@@ -140,7 +140,7 @@ class ChunkIndex:
         return chunks
 
     def remember(self, path: Path, chunks: FileChunks, status: tuple[int, ...]) -> None:
-        """Records the chunks of a file that has this status."""
+        """Records the chunks of the file at `path`, and the file status for which they are valid."""
         with self._lock:
             self._files[path] = status, chunks
             for number, digest in enumerate(chunks.chunks):
@@ -152,7 +152,8 @@ class ChunkIndex:
             self._slots[sha256] = path, offset
 
     def has(self, sha256: str) -> bool:
-        """Whether this host had a chunk when the chunk was last used. Does not read the file."""
+        """Whether the index contains the location of a chunk on this host. Does not read the file, so the
+        chunk may have disappeared."""
         with self._lock:
             return sha256 in self._slots
 
@@ -180,7 +181,7 @@ class ChunkIndex:
 
 
 class ArrivingFolder:
-    """A folder that arrives in chunks. It is renamed to its final name when all chunks have arrived. Thread-safe.
+    """A folder that arrives in chunks and is renamed to its final name when all chunks have arrived. Thread-safe.
 
     Args:
         final: the path of the complete folder. Files in an earlier folder with this path are not transferred again.
@@ -204,8 +205,8 @@ class ArrivingFolder:
 
     @property
     def missing_bytes(self) -> int:
-        """Upper bound on the disk space for the missing chunks, in bytes; a chunk may occur several times. It is too large by at most
-        `CHUNK` per file."""
+        """Upper bound on the disk space for the missing chunks, in bytes; a chunk may occur several times. The bound exceeds the required
+        space by less than `CHUNK` bytes per file, because the last chunk may be shorter."""
         with self._lock:
             return sum(len(slots) for slots in self._slots.values()) * CHUNK
 
@@ -250,7 +251,8 @@ class ArrivingFolder:
         self.unchanged = True
 
     def _has_final(self) -> bool:
-        """Whether the final folder contains all files in the listing. If so, deletes its other files."""
+        """Whether the final folder contains all files in the listing. If so, deletes the files that are not in the
+        listing."""
         wanted = {file.name: file for file in self.listing.files}
         try:
             present = {path.relative_to(self.final).as_posix(): path for path in _visible(self.final)}
@@ -330,7 +332,8 @@ def checkpoints_to_drop(names: Sequence[str], keep: int, spare: Iterable[int]) -
 
 
 def _visible(folder: Path, *, links: bool = False) -> Iterator[Path]:
-    """Yields the regular files below a folder that are not hidden. `links`: also yields links to files, as in a cache of models."""
+    """Yields the regular files below a folder that are not hidden. `links`: whether to yield symbolic links to files too, because a model
+    cache may consist of links."""
     for path in folder.rglob("*"):
         parts = path.relative_to(folder).parts
         if any(part.startswith(".") for part in parts) or (len(parts) == 1 and parts[0] in _RECORDS):

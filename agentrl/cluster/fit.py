@@ -1,7 +1,7 @@
 """Determines whether a plan fits the nodes of a cluster, and renders the plan and the nodes as tables.
 
-`fit_plan` looks for an assignment. If it finds none, the plan may still fit, because the search is greedy. `Fit.problems` lists only
-requirements that no assignment can satisfy.
+`fit_plan` looks for an assignment. If it finds none, the plan may still fit the cluster, because the search is greedy. `Fit.problems` lists
+only requirements that no assignment can satisfy.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def fit_plan(plan: ClusterPlan, nodes: Sequence[ClusterNode], *, now: bool = Fal
 
 
 def _orders(bundles: Sequence[Bundle]) -> Iterable[list[Bundle]]:
-    """Returns the orders in which to try a greedy assignment: the most special requirements first, then the largest bundles first, by
-    different amounts."""
+    """Returns the orders in which to try a greedy assignment: bundles with the most labels and custom resources first, then the largest
+    bundles first, by GPUs, by CPUs and by memory."""
     keys: list[Callable[[Bundle], tuple[float, ...]]] = [
         lambda one: (len(one.labels) + len(one.custom), one.gpus, one.cpus, one.memory),
         lambda one: (one.gpus, one.memory, one.cpus),
@@ -106,8 +106,8 @@ def _copies(wanted: Mapping[str, float], free: Mapping[str, float]) -> int:
 
 
 def _problems(plan: ClusterPlan, nodes: Sequence[ClusterNode], amounts: Mapping[str, Mapping[str, float]]) -> Iterable[str]:
-    """Yields messages about the parts that do not fit even if no other part is placed; if there are none, about the resources whose sum is
-    too small."""
+    """Yields a message for each part that does not fit even if no other part is placed. If every part fits alone, yields a message for each
+    resource of which the cluster has too little in total."""
     reserved = [part for part in plan.parts if not part.with_driver]
     short = False
     for part in reserved:
@@ -126,7 +126,8 @@ def _problems(plan: ClusterPlan, nodes: Sequence[ClusterNode], amounts: Mapping[
 
 
 def no_fit_error(plan: ClusterPlan, nodes: Sequence[ClusterNode], problems: Sequence[str]) -> UserError:
-    """Returns the error for a plan that does not fit. Its message shows the plan next to the nodes, and the keys to change."""
+    """Returns the error for a plan that does not fit. The error's message shows the plan next to the nodes, and its fix lists the recipe
+    keys to change."""
     short = [part for part in plan.parts if any(f" x {part.name} (" in problem for problem in problems)]
     message = (
         f"the plan does not fit the cluster at {plan.address}: {'; '.join(problems)}\n{describe_plan(plan)}\n\n{describe_nodes(nodes)}"

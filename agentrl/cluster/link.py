@@ -98,7 +98,7 @@ class Link:
     def request(self, method: str, path: str, body: bytes = b"", *, timeout_s: float, most: int = MAX_ANSWER) -> tuple[int, bytes]:
         """Sends one request and returns the status and the content of the response. `most`: maximum bytes of content.
 
-        Raises `OSError` or `http.client.HTTPException`.
+        Raises `OSError` or `http.client.HTTPException` if the request fails or the response is longer.
         """
         deadline = time.monotonic() + timeout_s
         connection = self._connection(min(self.silence_s, timeout_s))
@@ -153,8 +153,8 @@ class Link:
 
 
 def take_key() -> str:
-    """Returns the key of this part, and removes it from the environment, because child processes inherit the environment. Raises
-    `UserError` if it is not set."""
+    """Returns the key of this part, and removes it from the environment, so that child processes do not inherit it. Raises `UserError` if
+    the environment variable is not set."""
     key = os.environ.pop(KEY_VARIABLE, "")
     if not key:
         raise UserError(f"{KEY_VARIABLE} is not set", fix="set it to the key in workers.json of the run folder, or give --key-file")
@@ -164,14 +164,14 @@ def take_key() -> str:
 def _content(answer: http.client.HTTPResponse, deadline: float, most: int) -> bytes:
     """Returns the content of a response. Raises `TimeoutError` at the deadline, even if bytes are still arriving."""
     if (answer.length or 0) > most:
-        raise http.client.HTTPException(f"the answer has {answer.length} bytes; the maximum is {most}")
+        raise http.client.HTTPException(f"the response has {answer.length} bytes; the maximum is {most}")
     pieces, size = [], 0
     while piece := answer.read1(_PIECE):
         size += len(piece)
         if size > most:
-            raise http.client.HTTPException(f"the answer has more than {most} bytes")
+            raise http.client.HTTPException(f"the response has more than {most} bytes")
         if time.monotonic() > deadline:
-            raise TimeoutError("the answer did not end in time")
+            raise TimeoutError("the response was not complete in time")
         pieces.append(piece)
     if answer.length:
         raise http.client.IncompleteRead(b"", answer.length)

@@ -20,7 +20,7 @@ def _has_separate_gpus(recipe: Recipe, on_gpus: bool) -> bool:
 
 
 def has_own_gpus(recipe: Recipe, *, training: bool, on_gpus: bool) -> bool:
-    """Whether some part is assigned separate GPUs. Otherwise all parts inherit the GPUs that the driver sees."""
+    """Whether some part is assigned separate GPUs. If no part is, all parts inherit the GPUs that the driver sees."""
     return _has_separate_gpus(recipe, on_gpus) or (training and recipe.gate_has_server and on_gpus)
 
 
@@ -30,10 +30,10 @@ def share_gpus(recipe: Recipe, visible: Sequence[str], *, training: bool, on_gpu
 
     With `serving.weight_transfer=nccl` or several `serving.replicas`, the learner's ranks receive the first GPUs, and each server of the
     policy receives one of the next GPUs. With `gate.server=own`, the gate's server receives the next GPU. The remaining GPUs are assigned
-    to the judges' servers in turn. If no GPU is left, these share the GPUs of the policy's servers. If `training` is False, the learner and
-    the gate's server do not start and are not counted.
+    to the judges' servers in turn. If no GPU is left, the judges' servers share the GPUs of the policy's servers. If `training` is False,
+    the learner and the gate's server do not start and are not counted.
 
-    Raises `UserError` if there are too few GPUs.
+    Raises `UserError` if `visible` contains too few GPUs.
     """
     serving, separate = recipe.serving, _has_separate_gpus(recipe, on_gpus)
     with_gate = training and recipe.gate_has_server and on_gpus
@@ -77,7 +77,7 @@ def _too_few(recipe: Recipe, *, needed: int, visible: int, ranks: int, with_gate
 
 
 def visible_gpus() -> list[str]:
-    """Returns the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    """Returns the indices or ids of the GPUs that this process may use, as in CUDA_VISIBLE_DEVICES."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         return [name.strip() for name in chosen.split(",") if name.strip() and name.strip() != "-1"]

@@ -95,7 +95,7 @@ def build_objects(recipe: Recipe, plan: ClusterPlan, options: ManifestOptions) -
 
 
 def _start_script(recipe: Recipe, plan: ClusterPlan, options: ManifestOptions, name: str) -> str:
-    """Returns the driver's script, which starts the run, or continues it in the cluster of a retry."""
+    """Returns the shell script of the driver, which starts the run or, in the cluster of a retry, resumes it."""
     overrides = [*options.overrides, "cluster.address=auto", f"cluster.resources={json.dumps(_reservations(plan))}"]
     if plan.part("redis") is not None:
         own = {"ref": "redis", "options": {"url": f"redis://{name}-redis:{REDIS_PORT}/1", "password": f"env:{_PASSWORD}"}}
@@ -127,8 +127,8 @@ def _reservations(plan: ClusterPlan) -> dict[str, dict[str, float | str]]:
 
 
 def _resource(part: PlannedPart) -> str:
-    """Returns the custom resource that a part's pods offer. The suffix is needed because KubeRay treats resources whose names end in gpu as
-    GPUs."""
+    """Returns the custom resource that a part's pods offer. The suffix `-pod` is needed because KubeRay treats resources whose names end in
+    gpu as GPUs."""
     return f"agentrl-{object_name(part.name)}-pod"
 
 
@@ -244,8 +244,8 @@ class _Builder:
         opens: bool = False,
         nested: bool = False,
     ) -> dict[str, Any]:
-        """Returns a pod template. `opens`: whether its processes open sandboxes. `nested`: whether sandboxes run in the pod, which is a
-        cell, or a pod in a run without cells.
+        """Returns a pod template. `opens`: whether the pod's processes open sandboxes. `nested`: whether sandboxes run inside the pod, as
+        in a cell or, in a run without cells, in each pod whose processes open sandboxes.
 
         bubblewrap needs user namespaces and a mount of /proc, which the container runtime's system call filter forbids. A pod with nested
         sandboxes therefore runs in a separate user namespace, and each sandbox has its own filter (`agentrl/sandbox/seccomp.py`).

@@ -1,9 +1,9 @@
 """A host's copy of a run folder, for parts that run on a host without access to the driver's disk.
 
 `fetch` copies a version or checkpoint from the driver, and `push` sends the driver a version or checkpoint that the learner wrote here.
-Both transfer only missing chunks, check each chunk, and continue after an interruption. A folder is renamed to its final name when it is
-complete. Mirrors that fetch the same folder form a chain: each fetches chunks from the mirror that started before it. So the driver sends a
-folder only about once, regardless of the number of mirrors.
+Both functions transfer only missing chunks, check each chunk, and continue after an interruption. A folder is renamed to its final name
+when it is complete. Mirrors that fetch the same folder form a chain: each fetches chunks from the mirror that started before it. Therefore,
+the driver sends a folder only about once, regardless of the number of mirrors.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".delta")
 
 
 def mirrored_media(folder: Path, link: Link) -> MediaFolder:
-    """Returns the images of a run for a host that does not have the run folder. Images are copied from the driver to `folder`, and new
-    images are sent to the driver."""
+    """Returns a folder for a run's images on a host that does not have the run folder. Images are copied from the driver to `folder`, and
+    new images are sent to the driver."""
     return MediaFolder(
         folder,
         fetch=lambda name: link.call("GET", f"/media/{name}"),
@@ -67,7 +67,7 @@ def mirrored_media(folder: Path, link: Link) -> MediaFolder:
 
 
 class Mirror:
-    """The copy in `folder`. Safe for use by several threads and processes on the host.
+    """The mirror in `folder`. Safe for use by several threads and processes on the host.
 
     Args:
         link: the driver.
@@ -90,8 +90,8 @@ class Mirror:
             into: path for the folder, instead of its path in this mirror.
             weights: whether to fetch files that contain weights too.
 
-        Raises `NotFound` if the driver does not have it, `DiskFull` if the disk is full, `LinkLost` if the driver does not respond, and
-        `InfrastructureError` for any other fault on this host.
+        Raises `NotFound` if the driver does not have the folder or file, `DiskFull` if the disk is full, `LinkLost` if the driver does not
+        respond, and `InfrastructureError` for any other fault on this host.
         """
         if "/" not in name:
             return self._fetch_file(name)
@@ -99,7 +99,8 @@ class Mirror:
             return self._fetch_folder(name, into, time.monotonic() + timeout_s, weights=weights)
 
     def push(self, name: str, *, timeout_s: float = TRANSFER_S) -> None:
-        """Sends the driver a folder that is complete on this host. Returns when the driver has all of it. Raises the errors of `fetch`."""
+        """Sends the driver a folder that is complete on this host. Returns when the driver has the complete folder. Raises the errors of
+        `fetch`."""
         kind, number = name.split("/")
         path, deadline = folder_path(self.folder, kind, number), time.monotonic() + timeout_s
         with _local_errors(str(path)):
@@ -131,7 +132,7 @@ class Mirror:
         self._for_each(chunks, send)
 
     def complete(self, name: str, *, timeout_s: float = TRANSFER_S) -> None:
-        """Completes a folder whose chunks were sent. Returns when the folder is durable at the driver."""
+        """Completes a folder on the driver after all its chunks were sent. Returns when the folder is durable at the driver."""
         self.link.json("POST", f"/arriving/{name}/commit", {}, timeout_s=timeout_s)
 
     def names(self, kind: str) -> list[str]:
@@ -139,9 +140,10 @@ class Mirror:
         return [str(name) for name in self.link.json("GET", f"/files/{kind}")]
 
     def drop_extra(self, kind: str, *, keep: Sequence[str] = (), unsent: bool = True) -> None:
-        """Deletes the local folders that the driver does not have, and the partial folders that interrupted transfers of them left.
+        """Deletes the mirror's folders of a kind that the driver does not have, including partial folders from interrupted transfers.
 
-        `unsent`: whether to delete also folders that are newer than all of the driver's, which a learner on this host may still be writing.
+        `unsent`: whether to delete folders that are newer than all folders on the driver, too. A learner on this host may still be writing
+        such a folder.
         """
         there = {*self.names(kind), *keep}
         before = float("inf") if unsent else max(map(int, there), default=0)
@@ -187,7 +189,7 @@ class Mirror:
     def _sources(self, name: str, deadline: float) -> tuple[list[Link], str]:
         """Returns the mirrors that started before this one, and the URL of the object store if the store has the folder.
 
-        A source that fails once is not used again.
+        A mirror or store that fails once during a transfer is not used again.
         """
         if self.relay is None:
             return [], ""
@@ -200,8 +202,8 @@ class Mirror:
         return sources, str(answer["store"])
 
     def _fetch_stored(self, name: str, url: str, arriving: ArrivingFolder, deadline: float) -> None:
-        """Reads missing chunks from the object store. Chunks that are missing or damaged in the store, or that it does not return, stay
-        missing."""
+        """Reads missing chunks from the object store. Chunks that are missing or damaged in the store, or that the store does not return,
+        stay missing."""
         missing, per_piece = set(arriving.missing), PIECE // CHUNK
         pieces = [
             (file, first)
@@ -247,7 +249,7 @@ class Mirror:
 
     def _for_each(self, chunks: Sequence[T], transfer: Callable[[T], None]) -> None:
         """Calls `transfer` for each chunk in order, a few at a time. If a call raises, starts no more calls, and raises the error when the
-        others have finished."""
+        running calls have finished."""
         left, lock, failed = iter(chunks), threading.Lock(), threading.Event()
 
         def work() -> None:
@@ -275,7 +277,7 @@ class Mirror:
         try:
             if not wait_for_lock(handle, fcntl.LOCK_EX, within_s=timeout_s):
                 raise InfrastructureError(
-                    f"another process used the mirror {self.folder} for {timeout_s:g} s\n  fix: wait for it, or end it"
+                    f"another process has used the mirror {self.folder} for {timeout_s:g} s\n  fix: wait for that process, or stop it"
                 )
             yield
         finally:
@@ -298,7 +300,7 @@ def _check_space(folder: Path, needs: int, name: str) -> None:
 
 @contextmanager
 def _local_errors(what: str) -> Iterator[None]:
-    """Raises `DiskFull` if the disk is full, and `InfrastructureError` for any other error of this host's disk."""
+    """Raises `DiskFull` if the disk is full, and `InfrastructureError` for any other disk error on this host."""
     try:
         yield
     except OSError as error:

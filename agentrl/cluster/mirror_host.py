@@ -34,7 +34,7 @@ _READS = 8
 
 
 class MirrorHost:
-    """A `ProcessHost` whose processes use a mirror. It serves the mirror's chunks to other hosts until `close`."""
+    """A `ProcessHost` whose processes use a mirror, and which serves the mirror's chunks to other hosts until `close`."""
 
     def __init__(self, mirror: Mirror, *, root: Path | None, host: str) -> None:
         self.folder, self._mirror, self._host = mirror.folder, mirror, host
@@ -46,7 +46,7 @@ class MirrorHost:
         """Returns a host that serves chunks to other mirrors. Raises `InfrastructureError` if the address is not available.
 
         Args:
-            folder: the mirror; created if absent. Parts of a run that are on the same host may share it.
+            folder: the mirror; created if absent. Parts of a run that are on the same host may share this mirror.
             link: the driver.
             host: address of this machine, for servers and for other mirrors.
         """
@@ -55,7 +55,8 @@ class MirrorHost:
         return opened
 
     async def start(self, command: PartCommand) -> HostedProcess:
-        """Fetches the files that a part needs into the mirror, then starts the part. Raises `LaunchError` and `OSError`."""
+        """Fetches the files that a part needs into the mirror, then starts the part. Raises `LaunchError` if the files cannot be fetched or
+        no port is free, and `OSError` if the program cannot be executed."""
         await self.fetch(*command.needs)
         process = self._processes.start(command)
         process.fetch = self.fetch  # type: ignore[method-assign]
@@ -84,7 +85,7 @@ class MirrorHost:
 
 @asynccontextmanager
 async def relaying(mirror: Mirror, *, host: str) -> AsyncIterator[None]:
-    """Serves the chunks of a mirror at an address of this host during the block, and adds the mirror to the driver's chains."""
+    """During the block, serves the chunks of a mirror at an address of this host, so that mirrors on other hosts can fetch them."""
     from starlette.applications import Starlette
     from starlette.routing import Route
 

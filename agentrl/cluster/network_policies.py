@@ -1,7 +1,7 @@
 """The network policies for a run on Kubernetes.
 
-Policies are cumulative: a connection is allowed if any policy that selects its pod allows it. So exactly one of the first three policies
-selects each pod of the run.
+Policies are cumulative: a connection is allowed if any policy that selects its pod allows it. Exactly one of the policies `inside`, `redis`
+and `sandbox` selects each pod of the run.
 
     inside     driver, servers, learner, workers: to and from each other, and to Redis, the cells and the name server
     redis      from the pods of `inside`; to nothing

@@ -82,7 +82,7 @@ class NsightSessions:
         await self._all(stop)
 
     async def _all(self, work: Callable[[str, str], Awaitable[None]]) -> None:
-        """Calls `work` for the newest session of each part. An older session belongs to a part that was restarted."""
+        """Calls `work` for the newest nsys session of each part. An older session belongs to a part that was restarted."""
         newest = {part: session for session, part in self._sessions.items()}
         for result in await asyncio.gather(*(work(session, part) for part, session in newest.items()), return_exceptions=True):
             if result is not None:
@@ -95,7 +95,7 @@ class NsightSessions:
         try:
             output, _ = await asyncio.wait_for(process.communicate(), within_s)
         except TimeoutError:
-            raise InfrastructureError(f"nsys {arguments[0]} did not end within {within_s:g} s") from None
+            raise InfrastructureError(f"nsys {arguments[0]} did not exit within {within_s:g} s") from None
         finally:
             if process.returncode is None:
                 with suppress(ProcessLookupError):

@@ -3,13 +3,14 @@
     serving.weight_transfer={"ref": "file", "options": {"store": "s3://bucket/folder"}}
 
 The driver uploads a version when the first host fetches it. A host fetches the checksums from the driver and checks every chunk. If chunks
-are missing or damaged in the store, it fetches them as if there were no store. So the store is never trusted, and its loss costs only time.
+are missing or damaged in the store, the host fetches them from the driver or from other hosts. The store therefore need not be trusted, and
+its loss only slows transfers.
 
     FOLDER/RUN/versions/000012/model.safetensors     RUN is the id of the run
     FOLDER/RUN/versions/000012/.complete             checksum of the list of files, written last
 
-The store's library reads credentials from the environment of the driver and of the hosts. Every call has a deadline, because such a library
-may retry indefinitely.
+The store's library reads credentials from the environment of the driver and of the hosts. Every call has a deadline, because these
+libraries may retry indefinitely.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class ObjectStore:
     """
 
     def __init__(self, url: str) -> None:
-        """`url`: the URL of the store, including the run's id. Raises `UserError` if the package for such a store is missing."""
+        """`url`: the URL of the store, including the run's id. Raises `UserError` if the package that fsspec needs for this kind of store
+        is not installed."""
         self.url = url
 
         def open_store() -> tuple[Any, str]:
@@ -66,7 +68,7 @@ class ObjectStore:
             raise UserError(f"{OPTION}: {url} cannot be used: {one_line_error(error)}", fix="install its package on every node") from error
 
     def check(self) -> None:
-        """Writes, reads and deletes an object. Raises `UserError` if that fails."""
+        """Checks that the store works: writes, reads and deletes an object. Raises `UserError` if the check fails."""
         path, content = f"{self._root}/check-{secrets.token_hex(8)}", secrets.token_bytes(64)
 
         def check() -> bytes:

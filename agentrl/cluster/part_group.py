@@ -87,7 +87,7 @@ class PartGroup:
             member.send_kill()
 
     async def kill(self) -> None:
-        """Kills all members and returns when no process is left. Raises `LaunchError` if `kill` of a member does."""
+        """Kills all members and returns when no process is left. Raises `LaunchError` if a member cannot be killed."""
         await asyncio.gather(*(member.kill() for member in self._members))
 
     async def terminate(self, *, grace_s: float) -> None:
@@ -108,7 +108,7 @@ class PartGroup:
 
     @property
     def clock_offset_s(self) -> float:
-        """The clock offset of host 0."""
+        """The clock offset of host 0, in seconds."""
         return self._first.clock_offset_s
 
     def reasons(self) -> bytes:

@@ -1,6 +1,6 @@
 """The plan of a run: which parts start, how many processes each has, and which resources each part reserves.
 
-It does not import Ray. Only `plan_here` depends on this machine; all other functions depend only on their arguments.
+This module does not import Ray. Only `plan_here` depends on this machine; all other functions depend only on their arguments.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def plan_parts(recipe: Recipe, *, training: bool = True, on_gpus: bool = False, 
     Args:
         training: whether the learner, the gate and the workers start. An evaluation starts only servers.
         on_gpus: whether the servers and the learner compute on GPUs.
-        visible: with `cluster.address=local`, the GPUs of this machine as CUDA_VISIBLE_DEVICES names them.
+        visible: with `cluster.address=local`, the GPUs of this machine, as in CUDA_VISIBLE_DEVICES.
 
     Raises `UserError` if this machine has too few GPUs.
     """

@@ -5,16 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import hashlib
 import os
 import random
 import re
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -23,6 +20,7 @@ from types import MappingProxyType
 
 from agentrl.base.processes import process_group, process_tree, read_stat
 from agentrl.base.run_lock import hold_shared_lock
+from agentrl.base.scratch import ScratchFolder
 from agentrl.base.secrets import child_environment
 from agentrl.errors import LaunchError
 from agentrl.protocols.cluster import HOST, PARENT, PORT, PROGRESS, PYTHON, REASONS, ROOT, RUN, SCRATCH, PartCommand
@@ -39,8 +37,8 @@ _PIPE_BYTES = 1 << 20  # more than the pipe can hold
 class ProcessHost:
     """Starts processes that die with the calling thread, and tracks them until they exit.
 
-    Each process leads its own session, so ctrl-C in a terminal does not reach it. Each holds the shared lock of the run folder, so the next
-    driver waits for it to exit.
+    Each process leads its own session, so ctrl-C in a terminal does not reach it. Each process holds the shared lock of the run folder, so
+    the next driver waits for it to exit.
     """
 
     def __init__(self, folder: Path, *, root: Path | None = None, host: str = LOOPBACK, locked: bool = True) -> None:
@@ -56,7 +54,8 @@ class ProcessHost:
         return process
 
     async def close(self) -> None:
-        """Kills the processes that are still running, and returns when none is left. Raises the errors of `HostedProcess.kill`."""
+        """Kills the processes that are still running, and returns when none is left. Raises `LaunchError` if a process has not exited
+        within a minute."""
         await asyncio.gather(*(process.kill() for process in self._running))
         self._running.clear()
 
@@ -69,9 +68,10 @@ class HostedProcess:
     def __init__(self, command: PartCommand, folder: Path, *, root: Path | None, host: str, locked: bool) -> None:
         self.name, self.host, self.folder = command.name, host, str(folder)
         self.cleaned = False  # whether no process, scratch folder or port is left
-        self.scratch = str(scratch_folder(command.scratch)) if command.scratch else ""
         self._reports = _Reports()
         texts = (*command.argv, *command.environment.values(), command.stdin)
+        self._scratch = ScratchFolder() if any(SCRATCH in text for text in texts) else None
+        self.scratch = "" if self._scratch is None else str(self._scratch.path)
         self._port = ReservedPort(host) if any(PORT in text for text in texts) else None
         self.port = 0 if self._port is None else self._port.number
         self._slots = {
@@ -173,8 +173,8 @@ class HostedProcess:
                     await asyncio.sleep(_LOOK_S)
         except TimeoutError:
             raise LaunchError(
-                f"process {next(iter(left), self.pid)} of {self.name} does not end after SIGKILL: a disk or GPU does not respond\n"
-                "  fix: check the disk and the GPU, and wait for the process to end before you resume"
+                f"process {next(iter(left), self.pid)} of {self.name} did not exit after SIGKILL: a disk or GPU does not respond\n"
+                "  fix: check the disk and the GPU, and wait for the process to exit before you resume"
             ) from None
         self._clean()
 
@@ -186,8 +186,8 @@ class HostedProcess:
                     os.kill(pid, number)
 
     def processes(self) -> dict[int, str]:
-        """Returns process id -> state for the processes of the part; empty after the first process has exited, because the kernel may reuse
-        its id, and while no file descriptor is free."""
+        """Returns process id -> state for the processes of the part. Empty if the first process has exited, because the kernel may reuse
+        its id, or if no file descriptor is free."""
         with contextlib.suppress(OSError):
             return process_tree(self.pid) if self.returncode is None else {}
         return {}
@@ -204,8 +204,8 @@ class HostedProcess:
         """Does nothing, because the run folder is on this machine."""
 
     def _members(self) -> dict[int, int]:
-        """Returns process id -> start time for the processes of the part. Some may be in a separate group, and others may have lost their
-        parent. Raises `OSError` if no file descriptor is free."""
+        """Returns process id -> start time for the processes of the part. Some of them may be in a separate process group, and others may
+        have lost their parent process. Raises `OSError` if no file descriptor is free."""
         if self.cleaned:
             return {}
         tree = process_tree(self.pid) if self.returncode is None else ()
@@ -213,7 +213,7 @@ class HostedProcess:
 
     async def _wait_for_members(self, known: Mapping[int, int]) -> Mapping[int, int]:
         """Returns the running processes of the part, including the `known` ones. Waits while no file descriptor is free. After a minute,
-        returns `known`, so that at least the group is killed."""
+        returns `known`, so that at least the process group is killed."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_GONE_S):
                 while True:
@@ -224,8 +224,8 @@ class HostedProcess:
 
     def _clean(self) -> None:
         self.cleaned = True
-        if self.scratch:
-            shutil.rmtree(self.scratch, ignore_errors=True)
+        if self._scratch is not None:
+            self._scratch.remove()
         if self._port is not None:
             self._port.release()
 
@@ -245,7 +245,7 @@ class LocalLauncher:
     ) -> None:
         """`folder`: the run folder. `root`: the project. `devices`: CUDA_VISIBLE_DEVICES by part; other parts inherit the driver's value.
 
-        `wrap`: changes each command.
+        `wrap`: function that changes the command of each part.
         """
         self._host, self._devices, self._wrap = ProcessHost(folder, root=root), devices, wrap
 
@@ -254,7 +254,7 @@ class LocalLauncher:
         return None
 
     async def start(self, command: PartCommand) -> HostedProcess:
-        """Starts a part. Raises the errors of `ProcessHost.start`."""
+        """Starts a part. Raises `LaunchError` if no port is free, and `OSError` if the program cannot be executed."""
         if (device := self._devices.get(command.name)) is not None:
             command = replace(command, environment={**command.environment, "CUDA_VISIBLE_DEVICES": device})
         return self._host.start(command if self._wrap is None else self._wrap(command))
@@ -287,17 +287,8 @@ class _Reports:
         return os.pread(self._memory, _REASON_BYTES, 0)
 
 
-def scratch_folder(of: str) -> Path:
-    """Creates an empty folder for a server's sockets. The path is short, as sockets require. It depends only on `of`, so that the folder is
-    reused after a kill."""
-    folder = Path(tempfile.gettempdir()) / f"agentrl-serving-{hashlib.sha256(of.encode()).hexdigest()[:12]}"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(mode=0o700)
-    return folder
-
-
 def _living(members: Mapping[int, int]) -> dict[int, int]:
-    """Returns those of the given processes that have not exited. Raises `OSError` as `read_stat` does."""
+    """Returns those of the given processes that have not exited. Raises `OSError` if no file descriptor is free."""
     stats = {pid: read_stat(pid) for pid in members}
     return {pid: started for pid, started in members.items() if not stats[pid].has_ended and stats[pid].started == started}
 
@@ -336,13 +327,13 @@ _PORT_TRIES = 64  # another run may choose the same free port at the same time
 class ReservedPort:
     """A port that, until `release`, no other agentrl server on this machine uses.
 
-    A server takes seconds until it listens. Until then the port looks free, and a second run could mistake the first run's server for its
-    own. So each run binds a name for the port in the abstract socket namespace. Each network namespace has its own abstract namespace, and
-    the kernel frees the name when the process exits.
+    A server takes seconds until it listens. Until then the port appears free, and a second run could mistake the first run's server for its
+    own. Therefore, each run binds a name for the port in the abstract socket namespace. Each network namespace has its own abstract
+    namespace, and the kernel frees the name when the process exits.
     """
 
     def __init__(self, host: str) -> None:
-        """`host`: the address to which the server binds. Raises `LaunchError` if other runs have reserved every port that it tried."""
+        """`host`: the address to which the server binds. Raises `LaunchError` if other runs have reserved every port that was tried."""
         for _ in range(_PORT_TRIES):
             self.number = free_port(host)
             self._name = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -368,7 +359,7 @@ def free_port(host: str) -> int:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
             return int(probe.getsockname()[1])
-    raise LaunchError(f"{host} has no free port\n  fix: stop programs that use ports; `ss -tan` lists them")
+    raise LaunchError(f"address {host} has no free port\n  fix: stop programs that use ports; `ss -tan` lists them")
 
 
 def _unassigned_ports() -> list[int]:

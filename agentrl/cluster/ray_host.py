@@ -84,7 +84,7 @@ class PartState:
 
 
 class NodeHost:
-    """Hosts the processes of one part. It is an asynchronous Ray actor, so its methods run in one event loop."""
+    """Hosts the processes of one part. This class is an asynchronous Ray actor, so its methods run in one event loop."""
 
     def __init__(self, settings: HostSettings) -> None:
         ray = import_module("ray")
@@ -102,7 +102,8 @@ class NodeHost:
         threading.Thread(target=self._watch_lease, daemon=True, name="agentrl lease").start()
 
     async def describe(self) -> HostState:
-        """Returns the state of this host. Does not renew the lease, because the call may come from the driver of another session."""
+        """Returns the state of this host. Does not renew the driver's lease, because the call may come from the driver of another
+        session."""
         return HostState(
             session=self._settings.session,
             driver=self._settings.driver,
@@ -114,7 +115,7 @@ class NodeHost:
 
     async def start(self, start: str, command: PartCommand, driver: tuple[str, str] | None) -> PartState | str:
         """Starts a process, unless this start was already executed. Kills an earlier process first. Returns the state, or the reason why
-        the process does not start.
+        the process did not start.
 
         `driver`: address and key for a mirror of the run folder; None if the node has the folder.
         """
@@ -133,12 +134,12 @@ class NodeHost:
         return self._state(start)
 
     async def poll(self, start: str) -> PartState | None:
-        """Renews the lease. Returns the state of the process with this start; None if this actor did not start it."""
+        """Renews the lease. Returns the state of the process with this start id; None if this actor did not start it."""
         self._renew()
         return self._state(start) if start in self._processes else None
 
     async def fetch(self, driver: tuple[str, str], paths: tuple[str, ...]) -> str:
-        """Fetches files of the run into the mirror. Returns the reason why that failed; empty if the node has the files."""
+        """Fetches files of the run into the mirror. Returns an error message; empty if the node has the files."""
         self._renew()
         try:
             async with self._starting:
@@ -212,7 +213,7 @@ class NodeHost:
         return self._host
 
     def _new_log(self, start: str, *, ended: bool) -> bytes:
-        """Returns the bytes that a process in a mirror has written to its log since the last call."""
+        """Returns the bytes that a process that uses a mirror has written to its log since the last call."""
         if start not in self._logs:
             return b""
         path, sent = self._logs[start]
@@ -254,7 +255,7 @@ class NodeHost:
         self._calls, self._called = self._calls + 1, time.monotonic()
 
     def _watch_lease(self) -> None:
-        """Kills the processes if the driver no longer calls, because it may have restarted them on another node."""
+        """Kills the processes if the driver no longer calls, because the driver may have restarted the processes on another node."""
         while True:
             time.sleep(_WATCH_S)
             if time.monotonic() - self._called > self._settings.lease_s:

@@ -51,7 +51,7 @@ _QUIET = {"log_to_driver": False, "configure_logging": False, "logging_level": "
 
 
 class RayLauncher:
-    """A `Launcher` on a Ray cluster. Create it with `open`, and close it in the same process."""
+    """A `Launcher` on a Ray cluster. Create a launcher with `open`, and close it in the same process."""
 
     is_local = False
 
@@ -120,7 +120,7 @@ class RayLauncher:
         try:
             return await self._start_on_node(command)
         except ConnectionError as error:
-            raise LaunchError(f"{command.name} does not start: the connection to {self._plan.address} has ended: {error}") from error
+            raise LaunchError(f"{command.name} did not start: the connection to {self._plan.address} was lost: {error}") from error
 
     async def _start_on_node(self, command: PartCommand) -> RayPart:
         earlier, actor, start = self._parts.get(command.name), self._actor(command.name), uuid.uuid4().hex
@@ -151,7 +151,8 @@ class RayLauncher:
         self._driver = url, key
 
     async def _check_nodes(self) -> None:
-        """Starts the hosts. Checks their versions, and whether all have the run folder. Raises `UserError` and `LaunchError`."""
+        """Starts the hosts. Checks the agentrl version of each node, and whether all nodes have the run folder. Raises `UserError` if a
+        version differs from the driver's or a node cannot import agentrl, and `LaunchError` if a host does not start."""
         requests = [self._retry(name, self._actor(name).describe.remote, timeout_s=START_S) for name in self._bundles]
         states: list[HostState] = await asyncio.gather(*requests)
         for state in states:
@@ -202,8 +203,8 @@ class RayLauncher:
         return self._actors[name]
 
     async def _retry(self, name: str, call: Callable[[], Any], *, timeout_s: float, pause_s: float = _RETRY_S) -> Any:
-        """Calls a host until it responds, because Ray may be replacing it. The call must be idempotent. Raises `LaunchError` after
-        `timeout_s` seconds.
+        """Calls a host until it responds, because Ray may be replacing it. The call must be idempotent. Raises `LaunchError` if the host
+        does not respond within `timeout_s` seconds.
 
         `pause_s`: seconds between calls.
         """
@@ -223,7 +224,7 @@ class RayLauncher:
             await asyncio.sleep(pause_s)
         nodes = await asyncio.to_thread(self._current_nodes)
         raise LaunchError(
-            f"{name} did not start on {self._plan.address} within {timeout_s:g} s ({reason}): a node may be lost, and no node has room\n"
+            f"{name} did not start on {self._plan.address} within {timeout_s:g} s ({reason}): a node may be lost, and no node has free resources\n"
             f"{no_fit_error(self._plan, nodes, [f'{name}: no node has room'])}"
         )
 
@@ -251,7 +252,7 @@ class RayLauncher:
             raise no_fit_error(self._plan, nodes, problems) from None
 
     async def _end_earlier_session(self) -> None:
-        """Stops the hosts of an earlier driver of this run. Raises `RunFolderBusy` if that driver is alive, that is, if it polls its
+        """Stops the hosts of an earlier driver of this run. Raises `RunFolderBusy` if the earlier driver is alive, that is, if it polls its
         hosts."""
         ray, before = self._ray, dict[str, HostState]()
         names = [name for name in await asyncio.to_thread(ray.util.list_named_actors) if not name.startswith(self._session)]
@@ -281,7 +282,8 @@ class RayLauncher:
         return state if isinstance(state, HostState) else None
 
     async def _replace_silent(self, actor: Any) -> None:
-        """Kills a host that does not respond, with its processes, so that Ray replaces it. A stopped host cannot kill its own processes."""
+        """Kills a host that does not respond, with its processes, so that Ray replaces it. A suspended host process cannot kill the
+        processes that it hosts."""
         try:
             await answer_of(actor.describe.remote(), timeout_s=_DESCRIBE_S)
         except TimeoutError:
@@ -291,7 +293,7 @@ class RayLauncher:
             return
 
     async def _wait_for_lease(self, part: RayPart) -> None:
-        """Waits until a lost host must have killed its processes, because it may be only unreachable."""
+        """Waits until a lost host's lease has expired, because a host that is only unreachable kills its processes then."""
         await asyncio.sleep(max(0.0, part.answered_at + _LEASE_ENDS_S - time.monotonic()))
 
 

@@ -1,5 +1,5 @@
-"""The nodes of a running Ray cluster. A separate process reads them, because a connection to an address that does not respond cannot be
-interrupted, and because a process can be connected to only one cluster.
+"""The nodes of a running Ray cluster. A separate process reads the nodes, because a connection to an address that does not respond cannot
+be interrupted, and because a process can be connected to only one cluster.
 
     python -m agentrl.cluster.ray_nodes HOST:PORT
 """
@@ -28,7 +28,7 @@ _CLIENT_SERVER_DIED = ("client server failed", "Initialization failure from serv
 
 
 def list_nodes(address: str, *, wait_s: float = WAIT_S) -> list[ClusterNode]:
-    """Returns the live nodes of the cluster at `address` (`auto`, HOST:PORT or ray://HOST:PORT). Starts no process there.
+    """Returns the live nodes of the cluster at `address` (`auto`, HOST:PORT or ray://HOST:PORT). Starts no process in the cluster.
 
     Raises `UserError` if Ray is not installed, or no cluster with this Ray version responds within `wait_s` seconds.
     """
@@ -53,9 +53,10 @@ def _unreachable(address: str, reason: str) -> UserError:
     fix = "start a cluster (ray start --head), and give cluster.address as HOST:PORT of its head, or ray://HOST:10001"
     if "version mismatch" in reason.lower():
         return UserError(
-            f"the Ray cluster at {address} has different versions: {reason}", fix="install the same versions of Ray and Python everywhere"
+            f"the Ray cluster at {address} uses a different version of Ray or Python: {reason}",
+            fix="install the same versions of Ray and Python everywhere",
         )
-    return UserError(f"no Ray cluster answers at {address}: {reason}", fix=fix)
+    return UserError(f"no Ray cluster responds at {address}: {reason}", fix=fix)
 
 
 def _read_nodes(address: str) -> list[dict[str, Any]]:

@@ -27,7 +27,7 @@ _PROGRESS_BYTES = 1 << 20
 
 
 class RayPart:
-    """A part on a node: a `PartHandle`. `PartPoller` updates it from another thread."""
+    """A part on a node: a `PartHandle`. `PartPoller` updates the part's state from a separate thread."""
 
     def __init__(
         self,
@@ -64,8 +64,8 @@ class RayPart:
         return self.returncode
 
     async def _watch_host(self, port: int) -> None:
-        """Detects the exit of the host by the end of a connection, because Ray reports the exit only much later. A network may not permit
-        such a connection."""
+        """Detects the exit of the host by the end of a connection, because Ray reports the exit only much later. Some networks block such a
+        connection."""
         with contextlib.suppress(TimeoutError, OSError):
             while self.returncode is None:
                 async with asyncio.timeout(_ANSWER_S):
@@ -89,7 +89,7 @@ class RayPart:
                 self._actor.end.remote(self.start, 0.0)
 
     async def kill(self) -> None:
-        """Kills all processes of the part and returns when none is left. If the part is lost, its host kills it, or it exited with its
+        """Kills all processes of the part and returns when none is left. A lost part was or will be killed by its host, or exited with the
         host.
 
         Raises `LaunchError` if a process does not exit.
@@ -101,7 +101,7 @@ class RayPart:
         await self._end(grace_s)
 
     async def _end(self, grace_s: float) -> None:
-        """Stops the part. Returns when it has stopped or is lost."""
+        """Stops the part. Returns when the part has stopped or is lost."""
         if self.lost:
             return
         lost = asyncio.create_task(self._ended.wait())
@@ -142,7 +142,7 @@ class RayPart:
         return self._reasons
 
     async def fetch(self, *paths: str) -> None:
-        """Fetches these files of the run to the node. Raises `LaunchError` on failure."""
+        """Fetches these files of the run to the node. Raises `LaunchError` if a file cannot be fetched."""
         if self._driver is None:  # the node has the run folder
             return
         try:

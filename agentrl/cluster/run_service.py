@@ -71,7 +71,7 @@ class RunService:
     _replaced: set[str] = field(default_factory=set, repr=False)  # sha256 of keys that are no longer valid
 
     def add(self, routes: Sequence[Route]) -> None:
-        """Adds routes. The service may already be open."""
+        """Adds routes. Also works while the service is listening."""
         self.routes = [*self.routes, *routes]
         if self._app is not None:
             self._app.router.routes.extend(map(self._route, routes))
@@ -90,7 +90,7 @@ class RunService:
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        """Listens during the block. Raises `InfrastructureError` if the address is not available."""
+        """Listens for requests during the block. Raises `InfrastructureError` if the address is not available."""
         from starlette.applications import Starlette
 
         self._app = Starlette(routes=[self._route(route_spec) for route_spec in self.routes])
@@ -109,7 +109,7 @@ class RunService:
         return routing.Route(route.path, self._guarded(route), methods=[route.method])
 
     def _guarded(self, route: Route) -> Callable[[Request], Awaitable[Response]]:
-        """Returns a handler that accepts only parts with a valid key. The response to an invalid request contains the reason. Such a
+        """Returns a handler that accepts only parts with a valid key. The response to an invalid request contains the reason. An invalid
         request never ends the run."""
 
         async def guarded(request: Request) -> Response:

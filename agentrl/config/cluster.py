@@ -1,4 +1,4 @@
-"""Settings for a run on several machines: `cluster`."""
+"""Settings for a run on several machines (`cluster`)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Amounts = dict[str, StrictInt | StrictFloat | StrictStr]
 
 
 def _checked_address(address: str) -> str:
-    """Returns the address. Raises `ValueError` if it is neither a word nor HOST:PORT."""
+    """Returns the address. Raises `ValueError` if the address is not `local`, `auto`, `HOST:PORT` or `ray://HOST:PORT`."""
     matched = _ADDRESS.fullmatch(address)
     if address in (LOCAL, AUTO) or (matched is not None and 0 < int(matched[3]) < 65536):
         return address
@@ -36,7 +36,8 @@ def _checked_address(address: str) -> str:
 
 
 class ClusterConfig(Section):
-    """Where the parts of a run start. `serving.replicas`, `learner.ranks` and `rollout.workers` set how many start. See docs/cluster.md."""
+    """The machines on which the parts of a run start. `serving.replicas`, `learner.ranks` and `rollout.workers` set the numbers of servers,
+    learner ranks and rollout workers. See docs/cluster.md."""
 
     address: Annotated[str, AfterValidator(_checked_address)] = resumable(LOCAL)
     """local: this machine. auto: the Ray cluster to which this machine belongs. HOST:PORT or ray://HOST:PORT: a Ray cluster."""
@@ -81,7 +82,7 @@ def resource_errors(resources: dict[str, Amounts], parts: list[str], *, ranks: i
 
 
 def _amount_error(part: str, name: str, amount: float | str) -> str:
-    """Returns the error in one entry for a part; empty if there is none."""
+    """Returns the error in the entry `name` of `cluster.resources.PART`; empty if the entry is valid."""
     if name in _OF_RAY:
         return f"unknown; write {_OF_RAY[name]}"
     if not _NAME.fullmatch(name):
@@ -104,7 +105,7 @@ def _amount_error(part: str, name: str, amount: float | str) -> str:
 
 
 def store_problem(url: object) -> str:
-    """Returns why a value cannot be the URL of an object store; empty if it can be."""
+    """Returns the reason why a value cannot be the URL of an object store; empty if the URL is valid."""
     if not isinstance(url, str) or "://" not in url or not url.partition("://")[2].strip("/"):
         return "must be a URL with a folder, such as s3://bucket/folder"
     parts = urlsplit(url)

@@ -31,7 +31,7 @@ class GateConfig(Section):
 
     @property
     def rolls_back(self) -> bool:
-        """Whether a blocked version is rolled back."""
+        """Whether the run rolls back a version that the gate blocks."""
         return self.action == "rollback"
 
 

@@ -1,4 +1,4 @@
-"""Settings for the learner: `learner`, `learner.lora`, and the entries in `learner.limits`."""
+"""Settings for the learner (`learner`, `learner.lora`, and the entries in `learner.limits`)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _PLAIN = Needs(
 
 
 class LoraConfig(Section):
-    """Trains low-rank adapters for all linear layers except the output head. The base weights do not change, and a version is an
-    adapter."""
+    """Trains low-rank adapters for all linear layers except the output head. The base weights do not change, and each published version
+    consists of an adapter only."""
 
     rank: int = Field(16, ge=1)
     """Rank of each layer's update."""
@@ -51,7 +51,7 @@ class Limit(Section):
 
     @property
     def is_minimum(self) -> bool:
-        """Whether smaller values violate the limit."""
+        """Whether the limit is a minimum, so that values below `at` violate it."""
         return self.metric in _MINIMA
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""Settings for the objective that the learner maximizes: `objective`, `objective.off_policy`, `critic`."""
+"""Settings for the objective that the learner maximizes (`objective`, `objective.off_policy`, `critic`)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from agentrl.plugins import parts
 
 
 def _weights(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
-    """Validates one weight or a pair of weights; two equal weights become one. Raises a single `ValueError` instead of one error per
-    type."""
+    """Validates one weight or a pair of weights; two equal weights become one. Raises a single `ValueError`, because pydantic would report
+    one error for each type that the key accepts."""
     try:
         checked = check(value)
     except ValidationError:
@@ -61,13 +61,13 @@ class OffPolicyConfig(Section):
 
     @property
     def correction(self) -> Correction:
-        """The preset's correction with the configured bounds."""
+        """The correction that `preset` selects, with `cap` and `floor` if they are set."""
         preset = _PRESETS[self.preset]
         cap, floor = preset.cap if self.cap is None else self.cap, preset.floor if self.floor is None else self.floor
         return replace(preset, cap=cap, floor=floor)
 
     def recomputes(self, optimizer_steps: int) -> bool:
-        """Whether the logprobs under the weights at the start of a batch are computed before the optimizer steps on the batch."""
+        """Whether the learner computes logprobs under the weights at the start of a batch, before the optimizer steps on the batch."""
         recompute = _PRESETS[self.preset].recompute
         return optimizer_steps > 1 if recompute is None else recompute
 
@@ -128,8 +128,7 @@ class ObjectiveConfig(Section):
 
     @property
     def ratio_cap(self) -> float:
-        """Maximum of the ratio that carries the gradient, in addition to the maximum of the correction weights; infinite if there is
-        none."""
+        """Maximum importance ratio that has a gradient; infinite if there is no maximum, as with loss=cispo or preset=none."""
         correction = self.off_policy.correction
         return math.inf if self.loss.ref == "cispo" or correction.weights == "none" else correction.cap
 

@@ -73,7 +73,7 @@ OWN_SOLVER = "agentrl"
 
 
 class Recipe(Section):
-    """The complete configuration of a run: `Recipe(name=..., policy=..., tasks=...)`."""
+    """The complete configuration of a run, such as `Recipe(name=..., policy=..., tasks=...)`."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
     """Name of the run. Its folder is `runs/NAME` unless `--run-dir` is given."""
@@ -121,22 +121,22 @@ class Recipe(Section):
 
     @property
     def agent(self) -> Part:
-        """The agent: `rollout.agent` or, if the recipe does not set it and the environment's program drives the model, the agent for such
-        environments."""
+        """The agent of the run, which is `HostedAgent` if the environment's program drives the model and `rollout.agent` has its default
+        `turns`, and `rollout.agent` otherwise."""
         family, kind = self.tasks.family, parts.environment_kind(self.tasks.family.ref)
         hosted = kind is not None and kind.host and family.options.get("solver") != OWN_SOLVER
         return Part(HOSTED_AGENT) if hosted and self.rollout.agent.ref == "turns" else self.rollout.agent
 
     @model_validator(mode="after")
     def _no_secrets_by_value(self) -> Recipe:
-        """Rejects secrets by value, because a run stores its recipe, and the report prints it."""
+        """Rejects secrets that are given by value, because the run folder stores the recipe and the report prints it."""
         if errors := list(secrets.literal_secret_errors(self.model_dump(mode="json"))):
             raise ValueError("; ".join(errors))
         return self
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
-        """Rejects inconsistent keys. Reports all of them at once, because correcting one key may require correcting another."""
+        """Rejects inconsistent keys. Reports all inconsistencies at once, because correcting one key may require correcting another."""
         checks = (
             self._combinations,
             self._resources,
@@ -279,7 +279,8 @@ class Recipe(Section):
 
     @property
     def part_counts(self) -> dict[str, int]:
-        """Part -> number of processes, for the parts that a training run starts. Without `url`, store=redis starts a server."""
+        """Part -> number of processes, for the parts that a training run starts. With store=redis and no `url`, the run starts a Redis
+        server."""
         counts = {"server": self.serving.replicas, "learner": self.cluster.learner_nodes, "worker": self.rollout.workers}
         counts |= {"gate": int(self.gate_has_server), "redis": int(self.store.ref == "redis" and "url" not in self.store.options)}
         counts |= {f"judge-{name}": 1 for name in self.judge_servers}
@@ -292,12 +293,12 @@ class Recipe(Section):
 
     @property
     def max_concurrent_episodes(self) -> int:
-        """Maximum number of episodes in flight: the rollouts and, with gate.server=own, as many attempts of the gate."""
+        """Maximum number of episodes in flight: the rollouts and, with gate.server=own, the same number of attempts for the gate."""
         return self.rollout.concurrency * (2 if self.gate_has_server else 1)
 
     def _sandboxes_suffice(self) -> Iterator[str]:
-        """Rejects a max_open with which episodes could deadlock, because an agent keeps its sandbox while its sub-agents wait for
-        theirs."""
+        """Rejects a value of sandbox.max_open with which episodes could deadlock, because an agent keeps its sandbox while its sub-agents
+        wait for theirs."""
         delegation, most = self.rollout.delegation, self.sandbox.max_open
         if delegation is None or delegation.sandbox == "shared":
             return

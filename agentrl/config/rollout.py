@@ -1,4 +1,4 @@
-"""Settings for episodes in training and evaluation: `rollout` with `group` and `delegation`, `evaluation`, `sampling`."""
+"""Settings for episodes in training and evaluation (`rollout` with `group` and `delegation`, `evaluation`, `sampling`)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _COLDEST = 0.01  # vLLM samples at this temperature if a lower temperature above
 
 
 class SamplingConfig(Section):
-    """The distribution from which tokens are sampled: `rollout.sampling` and `evaluation.sampling`."""
+    """The distribution from which tokens are sampled (`rollout.sampling` and `evaluation.sampling`)."""
 
     temperature: float = Field(1.0, ge=0, le=2)
     """Sampling temperature. Logprobs and losses also use the rollout temperature. 0 (evaluations only): greedy."""
@@ -41,7 +41,7 @@ class SamplingConfig(Section):
     @field_validator("top_k", "top_p", "min_p", mode="before")
     @classmethod
     def _off_by_none(cls, value: Any, field: ValidationInfo) -> Any:
-        """Replaces None with the value that disables this truncation."""
+        """Replaces None with the value that disables the truncation (0 for top_k and min_p, 1 for top_p)."""
         return cls.model_fields[str(field.field_name)].default if value is None else value
 
     @model_validator(mode="after")
@@ -53,12 +53,13 @@ class SamplingConfig(Section):
         return self
 
     def distribution(self, *, supports: bool = False) -> Sampling:
-        """Returns the record of this distribution. `supports`: whether to request the support of every token too, which training needs."""
+        """Returns these settings as a `Sampling` record. `supports`: whether to request the support of every sampled token, which training
+        needs."""
         return Sampling(**dict(self), supports=supports)
 
 
 class GroupConfig(Section):
-    """The attempts at one task: `rollout.group`. docs/objectives.md describes the biases of the keys that stop attempts."""
+    """The attempts at one task (`rollout.group`). docs/objectives.md describes the biases of the keys that stop attempts."""
 
     size: int = Field(8, ge=1)
     """Attempts per task, which share a baseline. A group with fewer than two valid attempts is dropped, unless size is 1."""
@@ -135,7 +136,7 @@ class DelegationConfig(Section):
 
 
 class RolloutConfig(Section):
-    """How training episodes are sampled: `rollout`."""
+    """How training episodes are sampled (`rollout`)."""
 
     agent: parts.Agent = parts.Part("turns")
     """Agent of each episode. turns: samples and calls tools until the agent submits or answers. delegating: like turns, with a tool that

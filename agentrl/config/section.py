@@ -1,6 +1,6 @@
 """The base class of a recipe and its sections: validation, overrides, and the keys that a resumed run may change.
 
-`Section.but` derives a section or recipe from another section or recipe. Overrides on the command line use it too.
+`Section.but` derives a section or recipe from another section or recipe. The command line applies its overrides with the same method.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Section(BaseModel):
         """Returns a validated copy with some keys changed: `recipe.but("learner.lr=1e-4", name="mine")`.
 
         Args:
-            overrides: `a.b=value` as on the command line, or a mapping of such dotted keys to values. A new part replaces the options of
-                the previous part. Options in the same call are set afterwards.
+            overrides: `a.b=value` as on the command line, or a mapping of such dotted keys to values. Setting a plug-in part removes the
+                options of the previous part. Options in the same call are set after the part.
             changes: values by key. A new section replaces the previous section, including its defaults.
 
         Raises:
@@ -67,7 +67,7 @@ class Section(BaseModel):
         return build(type(self), data)
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Returns a copy. If `update` is set, validates it as `but` does, because pydantic's own `model_copy` does not validate."""
+        """Returns a copy. If `update` is set, validates it as `but` does, because pydantic's `model_copy` does not validate the changes."""
         return self.but(update) if update else super().model_copy(deep=deep)
 
     @model_validator(mode="wrap")
@@ -99,8 +99,8 @@ class Section(BaseModel):
 def keys_without_effect(
     root: Section, section: Section | None = None, path: str = "", inherited: tuple[tuple[Needs, Section], ...] = ()
 ) -> Iterator[str]:
-    """Yields error messages for the keys that a recipe sets but that have no effect according to their `Needs` or their section's
-    `Needs`."""
+    """Yields an error message for each key that a recipe sets although the key has no effect, because its `Needs` or the `Needs` of its
+    section is not met."""
     section = section or root
     for name, field in type(section).model_fields.items():
         value, usual, key = getattr(section, name), field.get_default(call_default_factory=True), f"{path}{name}"
@@ -232,7 +232,7 @@ def _pair(override: str) -> tuple[str, Any]:
 
 
 def _assign(data: dict[str, Any], model: type[Section], dotted: str, value: Any) -> None:
-    """Sets one value in the data of a section. Raises `RecipeError` for an unknown key."""
+    """Sets the value of the key `dotted` in the data of a section. Raises `RecipeError` for an unknown key."""
     if not isinstance(dotted, str):
         raise RecipeError(f"{shortened(dotted)} is not a recipe key", fix='write a key as a string, such as "learner.lr"')
     *parents, leaf = dotted.split(".")
@@ -277,7 +277,7 @@ def _plain(value: Any) -> Any:
 
 
 def _is_below_part(model: type[Section] | None, dotted: object) -> bool:
-    """Whether a key addresses the options of a part, as `objective.loss.options.beta` does."""
+    """Whether a key addresses a field of a plug-in part, as `objective.loss.options.beta` does."""
     for name in str(dotted).split(".")[:-1]:
         field = model.model_fields.get(name) if model else None
         if field is None or field.annotation is Part:
@@ -287,7 +287,7 @@ def _is_below_part(model: type[Section] | None, dotted: object) -> bool:
 
 
 def _with_part_key(current: Any, keys: list[str], value: Any, *, where: str) -> dict[str, Any]:
-    """Returns the data of a part after an override of its `ref`, its `options` or one option."""
+    """Returns the data of a plug-in part after an override of its `ref`, its `options` or one option."""
     name, *option = keys
     if name not in PART_KEYS or (name == "ref" and option):
         key = ".".join([where, *keys])
@@ -297,7 +297,7 @@ def _with_part_key(current: Any, keys: list[str], value: Any, *, where: str) -> 
 
 
 def _with_item(current: Any, keys: list[str], value: Any, *, where: str) -> dict[str, Any]:
-    """Returns a mapping with one key set. Dots are part of the key."""
+    """Returns the mapping `current` with one key set. The key may contain dots."""
     if not isinstance(current or {}, dict):
         raise RecipeError(f"{where}: expected a mapping, got {shortened(current)}")
     return {**(current or {}), ".".join(keys): value}

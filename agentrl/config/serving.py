@@ -1,4 +1,4 @@
-"""Settings for models and their servers: `policy`, `serving`, `judge_servers`."""
+"""Settings for models and their servers (`policy`, `serving`, `judge_servers`)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ServerConfig(Section):
 
 
 class PolicyConfig(ModelConfig):
-    """The model: `policy`."""
+    """The model that is trained (`policy`)."""
 
     chat_template: str | None = Field(None, min_length=1)
     """Replaces the model's chat template: a shipped name such as `hermes` (docs/chat-formats.md), or a file relative to the project
@@ -53,7 +53,7 @@ class PolicyConfig(ModelConfig):
 
 
 class ServingConfig(ServerConfig):
-    """The inference servers of the policy: `serving`."""
+    """The inference servers of the policy (`serving`)."""
 
     replicas: int = Field(1, ge=1)
     """Servers of the policy, each with a process, a port, a KV cache and, on GPUs, a GPU."""

@@ -1,4 +1,4 @@
-"""Settings for tasks and their scoring: `tasks`."""
+"""Settings for tasks and their scoring (`tasks`)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class GroupJudging(Section):
 
 
 class TasksConfig(GroupJudging):
-    """The tasks and their verifiers: `tasks`."""
+    """The tasks and their verifiers (`tasks`)."""
 
     family: Part
     """Folder of task folders, such as `sandboxes/chores`, or plug-in reference to a callable `(seed=)` that returns a TaskFamily. Option

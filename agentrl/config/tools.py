@@ -1,4 +1,4 @@
-"""Settings for the sandboxes, tools and memory of agents: `sandbox`, `mcp`, `tools`, `memory`."""
+"""Settings for the sandboxes, tools and memory of agents (`sandbox`, `mcp`, `tools`, `memory`)."""
 
 from __future__ import annotations
 

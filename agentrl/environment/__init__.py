@@ -1,6 +1,6 @@
 """Environments with `reset` and `step`, the processes in which they run, and adapters for environments from other projects.
 
-A user-supplied environment is a subclass of `Environment`. A recipe refers to it with `tasks.family="mine:Guess"`.
+A user-supplied environment is a subclass of `Environment`. A recipe refers to the class with `tasks.family="mine:Guess"`.
 """
 
 from agentrl.environment.base import NEWEST_NOTE, NOTES, Environment

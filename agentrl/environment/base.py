@@ -71,7 +71,8 @@ StepRow = tuple[str, float, bool, bool, dict[str, float], str]
 
 
 def text_of(value: Any, where: str) -> str:
-    """Returns the text of an observation. Its images and numbers are converted to text (see `agentrl.records.images`).
+    """Returns the text of an observation. The observation's images and arrays of numbers are converted to text (see
+    `agentrl.records.images`).
 
     Raises `EnvironmentFault` if the value is neither text nor an `Observation`, or if its text or media exceed the limits.
     """
@@ -110,7 +111,8 @@ def media_text(content: bytes, where: str) -> str:
 
 
 def step_row(value: Any, where: str) -> StepRow:
-    """Converts the result of `step`, a `Step` or a tuple of 3 to 5 values, to a `StepRow`. Raises `EnvironmentFault` for anything else."""
+    """Converts the result of `step`, a `Step` or a tuple of 3 to 5 values, to a `StepRow`. Raises `EnvironmentFault` for a value of a
+    different form."""
     if isinstance(value, Step):
         note = text_of(value.note, where)
         return text_of(value.observation, where), value.reward, value.terminated, value.truncated, dict(value.parts), note
@@ -130,7 +132,7 @@ def step_row(value: Any, where: str) -> StepRow:
 
 
 def number_of(value: Any, where: str, what: str) -> float:
-    """Returns a number from an environment as a finite float. Raises `EnvironmentFault` for anything else."""
+    """Returns a number from an environment as a finite float. Raises `EnvironmentFault` if the value is not a finite number."""
     try:
         if isinstance(value, str | bytes):
             raise TypeError
@@ -143,7 +145,7 @@ def number_of(value: Any, where: str, what: str) -> float:
 
 
 def flag_of(value: Any, where: str, what: str) -> bool:
-    """Converts a boolean or a numpy boolean from an environment to a `bool`. Raises `EnvironmentFault` for anything else."""
+    """Converts a boolean or a numpy boolean from an environment to a `bool`. Raises `EnvironmentFault` for a value of any other type."""
     if value is True or value is False:
         return value
     if type(value).__name__ in ("bool", "bool_") and type(value).__module__ == "numpy":

@@ -12,7 +12,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -22,6 +21,7 @@ from urllib.parse import unquote, urlsplit
 from agentrl.base import untrusted_files
 from agentrl.base.error_text import cause_in_log, clip_text
 from agentrl.base.files import folder_manifest, tail_bytes, wait_for_lock, write_atomically
+from agentrl.base.scratch import ScratchFolder
 from agentrl.environment.venvs import (
     BUILT,
     COMPLETE,
@@ -121,7 +121,7 @@ def remove_environment(root: Path, name: str) -> bool:
 
 
 class _FolderChanged(Exception):
-    """The folder of a local package is missing, or it differs from the lock."""
+    """The folder of a local package is missing or differs from the lock."""
 
 
 def _build(root: Path, lock: Lock, executable: str, report: Report) -> None:
@@ -168,8 +168,8 @@ def _restore(venv: Path) -> None:
 
 @contextlib.contextmanager
 def _replacing(venv: Path, executable: str, report: Report) -> Iterator[Path]:
-    """Creates a virtual environment at a path and yields the path. If the block fails, restores the previous environment. The scripts in a
-    virtual environment contain absolute paths, so the environment cannot be built elsewhere and renamed."""
+    """Creates a virtual environment at a path and yields the path. If the `with` block raises an exception, restores the previous
+    environment. The scripts in a virtual environment contain absolute paths, so the environment cannot be built elsewhere and renamed."""
     old = venv.with_name(f".{venv.name}.old")
     if (venv / COMPLETE).exists():
         venv.rename(old)
@@ -189,10 +189,10 @@ def _replacing(venv: Path, executable: str, report: Report) -> Iterator[Path]:
 
 def _resolve(root: Path, venv: Path, name: str, wanted: tuple[str, ...], version: str, report: Report) -> Lock:
     """Returns a lock with the newest compatible versions of the packages, without installing them."""
-    with tempfile.TemporaryDirectory() as scratch:
-        result, limits = Path(scratch, "report.json"), Path(scratch, "limits.txt")
+    with ScratchFolder() as scratch:
+        result, limits = scratch / "report.json", scratch / "limits.txt"
         limits.write_text(_torch_limit(wanted))
-        copies = {item: str(_copy_package(root / item, Path(scratch))) for item in wanted if is_folder(root, item)}
+        copies = {item: str(_copy_package(root / item, scratch)) for item in wanted if is_folder(root, item)}
         targets = [copies.get(item) or (str(root / item) if is_path(item) else item) for item in wanted]
         _pip(root, venv, "install", "--dry-run", "--ignore-installed", "--report", str(result), "--constraint", str(limits), *targets)
         try:
@@ -226,12 +226,12 @@ def _pin(item: dict[str, Any], root: Path) -> str:
 
 def _install(root: Path, venv: Path, lock: Lock, report: Report) -> None:
     report(f"installing {len(lock.pins) + len(lock.folders)} packages")
-    with tempfile.TemporaryDirectory() as scratch:
-        pinned = Path(scratch, "requirements.txt")
+    with ScratchFolder() as scratch:
+        pinned = scratch / "requirements.txt"
         pinned.write_text(lock.to_text())
         _pip(root, venv, "install", "--no-compile", "--no-deps", "--require-hashes", "-r", str(pinned))
         for folder, _ in lock.folders:
-            _pip(root, venv, "install", "--no-deps", str(_copy_package(root / folder, Path(scratch))))
+            _pip(root, venv, "install", "--no-deps", str(_copy_package(root / folder, scratch)))
     report("checking")
     _pip(root, venv, "check")
 
@@ -242,8 +242,8 @@ def _pip(root: Path, venv: Path, *arguments: str) -> None:
 
 
 def _run(command: list[str], log: Path, *, cwd: Path | None = None) -> None:
-    """Runs a program and appends its output to a log. If it fails, raises `UserError` or `InfrastructureError` with the cause from the
-    log."""
+    """Runs a program and appends its output to a log. If the program fails, raises `UserError` or `InfrastructureError` with the cause from
+    the log."""
     clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
     with log.open("ab") as output:
         start = output.tell()
@@ -336,8 +336,8 @@ def _copy_package(folder: Path, scratch: Path) -> Path:
 
 
 def _folder_sha256(folder: Path) -> str:
-    with tempfile.TemporaryDirectory() as scratch:
-        return hashlib.sha256(json.dumps(folder_manifest(_copy_package(folder, Path(scratch)))).encode()).hexdigest()
+    with ScratchFolder() as scratch:
+        return hashlib.sha256(json.dumps(folder_manifest(_copy_package(folder, scratch))).encode()).hexdigest()
 
 
 def _torch_limit(wanted: Sequence[str]) -> str:

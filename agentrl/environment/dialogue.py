@@ -2,8 +2,9 @@
 
     EnvironmentSpec(ref="agentrl.environment.dialogue:Dialogues", options={"user": "mine:customer", "brief": "You want a refund."})
 
-The user's messages are observations. Their tokens are not trained on, unless the policy plays the user and `train_user` is set. All rewards
-are 0. Verifiers score what the agent did and said, never the user's opinion, because an agent can persuade a user model.
+The user's messages are observations. The tokens of the user's messages are not trained on, unless the policy plays the user and
+`train_user` is set. All rewards are 0. Verifiers score what the agent did and said, never the user's opinion, because an agent can persuade
+a user model.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ Translate = Callable[[str, Said], str | ToolCall]
 
 
 class Backend(Protocol):
-    """The system on which the agent's calls act in one episode. Its state depends only on the calls so far."""
+    """The system on which the agent's calls act in one episode. The system's state depends only on the calls so far."""
 
     schemas: Sequence[dict[str, Any]]  # function schemas of the calls
 
@@ -57,7 +58,8 @@ class Dialogues:
     """An `agentrl.protocols.EnvironmentOpener` for conversations."""
 
     async def open(self, spec: EnvironmentSpec) -> Dialogue:
-        """Returns a conversation. The arguments of `Dialogue` come from the options in `spec`. Raises `PluginError` if they are invalid."""
+        """Returns a conversation. The arguments of `Dialogue` come from the options in `spec`. Raises `PluginError` if an option is
+        invalid."""
         try:
             return Dialogue(**spec.options)
         except (TypeError, ValueError) as error:
@@ -68,17 +70,17 @@ class Dialogues:
 
 
 class Dialogue:
-    """One conversation. It ends when a reply of the user ends with `END`, or after `turns` replies.
+    """One conversation. A conversation ends when a reply of the user ends with `END`, or after `turns` replies.
 
     Args:
-        user: plug-in reference of a `User`: a function, which may be async, or an object such as `agentrl.judge.user.EndpointUser`. If it
-            is `policy`, the episode's policy plays the user, in a separate trajectory whose agent is `user`. The turns of that trajectory
-            have no completion tokens unless `train_user` is set.
+        user: plug-in reference of a `User`: a function, which may be async, or an object such as `agentrl.judge.user.EndpointUser`. If
+            `user` is `policy`, the episode's policy plays the user, in a separate trajectory whose agent is `user`. The turns of that
+            trajectory have no completion tokens unless `train_user` is set.
         brief: describes the user and their goal; only the user sees it.
         instructions: the agent's system message.
-        opening: the user's first message. It is fixed, so an episode can start without the user's model.
-        backend: plug-in reference of a class whose instances are `Backend`s. The class is called with `records`.
-        actions: if not empty, the strings from which the agent must choose. `translate` must then be the plug-in reference of a
+        opening: the user's first message. The opening is fixed, so an episode can start without the user's model.
+        backend: plug-in reference of a class whose instances are `Backend`s. The class is called with the argument `records`.
+        actions: if not empty, the strings from which the agent must choose; `translate` must then be the plug-in reference of a
             `Translate`.
         turns: maximum number of replies.
         chars: maximum length of a message from the agent or the user, in characters. Longer messages are truncated.
@@ -123,7 +125,7 @@ class Dialogue:
         self._shown = ""
 
     def play_user(self, user: User) -> None:
-        """Sets the function that plays the user. It must be called if the policy plays the user."""
+        """Sets the function that plays the user. Must be called if the policy plays the user."""
         self._user = user
 
     async def reset(self) -> Observation:
@@ -176,8 +178,8 @@ class Dialogue:
         """Returns the user's next message.
 
         If a user model rejects the conversation, for example because of its content or length, the request is repeated with the agent's
-        messages replaced by a placeholder. This prevents an agent from ending its episode with a fault. Raises `EnvironmentFault` if the
-        reply is invalid.
+        messages replaced by a placeholder. The placeholder prevents an agent from ending its episode with a fault. Raises
+        `EnvironmentFault` if the reply is invalid.
         """
         dialogue = tuple(self.said)
         try:

@@ -78,7 +78,7 @@ class _Single:
 
 @contextlib.contextmanager
 def _no_warnings() -> Iterator[None]:
-    """Suppresses warnings: EnvPool warns about the bounds of a space that float32 cannot represent."""
+    """Suppresses warnings, because EnvPool warns if float32 cannot represent the bounds of a space."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

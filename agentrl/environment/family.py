@@ -19,7 +19,7 @@ _SEEDS = (1 << 31) // _STRIDE * _STRIDE
 
 
 class EnvironmentFamily:
-    """Tasks that are episodes of one environment. Their seeds differ between splits.
+    """Tasks that are episodes of one environment. Tasks of different splits have different seeds.
 
     Args:
         ref: the environment, such as `mine:Guess` or `gymnasium:CartPole-v1`.

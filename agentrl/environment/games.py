@@ -34,10 +34,10 @@ class Game(Environment):
             right = 1.0 if actions["seeker"] == self.place else -1.0
             return {}, {"seeker": right, "hider": -right}, True
 
-    `reset` returns the observations for the roles that act first. `step` receives the actions of all these roles. It returns the
-    observations for the roles that act next, rewards for any of the roles, whether the game has terminated, and optionally whether it was
-    truncated. Roles whose observations are returned together act at the same time. An `Observation` may list the actions that are allowed
-    in the current state.
+    `reset` returns the observations for the roles that act first. `step` receives the actions of all roles that had to act. `step` returns
+    the observations for the roles that act next, rewards for any of the roles, whether the game has terminated, and optionally whether it
+    was truncated. Roles whose observations are returned together act at the same time. An `Observation` may list the actions that are
+    allowed in the current state.
     """
 
     pass_threshold = None  # a low score for one role is a high score for another role
@@ -51,7 +51,7 @@ class Game(Environment):
 
 
 def roles_of(value: Any, where: str) -> list[str]:
-    """Returns the roles that a game declares. Raises `EnvironmentFault` if they are invalid."""
+    """Returns the roles that a game declares. Raises `EnvironmentFault` if the roles are invalid."""
     names = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else []
     if not 2 <= len(set(names)) == len(names) <= MAX_ROLES or not all(isinstance(name, str) and 0 < len(name) <= 80 for name in names):
         raise EnvironmentFault(f"{where}: roles must be 2 to {MAX_ROLES} different names")
@@ -59,8 +59,8 @@ def roles_of(value: Any, where: str) -> list[str]:
 
 
 def observations_of(value: Any, roles: Sequence[str], where: str, *, ended: bool) -> dict[str, Observation]:
-    """Returns a game's observations by role. Raises `EnvironmentFault` if they are invalid, or if there are none and the game has not
-    ended."""
+    """Returns a game's observations by role. Raises `EnvironmentFault` if the observations are invalid, or if there are none and the game
+    has not ended."""
     if not isinstance(value, Mapping) or not set(value) <= set(roles) or not (value or ended):
         shown = sorted(map(str, value))[:4] if isinstance(value, Mapping) else type(value).__name__
         raise EnvironmentFault(f"{where} returned observations of {shown} instead of a dictionary for some of the roles {', '.join(roles)}")
@@ -75,8 +75,8 @@ def observations_of(value: Any, roles: Sequence[str], where: str, *, ended: bool
 
 
 def role_step_of(value: Any, roles: Sequence[str], where: str) -> RoleStep:
-    """Converts the result of a game's `step`, a `RoleStep` or a tuple of 3 or 4 values, to a `RoleStep`. Raises `EnvironmentFault` for
-    anything else."""
+    """Converts the result of a game's `step`, a `RoleStep` or a tuple of 3 or 4 values, to a `RoleStep`. Raises `EnvironmentFault` for a
+    value of a different form."""
     if isinstance(value, RoleStep):
         value = (value.observations, value.rewards, value.terminated, value.truncated)
     if not isinstance(value, tuple) or len(value) not in (3, 4):
@@ -121,7 +121,8 @@ class PooledGame:
         return observations_of(self._first, self.roles, f"{self._ref}.reset()", ended=False)
 
     async def step(self, actions: Mapping[str, str]) -> RoleStep:
-        """Applies actions. Raises `PolicyFault`, `TaskError` and `EnvironmentFault`."""
+        """Applies actions. Raises `PolicyFault` if the rules forbid an action, `TaskError` if the task cannot be played, and
+        `EnvironmentFault` if the environment fails."""
         observations, rewards, terminated, truncated = await self._run("step", {"roles": dict(actions)})
         return role_step_of((from_data(observations), rewards, terminated, truncated), self.roles, f"{self._ref}.step()")
 

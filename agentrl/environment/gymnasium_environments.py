@@ -54,7 +54,7 @@ class GymnasiumEnvironment(Environment):
     """A Gymnasium environment.
 
     Args:
-        id: Gymnasium's id, such as `CartPole-v1` or `package.module:Name-v0`. In the second form, the module is imported first.
+        id: Gymnasium's id, such as `CartPole-v1` or `package.module:Name-v0`. If the id contains a module, the module is imported first.
         formatter: plug-in reference of a function that converts an observation to text, or to an `Observation` with images.
         action_names: names of the discrete actions, in order.
         instructions: the system message; None means a default, and an empty string means no system message.

@@ -15,7 +15,6 @@ import os
 import signal
 import socket
 import subprocess
-import tempfile
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.base import user_code
+from agentrl.base.scratch import ScratchFolder
 from agentrl.base.secrets import child_environment, redact
 from agentrl.errors import InfrastructureError, PolicyFault, TaskError, UserError
 from agentrl.records.fields import json_value
@@ -74,7 +74,7 @@ class HostSpec:
         """Returns the environment variables of the host process: those of this process except secrets and Python settings, plus those in
         `environment`.
 
-        `temporary`: folder for the host's temporary files. The host cannot remove them, because it is killed.
+        `temporary`: folder for the host's temporary files. The host cannot remove these files, because its process is killed.
         """
         own = child_environment(os.environ)
         return {name: value for name, value in own.items() if not name.startswith("PYTHON")} | {**self.environment, "TMPDIR": temporary}
@@ -85,8 +85,8 @@ def describe(spec: HostSpec) -> Any:
 
     Raises `UserError` if the script reports an error, exits without a description, or runs for more than `DESCRIBE_S` seconds.
     """
-    with _temporary_folder() as folder:
-        file, output = Path(folder, "description"), Path(folder, "output")
+    with ScratchFolder() as folder:
+        file, output = folder / "description", folder / "output"
         status = _run(spec, file, output)
         described: Any = None
         if file.is_file() and file.stat().st_size <= MAX_DESCRIPTION:
@@ -100,13 +100,9 @@ def describe(spec: HostSpec) -> Any:
     return described.get("result")
 
 
-def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="agentrl-host-", ignore_cleanup_errors=True)
-
-
 def _run(spec: HostSpec, file: Path, output: Path) -> int:
-    """Runs the script with `describe FILE` and returns its exit status. Raises `UserError` if it cannot be started, or if it does not exit
-    in time."""
+    """Runs the script with `describe FILE` and returns its exit status. Raises `UserError` if the script cannot be started, or if it does
+    not exit in time."""
     try:
         with output.open("wb") as out:
             process = subprocess.Popen(
@@ -192,7 +188,7 @@ class _Process:
         self,
         spec: HostSpec,
         process: asyncio.subprocess.Process,
-        folder: tempfile.TemporaryDirectory[str],
+        folder: ScratchFolder,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> None:
@@ -212,7 +208,7 @@ class _Process:
     @classmethod
     async def start(cls, spec: HostSpec) -> _Process:
         """Starts the process. Raises `HostDied`."""
-        folder = _temporary_folder()
+        folder = ScratchFolder()
         ours, theirs = socket.socketpair()
         try:
             process = await asyncio.create_subprocess_exec(
@@ -222,12 +218,12 @@ class _Process:
                 stderr=subprocess.STDOUT,
                 pass_fds=(theirs.fileno(),),
                 cwd=spec.folder,
-                env=spec.variables(folder.name),
+                env=spec.variables(str(folder.path)),
                 start_new_session=True,  # so that ctrl-C reaches only this process
             )
         except OSError as error:
             ours.close()
-            folder.cleanup()
+            folder.remove()
             raise HostDied(f"{spec.name}: {spec.python} cannot be started: {error.strerror or error}") from None
         finally:
             theirs.close()
@@ -281,7 +277,7 @@ class _Process:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             code = await asyncio.shield(self._process.wait())
-            await asyncio.shield(asyncio.to_thread(self._folder.cleanup))
+            await asyncio.shield(asyncio.to_thread(self._folder.remove))
             await asyncio.wait({parts[1]}, timeout=1.0)
             for task in (*parts, *self._serving):
                 task.cancel()

@@ -1,7 +1,7 @@
 """The agent for environments in which a program calls the model, such as an inspect solver or a verifiers harness.
 
-It sends each episode to a host (`agentrl.environment.host`), with the gateway's address and a key for this episode. agentrl therefore
-samples and records every token. The host returns the score.
+The agent sends each episode to a host (`agentrl.environment.host`), with the gateway's address and a key for this episode. agentrl
+therefore samples and records every token. The host returns the score.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ class HostedAgent:
 
     - `value`: the score, a finite number; or None if the episode is not scored, with a `reason` and, if known, the `blame`;
     - optionally `parts` (name -> finite number), `evidence`, `answer`, and the stop reason `stop`;
-    - optionally `fault`, with `blame` and `message`, if the program failed. The episode is then excluded. If it turns out that only the
-      policy's text provokes the fault, `value` counts. If `value` is None, the lowest value so far counts, but at most 0.
+    - optionally `fault`, with `blame` and `message`, if the program failed. An episode with a fault is excluded, unless only the policy's
+      text provokes the fault: then its score is `value`, or, if `value` is None, the lowest value so far in this environment or 0,
+      whichever is lower.
 
     During `play`, the host may send `exec` requests to run programs in the episode's sandbox.
     """
@@ -98,7 +99,7 @@ class HostedAgent:
             await asyncio.wait({play, over})
 
     def _ended(self, episode: LiveEpisode, session: Session, result: Mapping[str, Any]) -> str:
-        """Stores the score and returns the stop reason. If the host's program failed, raises its fault."""
+        """Stores the score and returns the stop reason. If the host's program failed, raises the fault that the host returned."""
         ref = "" if episode.task.environment is None else episode.task.environment.ref
         score = score_of(result)
         fault = result.get("fault")
@@ -122,7 +123,8 @@ def is_hosted(task: Task) -> bool:
 
 
 def host_of(spec: EnvironmentSpec) -> Host:
-    """Returns the host that all episodes of an environment in this event loop share. Raises `UserError` if it cannot be started."""
+    """Returns the host that all episodes of an environment in this event loop share. Raises `UserError` if the host's Python environment is
+    not built, and `TaskError` if the environment has no host or the run would use more than `MAX_HOSTS` hosts."""
     kind, here = environment_kind(spec.ref), _hosts.setdefault(asyncio.get_running_loop(), {})
     if kind is None or not kind.host:
         raise TaskError(f"environment {spec.ref!r} has no host", fix="use rollout.agent=turns for it")
@@ -136,7 +138,7 @@ def host_of(spec: EnvironmentSpec) -> Host:
 
 
 def as_object(result: Any, host: Host) -> Mapping[str, Any]:
-    """Returns the result of `play`. Raises `InfrastructureError` if it is not a JSON object."""
+    """Returns the result of `play`. Raises `InfrastructureError` if the result is not a JSON object."""
     if not isinstance(result, Mapping):
         raise InfrastructureError(f"{host.spec.name}: its host returned a {type(result).__name__} instead of an object")
     return result
@@ -173,8 +175,8 @@ async def _serve(episode: LiveEpisode, method: str, params: Mapping[str, Any]) -
 
 
 async def run_in(sandbox: Sandbox, method: str, params: Mapping[str, Any], *, limit_s: float) -> Any:
-    """Serves an `exec` request, which has `argv`, `stdin` in base64, `timeout_s`, `output_bytes` and `env`. Other methods raise
-    `ValueError`."""
+    """Serves an `exec` request, which has `argv`, `stdin` in base64, `timeout_s`, `output_bytes` and `env`. A request with any other method
+    raises `ValueError`."""
     if method != "exec":
         raise ValueError(f"unknown operation {method[:80]!a}")
     result = await sandbox.exec(

@@ -29,7 +29,7 @@ OPTIONS = ("args", "solver", "score", "values", "model_roles", "variables", "env
 
 
 def host_spec(spec: EnvironmentSpec) -> HostSpec:
-    """Returns the command of the host for an inspect task. Raises `UserError` if its environment is not built."""
+    """Returns the command of the host for an inspect task. Raises `UserError` if the host's Python environment is not built."""
     root, options = current_project(), secrets.resolve_options(spec.options)
     config = {
         "task": spec.ref.removeprefix("inspect:"),
@@ -184,8 +184,8 @@ score_ended = ScoreEnded()
 
 
 def split_samples(samples: Sequence[Mapping[str, Any]], *, seed: int, heldout: float) -> dict[Split, list[Mapping[str, Any]]]:
-    """Returns the samples by split. Holds out the fraction `heldout` of them, those with the lowest hashes of seed and `id`. At least one
-    sample is held out, unless `heldout` is 0 or there is only one sample. Raises `PluginError` if `heldout` is invalid."""
+    """Returns the samples by split. Holds out the fraction `heldout` of the samples: those with the lowest hashes of seed and `id`. At
+    least one sample is held out, unless `heldout` is 0 or there is only one sample. Raises `PluginError` if `heldout` is invalid."""
     if isinstance(heldout, bool) or not isinstance(heldout, int | float) or not 0 <= heldout < 1:
         raise PluginError(f"tasks.family.options.heldout must be at least 0 and below 1, got {heldout!r}", fix="heldout=0.25")
     order = sorted(samples, key=lambda each: hashlib.sha256(f"{seed}/{each['id']}".encode()).digest())

@@ -1,8 +1,8 @@
 """Sessions at NeMo Gym resources servers, over HTTP: https://github.com/NVIDIA-NeMo/Gym, version 0.7.
 
 There are two protocols. In `tools`, a row of the data set starts a session, each tool call is a request, and `/verify` scores the
-conversation after an answer without a tool call. In `gymnasium`, `/reset` and `/step` return observations and rewards. In both, a cookie
-identifies the session.
+conversation after an answer without a tool call. In `gymnasium`, `/reset` and `/step` return observations and rewards. In both protocols, a
+cookie identifies the session.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ class NemoGymSession(Session):
         return Step(observation=Observation(text=output))
 
     async def close(self) -> bool:
-        """Ends the session if the server reports that it supports this. Other servers free the session after the last step, or keep it."""
+        """Ends the session if the server reports that it can end sessions. Other servers free the session after the last step, or keep
+        it."""
         if self._explicit_close:
             await self._post("/close", {})
         return True
@@ -145,7 +146,7 @@ class NemoGymSession(Session):
 def _schema(tool: Any) -> dict[str, Any]:
     """Returns the function schema for a Responses API tool."""
     if not isinstance(tool, Mapping) or tool.get("type") != "function" or not isinstance(tool.get("name"), str):
-        raise TaskError("a tool of the row is not a function with a name", fix="correct responses_create_params.tools")
+        raise TaskError("a tool in the row is not a function with a name", fix="correct responses_create_params.tools")
     parameters = tool.get("parameters") or {"type": "object", "properties": {}}
     function = {"name": tool["name"], "description": tool.get("description") or tool["name"], "parameters": parameters}
     return {"type": "function", "function": function}

@@ -81,8 +81,8 @@ class OpenEnvSession(Session):
         return self.result(_text(data), data.get("reward"), terminated=done and not truncated, truncated=truncated)
 
     async def close(self) -> bool:
-        """Asks the server to end the session, and waits until it closes the connection. Returns whether it did; False if a request is in
-        progress."""
+        """Asks the server to end the session, and waits until it closes the connection. Returns whether the server closed the connection;
+        False if a request is in progress."""
         from websockets.exceptions import ConcurrencyError, ConnectionClosed
 
         if self._socket is None:
@@ -158,8 +158,8 @@ class OpenEnvSession(Session):
         return result
 
     async def _exchange(self, socket: ClientConnection, message: str) -> bytes:
-        """Sends a message and returns the server's next message. A server that rejects the session reports this before it receives the
-        first message."""
+        """Sends a message and returns the server's next message. A server that rejects the session reports the rejection before it receives
+        the first message."""
         from websockets.exceptions import ConnectionClosed
 
         first, self._begun = not self._begun, True
@@ -168,7 +168,7 @@ class OpenEnvSession(Session):
                 early = await socket.recv(decode=False)
                 if first and b'"error"' in early[:200]:
                     return early
-                raise EnvironmentFault(f"{self.server.what} sent an answer that was not requested")
+                raise EnvironmentFault(f"{self.server.what} sent a response that was not requested")
         try:
             await socket.send(message)
         except ConnectionClosed:  # a full server may have reported this and closed the connection after the check above
@@ -179,7 +179,7 @@ class OpenEnvSession(Session):
             parts.append(part)
             size += len(part)
             if len(parts) > 4096 + size // 64:
-                raise EnvironmentFault(f"{self.server.what} answered in more than {len(parts)} pieces")
+                raise EnvironmentFault(f"{self.server.what} sent a response in more than {len(parts)} pieces")
         return b"".join(parts)
 
     async def _error(self, kind: str, content: Mapping[str, Any]) -> Exception:
@@ -211,7 +211,7 @@ class OpenEnvSession(Session):
         properties, wanted = schema["properties"], self.options.get("actions")
         if wanted not in (None, "text", "tool"):
             raise PluginError(
-                f"tasks.family.options.actions must be text or tool, got {wanted!r}", fix="use one of the two, or remove the option"
+                f"tasks.family.options.actions must be text or tool, got {wanted!r}", fix="set it to text or tool, or remove it"
             )
         needed = [name for name in schema.get("required", []) if name in properties] or list(properties)
         self._field = needed[0] if len(needed) == 1 else ""

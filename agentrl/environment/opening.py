@@ -66,6 +66,6 @@ def kind_of(ref: str) -> str:
 
 
 async def close_environments() -> None:
-    """Frees the resources that the environments in this event loop share. Environments that are still open will fail."""
+    """Frees the resources that the environments in this event loop share. Environments that are still open fail at their next call."""
     for opener in _openers.pop(asyncio.get_running_loop(), {}).values():
         await opener.close()

@@ -1,7 +1,7 @@
 """Local environments in separate processes: many episodes per process, and many actions per message.
 
 Actions that arrive in the same iteration of the event loop are sent to a process together. A process in which one operation runs for longer
-than `timeout_s` is killed, with the processes that it started. If all processes together use too much memory, the largest process is
+than `timeout_s` is killed, with the processes that it started. If the processes together exceed the memory limit, the largest process is
 killed. The episode whose operation was running is at fault (`EnvironmentCrash`). The other episodes in the process also fail
 (`NeighborCrash`) and are repeated.
 """
@@ -92,7 +92,7 @@ class ProcessPool:
             await process.kill("the run has ended")
 
     async def _watch_memory(self) -> None:
-        """Kills the largest process whenever all processes together use too much memory."""
+        """Kills the largest process whenever the processes together exceed the memory limit."""
         while True:
             await asyncio.sleep(_POLL_S)
             used = await asyncio.to_thread(memory_by_group)
@@ -105,7 +105,8 @@ class ProcessPool:
                 )
 
     async def _process(self, alone: bool) -> _Process:
-        """Returns the process with the fewest episodes. Starts a new process if all are full, or if the episode must run alone."""
+        """Returns the process with the fewest episodes. Starts a new process if all processes are full, or if the episode must run
+        alone."""
         async with self._starting:
             self._watch = self._watch or asyncio.create_task(self._watch_memory())
             alive = self._processes = [process for process in self._processes if process.alive]
@@ -136,7 +137,8 @@ class PooledEnvironment:
         return self._first
 
     async def step(self, action: str | ToolCall) -> Step:
-        """Applies an action. Raises `PolicyFault`, `TaskError` and `EnvironmentFault`."""
+        """Applies an action. Raises `PolicyFault` if the rules forbid the action, `TaskError` if the task cannot be played, and
+        `EnvironmentFault` if the environment fails."""
         sent = action if isinstance(action, str) else {"name": action.name, "arguments": action.arguments}
         text, reward, terminated, truncated, parts, note = await self._process.run(self._number, "step", sent)
         try:
@@ -175,7 +177,7 @@ class _Process:
 
     @classmethod
     async def start(cls, timeout_s: float) -> _Process:
-        """Starts a process. Raises `EnvironmentFault` if it does not start."""
+        """Starts a process. Raises `EnvironmentFault` if the process does not start."""
         with tempfile.TemporaryFile() as file:
             file.write(bytes(PROGRESS.size))
             file.flush()
@@ -304,7 +306,7 @@ class _Process:
         self._watch = self._loop.call_later(self._timeout_s, self._check_progress)
 
     def fail(self, reason: str) -> None:
-        """Kills the process. The operation that was running is at fault."""
+        """Kills the process. The episode whose operation was running is at fault."""
         if not self.alive:
             return
         self.alive = False

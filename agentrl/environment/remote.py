@@ -1,8 +1,8 @@
 """Remote environments: a `RemoteEnvironment` for each episode, and a `RemoteServer` for each server that this process uses.
 
-For each kind of server, a subclass of `Session` implements the protocol (`openenv`, `ors`, `nemo_gym`). This module contains the rest. It
-limits, counts and closes sessions. Every wait has a deadline. A request to a busy server is repeated after the wait that the server
-requests. Any server error is an `EnvironmentFault`, never a score. A step is never repeated, because the server may have applied it.
+For each kind of server, a subclass of `Session` implements the protocol (`openenv`, `ors`, `nemo_gym`). This module limits, counts and
+closes the sessions of all kinds of servers. Every wait has a deadline. A request to a busy server is repeated after the wait that the
+server requests. Any server error is an `EnvironmentFault`, never a score. A step is never repeated, because the server may have applied it.
 
 A session counts as lost if the server does not confirm that it ended. If this process is killed, the kernel closes its connections. OpenEnv
 servers then free their sessions immediately, ORS servers free them 15 minutes after the last request, and NeMo Gym servers keep them until
@@ -62,7 +62,7 @@ class RemoteOptions:
             if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
                 raise PluginError(f"tasks.family.options.{name} must be a positive number, got {value!r}", fix=f"write {name}=60")
         if not isinstance(self.key, str) or not self.key.isprintable() or not self.key.isascii():
-            raise PluginError("tasks.family.options.key is not a key that a header can contain", fix="write key=env:NAME")
+            raise PluginError("tasks.family.options.key cannot be sent in an HTTP header", fix="write key=env:NAME")
 
     @classmethod
     def split(cls, options: Mapping[str, Any]) -> tuple[RemoteOptions, dict[str, Any]]:
@@ -100,7 +100,7 @@ class Session(abc.ABC):
 
     @abc.abstractmethod
     async def step(self, action: str | ToolCall) -> Step:
-        """Applies an action. Raises `PolicyFault` if the server rejects it."""
+        """Applies an action. Raises `PolicyFault` if the server rejects the action."""
 
     async def keep_alive(self) -> None:
         """Sends a request, so that the server does not end an idle session."""
@@ -108,7 +108,7 @@ class Session(abc.ABC):
 
     @abc.abstractmethod
     async def close(self) -> bool:
-        """Ends the session at the server. Returns whether the server confirmed it."""
+        """Ends the session at the server. Returns whether the server confirmed that the session ended."""
 
     def abort(self) -> None:
         """Drops the connection of the session if there is one."""
@@ -132,7 +132,7 @@ class Session(abc.ABC):
 
 
 class RemoteServer:
-    """A server: its sessions, its connections, and the pause that it requested. Use it from only one event loop."""
+    """A server: its sessions, its connections, and the pause that it requested. Use a `RemoteServer` from only one event loop."""
 
     def __init__(self, kind: str, url: str, options: RemoteOptions) -> None:
         self.url, self.options = web.validate_url(url).rstrip("/"), options
@@ -184,7 +184,8 @@ class RemoteServer:
         return RemoteEnvironment(self, session)
 
     async def call(self, session: Session, what: str, work: Callable[[], Awaitable[T]], limit_s: float) -> T:
-        """Runs a request for a session and returns its result. Raises `PolicyFault`, `EnvironmentFault` and `TaskError`."""
+        """Runs a request for a session and returns its result. Raises `EnvironmentFault` if there is no valid response within `limit_s`
+        seconds; a `PolicyFault` or `TaskError` of `work` is raised unchanged."""
         self._used_at[session] = time.monotonic()
         with self.faults(f"{what} (limit: {limit_s:g} s)"):
             async with asyncio.timeout(limit_s):
@@ -260,7 +261,7 @@ class RemoteServer:
             self._free_slot()
 
     async def _close(self, session: Session) -> bool:
-        """Closes a session. Returns whether the server confirmed this."""
+        """Closes a session. Returns whether the server confirmed that the session ended."""
         try:
             async with asyncio.timeout(CLOSE_S):
                 with self.faults("closing a session"):
@@ -375,7 +376,7 @@ class RemoteOpener:
 
 
 def number(value: Any, where: str) -> float:
-    """Returns a value as a float. Raises `EnvironmentFault` if it is not a finite number."""
+    """Returns a value as a float. Raises `EnvironmentFault` if the value is not a finite number."""
     if not isinstance(value, int | float) or abs(value) > 1e300:
         raise EnvironmentFault(f"{where} is {str(value)[:80]!r}, not a finite number")
     return float(value)

@@ -66,14 +66,14 @@ class RemoteFamily(EnvironmentFamily):
             raise PluginError(f"tasks.family {ref!r} needs the package websockets", fix=install_command("openenv"))
         if (self._kind == "nemo-gym") is not (tasks is not None):
             raise PluginError(
-                f"tasks.family.options.tasks must be set for a NeMo Gym server and only for it, got {tasks!r}",
+                f"tasks.family.options.tasks must be set for a NeMo Gym server and for no other server, got {tasks!r}",
                 fix="for NeMo Gym, set tasks to the file with the rows; for other servers, remove tasks",
             )
         self._tasks, self._heldout_split = tasks, heldout_split
         self._split = split or ("train" if self._kind == "ors" else "")
 
     def size(self, split: Split) -> int | None:
-        """Returns the number of tasks in a split. Raises `PluginError` if the server does not report it."""
+        """Returns the number of tasks in a split. Raises `PluginError` if the server does not report the number."""
         if self._tasks is None and not self._split:
             return super().size(split)
         return self._ranges[split][2]
@@ -123,7 +123,7 @@ class RemoteFamily(EnvironmentFamily):
         return rows
 
     async def _count_tasks(self, server: RemoteServer) -> tuple[int, str, int]:
-        """Returns the number of training tasks, the name of the held-out split, which is empty if there is none, and the number of its
+        """Returns the number of training tasks, the name of the held-out split (empty if the server has none), and the number of held-out
         tasks."""
         http = server.http
         names = need(await http.json("GET", "/list_environments"), list, "/list_environments")
@@ -140,7 +140,7 @@ class RemoteFamily(EnvironmentFamily):
         return counts[0], other, counts[-1]
 
     def _asked(self, question: Callable[[RemoteServer], Coroutine[Any, Any, T]]) -> T:
-        """Returns the result of `question`, which sends requests to the server. It runs in a thread with a separate event loop."""
+        """Returns the result of `question`, which sends requests to the server. `question` runs in a thread with a separate event loop."""
 
         async def ask() -> T:
             """Sends the requests, then closes the connections."""
@@ -163,7 +163,8 @@ class RemoteFamily(EnvironmentFamily):
 
 
 def prompt_of(row: Mapping[str, Any], where: str) -> tuple[Message, ...]:
-    """Returns the prompt in a row of a NeMo Gym data set. Raises `TaskError` if it is empty or has items other than text messages."""
+    """Returns the prompt in a row of a NeMo Gym data set. Raises `TaskError` if the prompt is empty or has items other than text
+    messages."""
     parameters = row.get("responses_create_params")
     task_input = parameters.get("input") if isinstance(parameters, Mapping) else None
     items = [{"role": "user", "content": task_input}] if isinstance(task_input, str) else task_input

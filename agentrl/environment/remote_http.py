@@ -72,7 +72,7 @@ class HttpClient:
         return read_json((await self.request(method, path, data, headers=headers)).content, f"{self._what}, {path},")
 
     async def request(self, method: str, path: str, data: Any = None, *, headers: Mapping[str, str] | None = None) -> Answer:
-        """Sends a request and returns the response. Its status is below 300."""
+        """Sends a request and returns the response, whose status is below 300."""
         async with self._answering(method, path, data, headers) as response:
             content = await self._body(response)
             self._check(response, path, content)
@@ -99,7 +99,7 @@ class HttpClient:
                     if name == b"end":
                         return task, b"".join(parts)
                 await asyncio.sleep(0)
-        raise EnvironmentFault(f"{self._what} ended the answer to {path} early")
+        raise EnvironmentFault(f"{self._what} ended the response to {path} early")
 
     async def close(self) -> None:
         """Closes the connections."""
@@ -203,8 +203,8 @@ def _cookies(response: httpx.Response) -> dict[str, str]:
 
 
 def read_json(content: bytes | str, where: str) -> Any:
-    """Parses JSON. Raises `EnvironmentFault` if it is invalid, or has more than `MAX_DEPTH` levels, numbers that are not finite, or strings
-    that UTF-8 cannot encode."""
+    """Parses JSON. Raises `EnvironmentFault` if the JSON is invalid, or has more than `MAX_DEPTH` levels, numbers that are not finite, or
+    strings that UTF-8 cannot encode."""
     try:
         return _plain(json.loads(content), MAX_DEPTH)
     except (ValueError, RecursionError) as error:

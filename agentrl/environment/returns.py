@@ -12,7 +12,7 @@ async def episode_return(task: Task, episode: Episode) -> Score:
 
     If an environment has several roles, the value is the mean over the roles that the trained policy plays, `parts` contains the sum for
     each role, and `branches` contains, for each trajectory, the sum for its role. `objective.credit=verifier` uses `branches`. If a limit
-    ended the episode, the rewards received before that count.
+    ended the episode, the sum includes the rewards received before the limit.
     """
     rewards = tuple(
         tuple(sum(result.reward or 0.0 for result in turn.tool_results) for turn in trajectory.turns) for trajectory in episode.trajectories

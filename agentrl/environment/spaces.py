@@ -142,7 +142,7 @@ def describe_outside(space: Any, value: Any, where: str = "the observation") -> 
 
 
 def text_of(space: Any, value: Any) -> str:
-    """Returns an observation as short text. Raises `TaskError` if it has too many numbers, or if the space is unknown."""
+    """Returns an observation as short text. Raises `TaskError` if the observation has too many numbers, or if the space is unknown."""
     match kind_of(space):
         case "Discrete":
             return str(int(value))

@@ -1,7 +1,7 @@
 """Python environments for third-party packages: one virtual environment per package in `.environments/`, each built from a lock file.
 
 `environments/NAME.lock` is a pip requirements file with a sha256 for each package, and with comments that record what was requested. Commit
-this file. `.environments/NAME/` is built from it, and can be removed at any time.
+this file. `.environments/NAME/` is built from the lock file, and can be removed at any time.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Lock:
             elif line:
                 raise ValueError(f"it has an unpinned line: {clip_text(line)}")
         if not comments["requires"] or len(comments["python"]) != 1 or len(comments["platform"]) != 1:
-            raise ValueError("the comments requires, python and platform are missing or repeated")
+            raise ValueError("one of the comments requires, python and platform is missing or repeated")
         folders = tuple((folder, sha256) for folder, _, sha256 in (line.rpartition(" ") for line in comments["folder"]))
         return cls(
             name=name,
@@ -82,7 +82,8 @@ def read_locks(root: Path) -> dict[str, Lock]:
 
 
 def environment_python(root: Path, name: str) -> Path:
-    """Returns the Python interpreter of a built environment. If it is not built, raises `UserError` with the command that builds it."""
+    """Returns the Python interpreter of an environment. If the environment is not built, raises `UserError` with the command that builds
+    it."""
     path = root / LOCKS / f"{name}.lock"
     if not path.is_file():
         raise UserError(f"the project has no environment {name!r}", fix=f"agentrl env add {name}")
@@ -132,7 +133,7 @@ def name_of(item: str, root: Path) -> str:
 
 
 def read_lock(path: Path) -> Lock:
-    """Parses the lock file at a path. Raises `UserError` if it cannot be read or is not a lock."""
+    """Parses the lock file at a path. Raises `UserError` if the file cannot be read or is not a lock."""
     try:
         return Lock.from_text(path.stem, untrusted_files.read_bytes(path, most=LOCK_BYTES).decode())
     except (OSError, ValueError) as error:

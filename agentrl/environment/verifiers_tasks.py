@@ -27,7 +27,7 @@ SIZE = 10_000
 
 
 def host_spec(spec: EnvironmentSpec) -> HostSpec:
-    """Returns the command of the host for a package. Raises `UserError` if its environment is not built."""
+    """Returns the command of the host for a package. Raises `UserError` if the host's Python environment is not built."""
     root, options = current_project(), secrets.resolve_options(spec.options)
     package, folder = _located(root, spec.ref.removeprefix(PREFIX))
     python = environment_python(root, str(options.get("environment") or _environment(root, package)))
@@ -54,8 +54,8 @@ def _located(root: Path, package: str) -> tuple[str, Path]:
 
 
 def _environment(root: Path, package: str) -> str:
-    """Returns the name of the environment that contains a package, or else of the one that contains verifiers, which includes some
-    tasksets."""
+    """Returns the name of the environment that contains a package, or else the name of the environment that contains verifiers, because
+    verifiers includes some tasksets."""
     try:
         return environment_of(root, package)
     except UserError as missing:

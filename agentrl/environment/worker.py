@@ -1,4 +1,4 @@
-"""The process in which local environments run. `agentrl.environment.pool` starts it and exchanges frames of JSON with it.
+"""The process in which local environments run. `agentrl.environment.pool` starts this process and exchanges frames of JSON with it.
 
     python -m agentrl.environment.worker PROGRESS_FD
 
@@ -56,7 +56,7 @@ class OpenEnvironments:
         return self._loop.run_until_complete(result) if inspect.isawaitable(result) else result
 
     def open(self, number: int, ref: str, options: dict[str, Any], seed: int) -> Any:
-        """Opens an environment. Returns its declarations and its first observation."""
+        """Opens an environment. Returns the environment's declarations and its first observation."""
         kind, argument = environment_class(ref)
         environment = kind(argument, **options) if argument else kind(**options)
         self._open[number] = environment, ref

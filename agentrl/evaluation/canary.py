@@ -1,14 +1,16 @@
 """A canary: a candidate version runs a share of the attempts, and a sequential test decides whether it is promoted or rolled back.
 
-    1 / share attempts -> the candidate runs one at random, the baseline runs the others -> next attempts, or the decision
+    unit of 1 / share attempts -> the candidate runs one, chosen at random, and the baseline runs the others -> next unit, or the decision
 
-Each attempt runs once, with one version. If you use your own agent, an attempt is one gateway session. The score of the candidate's attempt
-minus the mean score of the other attempts is one observation, within [-1, 1]. If both versions are equally good, its expected value is 0,
-because the candidate's attempt is chosen at random. Two sequential tests, which are valid after every block (`statistics.e_value`), decide:
+Each attempt runs once, with one version. If a user-supplied agent is used, an attempt is one gateway session. Each unit yields one
+observation, within [-1, 1]: the score of the candidate's attempt minus the mean score of the baseline's attempts. If both versions are
+equally good, the expected value of an observation is 0, because the candidate's attempt is chosen at random. Two sequential tests
+(`statistics.e_value`), which are valid after any number of observations, decide:
 
-    promote    the mean difference is above -margin. A candidate that is worse by the margin or more is promoted with a probability of at
-               most alpha / 2
-    roll back  the mean difference is below 0. A candidate that is not worse is rolled back with a probability of at most alpha / 2
+    promote    if the mean difference is significantly above -margin. A candidate that is worse by the margin or more is promoted with a
+               probability of at most alpha / 2.
+    roll back  if the mean difference is significantly below 0. A candidate that is not worse is rolled back with a probability of at most
+               alpha / 2.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ class CanaryOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanaryUnit:
-    """Consecutive attempts. The candidate runs one of them, and the baseline runs the others."""
+    """Consecutive attempts, of which the candidate runs one and the baseline runs the others."""
 
     candidate: SlotId
     baseline: tuple[SlotId, ...]
@@ -59,7 +61,7 @@ class CanaryUnit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanaryResult:
-    """The attempts so far, and the resulting decision."""
+    """The mean scores and attempt counts of a canary so far, and the resulting decision."""
 
     outcome: CanaryOutcome
     interval: Interval  # of the mean difference; valid for any number of attempts
@@ -71,24 +73,24 @@ class CanaryResult:
 
 
 def check_canary(run: Path, before: int, after: int) -> None:
-    """Raises `UserError` if a canary could not promote version `after`, or roll it back to version `before`."""
+    """Raises `UserError` unless a canary could both promote version `after` and roll back to version `before`."""
     registry = open_registry(run)
     baseline, candidate = known_version(registry, before), known_version(registry, after)
     if before >= after or VersionState.ROLLED_BACK in (baseline.state, candidate.state):
         raise UserError(
-            f"version {after} of {run} cannot be a canary for version {before}: it must be newer, and neither may be rolled back",
+            f"version {after} of {run} cannot be a canary for version {before}: it must be the newer version, and neither may be rolled back",
             fix=f"choose other versions: agentrl versions list {run}",
         )
     if not has_checkpoint(run, before):
         raise UserError(f"version {before} of {run} has no intact checkpoint to return to", fix="before a canary, pin the versions to keep")
     if run_recipe(run).gate is None and is_driven(run):
-        raise UserError(f"{run} is running without a gate, so its last version is its result", fix="wait until it ends, or add a gate")
+        raise UserError(f"{run} is running without a gate, so a canary cannot decide its result", fix="wait until the run ends, or add a gate")
 
 
 def plan_units(cases: Sequence[Case], repeats_of: Callable[[Case], int], *, share: float, seed: int) -> tuple[CanaryUnit, ...]:
     """Returns the attempts of a canary in random order, divided into units of 1 / `share` attempts. An incomplete unit is dropped.
 
-    Raises `UserError` if `share` is not 1 / 2, 1 / 3, ..., or if there are too few attempts.
+    Raises `UserError` if `share` is not 1 / 2, 1 / 3, ..., or if there are fewer than 1 / `share` attempts.
     """
     size = round(1 / share) if 0 < share <= 0.5 else 0
     if not size or abs(share * size - 1) > 0.01:
@@ -110,7 +112,11 @@ def plan_units(cases: Sequence[Case], repeats_of: Callable[[Case], int], *, shar
 
 
 def decide(differences: Sequence[float], *, planned: int, alpha: float, margin: float) -> CanaryOutcome:
-    """Returns the decision after these observations out of `planned`. Raises `ValueError` if an observation is outside [-1, 1]."""
+    """Returns the decision after the observations `differences`.
+
+    `planned` is the number of units so far, including those without an observation. Raises `ValueError` if an observation is outside [-1,
+    1].
+    """
     if len(differences) < _LEAST_SCORED * planned:
         return CanaryOutcome.UNDECIDED
     if e_value([-difference for difference in differences], null=margin) >= 2 / alpha:
@@ -126,12 +132,12 @@ async def run_canary(
     share: float,
     on_block: Callable[[CanaryResult], None] = lambda so_far: None,
 ) -> CanaryResult:
-    """Runs blocks of units with both versions of an open policy until there is a decision or no attempt is left, and stores the attempts.
+    """Runs blocks of units with both versions of an open policy until there is a decision or no unit is left, and stores the attempts.
 
     Args:
         pair: baseline and candidate.
         share: share of the attempts that the candidate runs.
-        on_block: called after each block.
+        on_block: called with the result so far after each block.
     """
     began, by_id = time.monotonic(), {case.id: case for case in comparison.suite.cases}
     units = plan_units(comparison.suite.cases, comparison.repeats_of, share=share, seed=comparison.prepared.recipe.seed)

@@ -1,7 +1,7 @@
-"""An agent whose turns come from a third-party chat completions server. It is for evaluations only, because its exact tokens are unknown.
+"""An agent whose turns come from a third-party chat completions server. It is for evaluations only, because the exact tokens are unknown.
 
-Like the turn loop, it uses the task's prompt, tools and limits, and the episode's sandbox. Its turns contain text but no token ids. A fault
-of the server is an infrastructure fault, and a fault of the model is a fault of the policy.
+Like the turn loop, the agent uses the task's prompt, tools and limits, and the episode's sandbox. Its turns contain text but no token ids.
+A fault of the chat completions server is recorded as an infrastructure fault, and a fault of the model as a fault of the policy.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BYTES_PER_TOKEN = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestedCall:
-    """One tool call in a response: the parsed call or the error in it, and its id."""
+    """One tool call in a response: its id, and the parsed call or a message about why it is invalid."""
 
     id: str
     name: str
@@ -41,7 +41,7 @@ class RequestedCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatAnswer(Reply):
-    """One turn of the model."""
+    """A response of the model, which becomes one turn."""
 
     calls: tuple[RequestedCall, ...] = ()
     cut: bool = False  # whether it was truncated at the token limit
@@ -54,7 +54,7 @@ class ChatEndpoint(Endpoint):
     structured: Any = "never"
 
     def _read(self, content: bytes, messages: Sequence[Mapping[str, Any]]) -> ChatAnswer:
-        """Parses a chat completion. Raises `JudgeError` if the content is anything else, because that is a fault of the server."""
+        """Parses a chat completion. Raises `JudgeError` if the content is not a chat completion."""
         if len(content) > self.max_bytes:
             raise JudgeError(f"{self._where()} returned more than {self.max_bytes:,} bytes")
         try:
@@ -84,7 +84,8 @@ class ChatEndpoint(Endpoint):
 class ChatAgent:
     """An `agentrl.protocols.Agent`.
 
-    `tokens` maps an episode to its number of sampled tokens as counted by the server. The evaluation removes the entries.
+    `tokens` maps an episode to its number of sampled tokens as counted by the server. The evaluation reads and removes the entry of an
+    episode when it has finished.
     """
 
     endpoint: ChatEndpoint
@@ -151,7 +152,7 @@ class ChatAgent:
         return answer
 
     async def _called(self, episode: LiveEpisode, tools: Toolbox, calls: Sequence[RequestedCall], messages: list[dict[str, Any]]) -> str:
-        """Runs the calls in a turn in order, until an answer is submitted or the sandbox is lost. Appends the results to `messages`.
+        """Runs the tool calls of a turn in order, until an answer is submitted or the sandbox is lost. Appends the results to `messages`.
 
         Returns the stop reason; empty if the episode continues.
         """
@@ -177,7 +178,7 @@ class ChatAgent:
 
 
 class NoPolicy:
-    """A placeholder for the `agentrl.protocols.Policy` that a `ChatAgent` does not use."""
+    """A placeholder for the `agentrl.protocols.Policy` of an episode runner. A `ChatAgent` never calls it."""
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
         """Always raises `ServingError`."""
@@ -185,7 +186,7 @@ class NoPolicy:
 
 
 def _calls(wanted: Sequence[Any]) -> tuple[RequestedCall, ...]:
-    """Parses tool calls. An invalid or repeated id is replaced."""
+    """Parses tool calls. A call id that is invalid or repeated is replaced."""
     calls: list[RequestedCall] = []
     for number, one in enumerate(wanted):
         about = one.get("function") if isinstance(one, dict) else None
@@ -210,6 +211,6 @@ def _calls(wanted: Sequence[Any]) -> tuple[RequestedCall, ...]:
 
 
 def _echo(answer: ChatAnswer) -> dict[str, Any]:
-    """Returns the message with which later requests repeat a turn of the model."""
+    """Returns the message that represents a turn of the model in later requests."""
     calls = [{"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in answer.calls]
     return {"role": "assistant", "content": answer.text or None, "tool_calls": calls}

@@ -38,7 +38,7 @@ class PairedCase:
 
     @property
     def difference(self) -> Fraction:
-        """The mean score after minus the mean score before. It is exact, and 0 if the means are equal up to rounding."""
+        """The mean of `after` minus the mean of `before`, as an exact fraction; 0 if the means are equal up to rounding."""
         difference = (sum(map(exact_fraction, self.after), Fraction()) - sum(map(exact_fraction, self.before), Fraction())) / len(
             self.before
         )
@@ -47,7 +47,7 @@ class PairedCase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairedScores:
-    """The comparable part of two evaluations."""
+    """The paired scores of two evaluations, and the cases and attempts that could not be paired."""
 
     pairs: tuple[PairedCase, ...]
     unpaired: tuple[str, ...]  # cases without a pair of scored attempts
@@ -56,7 +56,7 @@ class PairedScores:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """The comparison of two policies on the same cases. `effect` is the mean over cases of the score after minus the score before."""
+    """The comparison of two policies on the same cases. `effect` is the mean over cases of `PairedCase.difference`."""
 
     cases: int
     attempts: int  # pairs of attempts
@@ -78,17 +78,17 @@ class Comparison:
     verdict: ComparisonVerdict
 
     def cases_needed(self, difference: float, *, chance: float = 0.8) -> int:
-        """Returns the number of similar cases needed to detect a difference with probability `chance`.
+        """Returns the number of cases, similar to the compared ones, that are needed to detect `difference` with probability `chance`.
 
-        The plan uses the observed spread of the case differences, but at least the spread that the difference itself causes. Raises
-        `ValueError` if the difference is 0.
+        The computation assumes the observed standard deviation of the case differences or, if it is larger, the one that `difference`
+        itself causes. Raises `ValueError` if the difference is 0.
         """
         spread = max(self.spread, planned_spread(difference, 0.0))
         return cases_needed(difference, spread, alpha=self.alpha, power=chance)
 
 
 def pair_scores(before: Scores, after: Scores) -> PairedScores:
-    """Pairs attempt k at a case on one side with attempt k at the same case on the other side, if both are scored."""
+    """Pairs the scores of attempt k at a case in `before` and in `after`, if both attempts are scored."""
     pairs: list[PairedCase] = []
     unscored = 0
     for case in sorted(before.keys() & after.keys()):
@@ -103,10 +103,11 @@ def pair_scores(before: Scores, after: Scores) -> PairedScores:
 
 
 def compare(before: Scores, after: Scores, *, alpha: float = ALPHA, margin: float = MARGIN, seed: int = 0) -> Comparison | None:
-    """Compares `after` with `before`. Returns None if there is no pair of scored attempts.
+    """Compares `after` with `before`. Returns None if no pair of attempts is scored on both sides.
 
-    The verdict is `same` if the interval at level 1 - 2 alpha is within the margin: two one-sided tests (Schuirmann 1987). Otherwise it is
-    `better` or `worse` if the sign-flip test is significant at `alpha`, and `not enough data` if it is not significant.
+    The verdict is `same` if the interval of the effect at level 1 - 2 alpha is within -margin and +margin, as in two one-sided tests
+    (Schuirmann 1987). Otherwise it is `better` or `worse` if the sign-flip test is significant at `alpha`, and `not enough data` if it is
+    not significant.
     """
     both = pair_scores(before, after)
     pairs = both.pairs

@@ -1,4 +1,4 @@
-"""The evaluation engine. It runs attempts at tasks in live sandboxes, scores them as in training, and records them.
+"""The evaluation engine, which runs attempts at tasks in live sandboxes, scores them as in training, and records them.
 
 The evaluations of held-out splits (`splits`), of suites (`suites`) and of the gate (`agentrl.gate.gate`) plan attempts and run them here.
 """
@@ -40,7 +40,7 @@ ScoredListener = Callable[[Task, ScoredEpisode], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedAttempt:
-    """An attempt that an evaluation will run. It is excluded if its `fault` is already known."""
+    """An attempt that an evaluation will run. If `fault` is set, the attempt is not run but recorded as excluded."""
 
     name: str  # name of its episode
     task: Task | None  # None if the task cannot be created
@@ -51,7 +51,9 @@ class PlannedAttempt:
 async def run_attempts(
     runner: GroupRunner, planned: Sequence[PlannedAttempt], record: Callable[[PlannedAttempt, ScoredEpisode], Awaitable[R]]
 ) -> list[R]:
-    """Runs attempts concurrently. Calls `record` as soon as an attempt is scored. Returns the results of `record`, in the planned order.
+    """Runs attempts concurrently. Calls `record` for each attempt as soon as it is scored or excluded.
+
+    Returns the results of `record`, in the planned order.
 
     Raises:
         ExceptionGroup: contains `SandboxUnavailable` if this machine cannot open any sandbox of the required kind.
@@ -79,7 +81,9 @@ BrokenImages = Mapping[tuple[str, str], str]
 
 
 async def prepare_images(suites: Iterable[Suite], sandboxes: SandboxBackend) -> BrokenImages:
-    """Builds the images of the suites' cases. Returns the images that cannot be built. Only cases with such an image are excluded.
+    """Builds the images of the suites' cases. Returns the images that cannot be built.
+
+    The evaluation excludes only the cases that need one of these images.
 
     Raises:
         ExceptionGroup: contains `SandboxUnavailable` if this machine cannot open any sandbox of the required kind.
@@ -134,7 +138,7 @@ async def run_cases(
 ) -> tuple[SuiteAttempt, ...]:
     """Runs attempts at cases. Returns their records, in the order of `slots`.
 
-    An attempt that contains tokens from a version other than `version` has no score. Raises the errors of `run_attempts`.
+    An attempt that contains tokens from a version other than `version` has no score. Raises the same errors as `run_attempts`.
     """
     plan = {f"{phase}-{case.id}-r{number}": (case, number) for case, number in slots}
     done = 0
@@ -154,7 +158,7 @@ async def run_cases(
 def evaluation_info(
     recipe: Recipe, suite: Suite, version: PolicyVersion, *, repeats: int, threshold: float, began: float
 ) -> EvaluationInfo:
-    """Returns the metadata of an evaluation. `began` is in monotonic seconds."""
+    """Returns the metadata of an evaluation. `began` is the time of its start in monotonic seconds."""
     return EvaluationInfo(
         suite=suite.name,
         suite_sha256=suite_sha256({case.id: case.key for case in suite.cases}),
@@ -176,7 +180,7 @@ def evaluation_info(
 
 
 def case_repeats(case: Case, default: int) -> int:
-    """Returns the number of attempts at a case: its `repeats` or, if it has none, the default."""
+    """Returns the number of attempts at a case: `case.repeats` or, if that is None, `default`."""
     return default if case.repeats is None else case.repeats
 
 
@@ -191,7 +195,10 @@ def utc_now() -> str:
 
 
 def suite_attempt(case: Case, number: int, scored: ScoredEpisode, *, phase: str, version: int | None, again: bool = False) -> SuiteAttempt:
-    """Returns the record of an attempt. `version` is the only version that may have sampled its tokens; None allows any version."""
+    """Returns the record of an attempt.
+
+    `version` is the only version that may have sampled the attempt's tokens; None allows any version.
+    """
     episode, value = scored.episode, scored.score.value
     words = transcript(case.task, scored, phase=phase, step=version or 0)
     others = sorted(
@@ -236,11 +243,11 @@ class StoredEpisodes:
     store: DriverStore
 
     async def begin(self, phase: str) -> None:
-        """Deletes the episodes of a phase."""
+        """Deletes the stored evaluation episodes of a phase."""
         await self.store.call(lambda store: store.delete_evaluated(phase) if isinstance(store, EvaluationStore) else None)
 
     async def add(self, phase: str, step: int, task: Task, scored: ScoredEpisode) -> None:
-        """Stores an episode durably. Raises `StoreError` if that fails.
+        """Stores an episode durably. Raises `StoreError` if the episode cannot be stored.
 
         Args:
             step: learner step that produced the evaluated version.

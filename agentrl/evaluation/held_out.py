@@ -64,7 +64,7 @@ class HeldOutEvaluation:
     async def evaluate_once(self, phase: str, *, step: int) -> dict[str, float]:
         """Calls `evaluate`, or reuses an evaluation that an earlier driver finished with the same weights and settings.
 
-        Returns split -> rate.
+        Returns a mapping split -> mean score.
         """
         rates = measure.recorded_rates(self.folder, phase, of=self._key(), splits=self._counts())
         if not rates:  # also if no tasks are held out, so that this is recorded
@@ -73,9 +73,10 @@ class HeldOutEvaluation:
         return await self._register({str(split): rate.value for split, rate in rates.items()})
 
     async def evaluate(self, phase: str, *, step: int) -> dict[str, float]:
-        """Evaluates the served version on both held-out splits, and stores the result. Returns split -> rate.
+        """Evaluates the served version on both held-out splits, and stores the result. Returns a mapping split -> mean score.
 
-        If no episode was scored, raises `InfrastructureError`, but only before training, because a later error would discard the training.
+        If no episode of a split was scored, raises `InfrastructureError` in the phases `before` and `eval`. In a later phase, the error
+        would discard the training.
         """
         self.tracker.stage(f"evaluate {phase}")
         transcripts = self.folder / "episodes" / f"{phase}.jsonl"
@@ -101,7 +102,7 @@ class HeldOutEvaluation:
         return await self._register({split: rate.value for split, rate in rates.items()})
 
     async def continue_after(self, version: PolicyVersion) -> None:
-        """Renames the evaluation `after` of a session that stopped at `version` to that of its step, or removes it if none is due."""
+        """Renames the evaluation `after` of a session that stopped at `version` to `stepN`, or removes it if none is due at that step."""
         due = self.config.every and version.number and version.number % self.config.every == 0
         key = measure.evaluation_key(self.config, version.sha256)
         await asyncio.to_thread(measure.rename_evaluation, self.folder, "after", f"step{version.number}" if due else None, of=key)
@@ -154,7 +155,7 @@ class HeldOutEvaluation:
 async def evaluate_held_out(
     recipe: Recipe, start: RunStart, checked: PreflightResult, *, root: Path, console: bool = True
 ) -> dict[str, dict[str, Any]]:
-    """Serves the recipe's model and evaluates it on the held-out splits. Returns split -> `measure.read_evaluation`.
+    """Serves the recipe's model and evaluates it on the held-out splits. Returns what `measure.read_evaluation` returns for each split.
 
     The caller makes the same preparations as for `agentrl.run.loop.train`.
     """

@@ -57,7 +57,7 @@ class PreparedEvaluation:
     scorer: TaskScorer
 
     def repeats_of(self, suite: Suite, case: Case) -> int:
-        """Returns the number of attempts at a case."""
+        """Returns the number of attempts at a case of a suite."""
         return self.repeats or case_repeats(case, suite.repeats)
 
 
@@ -91,9 +91,10 @@ def prepare_evaluation(
     """Claims the run folder of an evaluation and runs all checks that take little time.
 
     Args:
-        own: the project and the recipe that supply the cases (`held_out_suite`) and the settings. None means cases of suites.
+        own: the project and the recipe that supply the cases (`held_out_suite`) and the settings. None means that `suites` supplies the
+            cases.
 
-    Raises `UserError`, for example if a verifier does not resolve or a model folder is invalid.
+    Raises `UserError` if a check fails, for example if a verifier does not resolve or a model folder is invalid.
     """
     check_attempt_options(repeats=repeats, threshold=threshold)
     names = [suite.name for suite in suites]
@@ -135,7 +136,7 @@ def _check_source(policy: NamedPolicy, suites: Sequence[Suite], recipe: Recipe) 
         if policy.source is PolicySource.ENDPOINT and case.start is not None:
             raise UserError(
                 f"case {case.id} starts in the middle of an episode, with exact tokens, but an endpoint accepts only messages",
-                fix="evaluate a suite of cases that start with their task",
+                fix="evaluate a suite whose cases start at the first turn",
             )
         environment = "" if case.task.environment is None else case.task.environment.ref
         if policy.source is PolicySource.ENDPOINT and environment:
@@ -153,7 +154,7 @@ def _check_source(policy: NamedPolicy, suites: Sequence[Suite], recipe: Recipe) 
 
 
 def held_out_suite(recipe: Recipe, root: Path) -> Suite:
-    """Returns the recipe's held-out tasks, generated and real, as cases. Raises `UserError` if there are none."""
+    """Returns a suite whose cases are the recipe's held-out tasks, generated and real. Raises `UserError` if there are no such tasks."""
     family = open_family(recipe.tasks, seed=recipe.seed, root=root)
     counts = {Split.HELDOUT: recipe.evaluation.heldout, Split.HELDOUT_REAL: recipe.evaluation.heldout_real}
     tasks = [(f"{split}-{index:04d}", make_task(family, split, index)) for split, count in counts.items() for index in range(count)]
@@ -165,7 +166,7 @@ def held_out_suite(recipe: Recipe, root: Path) -> Suite:
 
 @asynccontextmanager
 async def open_policy(prepared: PreparedEvaluation, *, console: bool) -> AsyncIterator[OpenPolicy]:
-    """Opens the policy and the sandboxes of its episodes."""
+    """Opens the policy of an evaluation, and the sandboxes in which its episodes run."""
     kind = _served if prepared.policy.served else _not_served
     async with kind(prepared, console=console) as policy:
         yield policy

@@ -37,9 +37,9 @@ class CaseStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExampleAttempt:
-    """The attempt that best shows why a case did not pass: that with the lowest score or, if no attempt is scored, an unscored one.
+    """The attempt with the lowest score at a case that did not pass or, if no attempt is scored, an unscored attempt.
 
-    All of its text is untrusted.
+    All text in the fields is untrusted.
     """
 
     episode: str
@@ -69,7 +69,7 @@ class CaseOutcome:
 
     @property
     def mean(self) -> float | None:
-        """The mean of the scored attempts; None if there are none."""
+        """The mean score of the scored attempts; None if no attempt is scored."""
         return _mean(self.scores)
 
     @property
@@ -120,7 +120,7 @@ def case_outcome(
     rules: Sequence[TriageRule],
     origin: Mapping[str, str],
 ) -> CaseOutcome:
-    """Returns the outcome of a case, given its attempts. `threshold` applies if the case has no threshold."""
+    """Returns the outcome of a case, given its attempts. `threshold` is used if the case does not set one."""
     pairs = sorted(attempts, key=lambda pair: pair[0].number)
     bar = threshold if case.threshold is None else case.threshold
     outcome = CaseOutcome(suite=suite, case=case, threshold=bar, attempts=tuple(one for one, _ in pairs))
@@ -173,7 +173,7 @@ def summary_line(one: CaseOutcome) -> str:
 
 
 def detail_lines(one: CaseOutcome) -> list[str]:
-    """Returns lines about a case that did not pass: question, answer, reason, and first failing turn. They are safe for a terminal."""
+    """Returns printable lines about a case that did not pass: question, answer, reason, first failing turn, and the note of the case."""
     lines = [f"question  {one_line(one.question, 200)}"]
     if one.example is not None:
         at = "" if one.example.turn is None else f" at turn {one.example.turn}"
@@ -187,7 +187,7 @@ def detail_lines(one: CaseOutcome) -> list[str]:
 
 
 def show_command(one: CaseOutcome, folder: Path) -> str:
-    """Returns the command that shows the episode; empty if the case passed."""
+    """Returns the command that shows the example attempt of a case; empty if there is none."""
     return "" if one.example is None else shlex.join(["agentrl", "failures", "show", str(folder), one.example.episode])
 
 
@@ -197,7 +197,7 @@ def junit_xml(outcomes: Sequence[CaseOutcome], *, folder: Path, policy: str, at:
     Suites are in the order of their first case. An unscored case is reported as an error, not as a failure.
 
     Args:
-        folder: the run folder, which the commands that show more details contain.
+        folder: the run folder, which appears in the commands that show an episode.
         at: start time of the evaluation in ISO 8601.
     """
     root = xml.Element("testsuites", {"name": "agentrl", **_counts(outcomes)})

@@ -69,8 +69,9 @@ class RequestOptions:
         """Parses command-line options. Raises `UserError` if an option is invalid.
 
         Args:
-            requested: options KEY=VALUE. A value is JSON or text. If `temperature=null` is given, no temperature is sent.
-            headers: options NAME=REFERENCE.
+            requested: keys to add to each request, as KEY=VALUE. A value is JSON or text. `temperature=null` omits the temperature from
+                requests.
+            headers: headers to add to each request, as NAME=REFERENCE.
         """
         keys = {key: _json_or_text(value) for key, value in (_pair("--request", text, "reasoning_effort=low") for text in requested)}
         without = "temperature" in keys and keys["temperature"] is None
@@ -127,7 +128,11 @@ class NamedPolicy:
 
 
 def find_policy(named: str, *, model_name: str = "", key_env: str = "", requests: RequestOptions | None = None) -> NamedPolicy:
-    """Returns the policy that `named` identifies. Raises `UserError` if there is none, or if `model_name` is missing or superfluous."""
+    """Returns the policy that `named` identifies.
+
+    Raises `UserError` if there is no such policy, if `model_name` is missing for an endpoint, or if an option of endpoints is given for
+    another policy.
+    """
     if named.startswith(("http://", "https://")):
         if not model_name:
             raise UserError("an endpoint needs the name of its model", fix="set it with --model (--agentrl-model in pytest)")
@@ -160,11 +165,12 @@ def recipe_policy(recipe: Recipe) -> NamedPolicy:
 
 
 def recorded_policy(suites: Sequence[Suite], *, option: str = "--policy") -> NamedPolicy:
-    """Returns the policy that the suites' `suite.toml` files name. It is a model in their project.
+    """Returns the policy that the suites' `suite.toml` files name, which is a model in the project of the suites.
 
-    A suite may come from a third party, and a run's recipe refers to code. So the policy must be in the project but not in a suite.
+    The policy must be in the project but not in a suite's folder, because a suite may come from a third party, and the recipe of a run may
+    execute code.
 
-    Raises `UserError` if the suites name no policy or different policies, if the policy is elsewhere, or if it does not exist yet.
+    Raises `UserError` if the suites name no policy or different policies, or if the policy does not exist or is stored elsewhere.
     """
     first, *others = suites
     settings, named = first.folder / "suite.toml", first.policy
@@ -193,7 +199,10 @@ def recorded_policy(suites: Sequence[Suite], *, option: str = "--policy") -> Nam
 
 
 def version_folder(named: str) -> tuple[Path, Path] | None:
-    """Returns the run folder and model folder of RUN@VERSION; None for any other name. Raises `UserError` if the model was deleted."""
+    """Returns the run folder and model folder of RUN@VERSION; None for any other name.
+
+    Raises `UserError` if the run has no complete model of that version.
+    """
     run, at, number = named.rpartition("@")
     if not at or not number.isdecimal() or len(number) > 9 or not (Path(run) / "versions").is_dir():
         return None
@@ -209,7 +218,7 @@ def version_folder(named: str) -> tuple[Path, Path] | None:
 def project_of(suites: Sequence[Suite]) -> Path:
     """Returns the project of the suites, to which their image and verifier paths are relative.
 
-    Raises `UserError` if the suites belong to several projects.
+    Raises `UserError` if the suites belong to more than one project.
     """
     roots = sorted({project_root(suite.folder) for suite in suites})
     if len(roots) > 1:
@@ -246,7 +255,7 @@ def recipe_for(policy: NamedPolicy, suites: Sequence[Suite], overrides: Sequence
 
 
 class SuiteTasks:
-    """An `agentrl.protocols.TaskFamily` whose tasks are those of cases, for evaluations that have no user-supplied recipe.
+    """An `agentrl.protocols.TaskFamily` whose tasks are the tasks of a suite's cases, for evaluations without a user-supplied recipe.
 
     Args:
         folders: absolute paths of the suites, one per line.
@@ -262,7 +271,7 @@ class SuiteTasks:
         return len(self._tasks) if split is Split.TRAIN else 0
 
     def task(self, split: Split, index: int) -> Task:
-        """Returns a case's task."""
+        """Returns the task of the case with this index, modulo the number of cases."""
         return self._tasks[index % len(self._tasks)]
 
     def gold(self, task: Task) -> str:
@@ -276,9 +285,9 @@ def check_policy_plugin(policy: NamedPolicy) -> None:
 
 
 def load_policy_plugin(policy: NamedPolicy) -> Any:
-    """Calls a policy factory. Returns an `agentrl.protocols.Policy` with a `tokenizer` attribute for its token ids.
+    """Calls a policy factory. Returns an `agentrl.protocols.Policy` whose attribute `tokenizer` encodes and decodes its token ids.
 
-    Raises `PluginError` if the factory returns anything else.
+    Raises `PluginError` if the returned object has no `tokenizer`.
     """
     loaded = parts.make_part(_PART, Part(policy.model))
     if getattr(loaded, "tokenizer", None) is None:
@@ -301,15 +310,15 @@ def _of_run(run: Path) -> dict[str, Any]:
 
 
 def _room(suites: Sequence[Suite]) -> int:
-    """Returns the context length that the case with the highest token limit needs."""
+    """Returns the context length in tokens that the case with the highest token limit needs."""
     longest = max(case.task.limits.episode_tokens for suite in suites for case in suite.cases)
     if longest > _LONGEST_CONTEXT:
-        raise RecipeError(f"a case needs a context of {longest:,} tokens", fix="set policy.max_model_len=...")
+        raise RecipeError(f"a case needs a context of {longest:,} tokens, more than the default maximum", fix="set policy.max_model_len=...")
     return max(16, longest)
 
 
 def _longest(model: Path) -> int:
-    """Returns the maximum context length of a model. An invalid folder is reported later, by the checks before the start."""
+    """Returns the maximum context length of a model in tokens; `_LONGEST_CONTEXT` if the folder does not contain it."""
     try:
         positions = read_json(model / "config.json").get("max_position_embeddings")
     except (OSError, ValueError):
@@ -318,9 +327,9 @@ def _longest(model: Path) -> int:
 
 
 def recorded_sampling(model: Path) -> dict[str, Any]:
-    """Returns the `evaluation.sampling` with which a model folder was evaluated, from its record or the recipe in its run folder.
+    """Returns the `evaluation.sampling` settings with which a model was evaluated, as recorded in its folder or the recipe of its run.
 
-    The result is empty if there is neither a record nor a recipe. Raises `UserError` if it cannot be read.
+    The result is empty if neither file exists. Raises `UserError` if the file cannot be read.
     """
     path = model / SAMPLING_FILE
     try:
@@ -333,5 +342,5 @@ def recorded_sampling(model: Path) -> dict[str, Any]:
         return {name: recorded[name] for name in SamplingConfig.model_fields}
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(
-            f"{path} cannot be read: {one_line_error(error)}", fix="delete it, and set evaluation.sampling.temperature, top_k, ..."
+            f"{path} cannot be read: {one_line_error(error)}", fix="delete the file, and set evaluation.sampling.temperature, top_k, ..."
         ) from None

@@ -55,7 +55,10 @@ class BackgroundEvaluation:
         self._begun = threading.Event()
 
     def outcome(self, suite: str, case: str) -> CaseOutcome:
-        """Waits for a case and returns its outcome. If the evaluation fails before there is an outcome, raises its error."""
+        """Waits for a case and returns its outcome.
+
+        If the evaluation fails before the case has an outcome, raises the error of the evaluation.
+        """
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="agentrl-cases", daemon=True)
             self._thread.start()
@@ -97,7 +100,10 @@ class BackgroundEvaluation:
 
 
 class CaseItem(pytest.Item):
-    """One case. The set-up waits for the result and raises if the case is unscored, which pytest reports as an error, not a failure."""
+    """A pytest item for one case.
+
+    `setup` raises `CaseNotPassed` if the case is unscored, so that pytest reports an error, not a failure.
+    """
 
     def __init__(self, *, suite: Suite, case: Case, cases: SuitePlugin, **more: Any) -> None:
         super().__init__(**more)
@@ -105,7 +111,7 @@ class CaseItem(pytest.Item):
         self.outcome: CaseOutcome | None = None
 
     def setup(self) -> None:
-        """Waits for the result of the case."""
+        """Waits for the outcome of the case. Raises `CaseNotPassed` if the case is unscored."""
         assert self.cases.evaluation is not None, "the collection has ended"
         self.outcome = self.cases.evaluation.outcome(self.suite.name, self.case.id)
         if self.outcome.status is CaseStatus.UNSCORED:
@@ -135,7 +141,7 @@ class CaseItem(pytest.Item):
 
 
 class SuiteFolder(pytest.Directory):
-    """A suite's folder. Its items are the cases of the suite."""
+    """The pytest collector of a suite's folder. It collects one item for each case of the suite."""
 
     cases: SuitePlugin
 
@@ -150,7 +156,7 @@ class SuiteFolder(pytest.Directory):
 
 
 class SuitePlugin:
-    """The pytest plug-in for suites that an option or argument names."""
+    """The pytest plug-in that runs the suites named by an option or argument."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -211,7 +217,7 @@ class SuitePlugin:
         return report
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Waits for the evaluation, or cancels it if cases are left."""
+        """Waits until the results of the evaluation are written, or cancels the evaluation if cases have not finished."""
         if self.evaluation is not None:
             self.evaluation.finish()
             if self.evaluation.error is not None and session.exitstatus == pytest.ExitCode.OK:
@@ -231,7 +237,10 @@ class SuitePlugin:
 
 
 def _policy_of(config: pytest.Config, suites: Sequence[Suite]) -> NamedPolicy:
-    """Returns the policy that the options name or, if they name none, that of the suites. Raises `UserError` if neither exists."""
+    """Returns the policy that the options name or, if none is named, the policy set in `suite.toml`.
+
+    Raises `UserError` if neither is set.
+    """
     option = config.getoption
     requests = RequestOptions.parse(option("agentrl_request"), option("agentrl_header"), option("agentrl_tokens_name"))
     if (policy := option("agentrl_policy")) is None:

@@ -1,8 +1,8 @@
 """Creates cases that start in the middle of an episode, at the turn at which the episode failed.
 
-The state is created once, when the case is promoted. The recorded episode is replayed in a live sandbox, token by token, up to that turn.
-The tools must return the recorded results. Then the sandbox is captured. So the case starts from a state that the replay reached, and an
-evaluation samples that turn and the later turns.
+The start state of a case is created once, when the failure is promoted. The recorded episode is replayed in a live sandbox, token by token,
+up to the failing turn. The tools must return the recorded results. Then the state of the sandbox is captured. An evaluation of the case
+starts from this state, and the evaluated policy samples the failing turn and all later turns.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class ReplaySetup:
 
 
 class _Enough(ServingError):
-    """Stops the replay when the turn is reached. It is not a fault."""
+    """Raised to stop the replay at the turn before which the state is captured. It is not a fault."""
 
 
 class _Apart(ServingError):
-    """Stops the replay because it differs from the recorded episode."""
+    """Raised to stop a replay that differs from the recorded episode."""
 
 
 @dataclass(slots=True)
@@ -81,10 +81,10 @@ class _Player:
 
 
 def start_turn(trace: Trace, wanted: str) -> int:
-    """Returns the turn, counted from 0, at which a trace's case will start.
+    """Returns the turn, counted from 0, at which the case promoted from a trace will start.
 
     `wanted` is a number counted from 1, or `failing`, which means the turn in the trace's tag. Raises `UserError` if there is no such turn,
-    or if the trace has no exact tokens or several trajectories.
+    or if the trace has several trajectories or no exact tokens.
     """
     if trace.episode is None or trace.task is None:
         raise UserError(f"trace {trace.id} ({trace.source}) has no exact tokens to start from", fix="promote an episode of a run")
@@ -147,7 +147,7 @@ async def replay_state(trace: Trace, turn: int, stage: ReplaySetup) -> EpisodeSt
 
 
 def _differs(state: EpisodeState, recorded: Sequence[Turn], turn: int) -> str:
-    """Returns how a state differs from the recorded episode before a turn; empty if they are equal."""
+    """Returns how a replayed state differs from the recorded episode before a turn; empty if it does not differ."""
     for number, (mine, theirs) in enumerate(zip(state.trajectories[0].turns, recorded, strict=False)):
         if mine.message != theirs.message:
             return f"turn {number + 1} is parsed as a different message"
@@ -207,8 +207,8 @@ def check_start_tokens(suites: Iterable[Suite], chat: ChatFormat, tools: ToolSou
     """Raises `UserError` if this tokenizer and template would not produce the start tokens of a case.
 
     Args:
-        tools: the recipe's tools, with the tool lists of its servers. Their schemas are part of the prompts.
-        rollout: the recipe's rollout settings, of which the instructions and the sub-agents are used.
+        tools: the recipe's tools, with the tool lists of its servers. The tools' schemas are part of the prompts.
+        rollout: the recipe's rollout settings. Only `instructions` and `delegation` are used.
     """
     delegate = delegation.delegate_schema(rollout.delegation or DelegationConfig())
     for suite in suites:
@@ -254,13 +254,13 @@ def _foreign(
 
 
 async def replay_starts(run: Path, traces: Sequence[Trace], wanted: str) -> dict[str, EpisodeState | None]:
-    """Returns a mapping trace id -> state from which the trace's case starts; None if the case starts at the first turn.
+    """Returns a mapping trace id -> state from which the case promoted from it starts; None if the case starts at the first turn.
 
     Args:
         run: the run folder that contains the traces.
         wanted: see `start_turn`.
 
-    Raises the errors of `start_turn` and `replay_state` before any case is written.
+    Raises the same errors as `start_turn` and `replay_state`.
     """
     turns = {trace.id: start_turn(trace, wanted) for trace in traces}
     if not any(turns.values()):

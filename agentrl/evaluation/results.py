@@ -1,8 +1,8 @@
 """Reads and writes the files of one evaluation of a suite.
 
-about.json        `EvaluationInfo`: suite, model, sampling, and other settings that two compared evaluations must share
-attempts.jsonl    a `CaseAttempt` on each line
-episodes.jsonl    a transcript on each line, with the same `episode` as its attempt
+about.json        `EvaluationInfo`: the suite, the model, the sampling settings, and other metadata of the evaluation
+attempts.jsonl    one `CaseAttempt` per line
+episodes.jsonl    one transcript per line, with the same `episode` as its attempt
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class EvaluationInfo(Record):
     format: int = FORMAT
 
     def pass_threshold(self, case: str) -> float:
-        """Returns the minimum score for an attempt at a case to pass."""
+        """Returns the minimum score with which an attempt at a case passes."""
         return self.thresholds.get(case, self.threshold)
 
     def __post_init__(self) -> None:
@@ -110,7 +110,7 @@ class SuiteResults:
     attempts: tuple[CaseAttempt, ...]
 
     def scores(self) -> Scores:
-        """Returns case -> scores in the order of the attempts, excluding additional attempts at cases that looked worse."""
+        """Returns a mapping case -> scores of its attempts, in order, excluding the additional attempts (`CaseAttempt.again`)."""
         scores: dict[str, list[float | None]] = {}
         for attempt in sorted(self.attempts, key=lambda attempt: (attempt.case, attempt.number)):
             if not attempt.again:
@@ -119,13 +119,13 @@ class SuiteResults:
 
     @property
     def task_keys(self) -> dict[str, str]:
-        """Case -> hash of the case's content."""
+        """Mapping case -> hash of the content of the case."""
         return {attempt.case: attempt.task_key for attempt in self.attempts}
 
     def figures(self, k: int = 0) -> EvaluationFigures:
-        """Returns the rates and costs, excluding additional attempts.
+        """Returns the rates and costs of the attempts, excluding additional attempts (`CaseAttempt.again`).
 
-        `k` is the k of pass@k. 0 means the larger of the number of repeats and the smallest number of attempts at a case.
+        `k` is the k of pass@k. If it is 0, k is the number of repeats or, if it is larger, the smallest number of attempts at any case.
         """
         first = [attempt for attempt in self.attempts if not attempt.again]
         by_case: dict[str, list[float]] = {}
@@ -155,7 +155,7 @@ class SuiteResults:
 
 
 def same_cases(before: SuiteResults, after: SuiteResults) -> tuple[Scores, Scores, list[str]]:
-    """Returns the scores in both evaluations, without cases whose contents differ, and the names of the excluded cases."""
+    """Returns the scores in `before` and in `after`, without cases whose content differs between them, and the names of these cases."""
     ones, others = before.task_keys, after.task_keys
     changed = sorted(case for case in ones.keys() & others.keys() if ones[case] != others[case])
     shared = [{case: scores for case, scores in results.scores().items() if case not in changed} for results in (before, after)]
@@ -175,7 +175,10 @@ def suite_sha256(task_keys: Mapping[str, str]) -> str:
 def save_results(
     folder: Path, results: SuiteResults, episodes: Iterable[Mapping[str, Any]], *, more: Mapping[str, bytes] | None = None
 ) -> None:
-    """Writes an evaluation's folder atomically, replacing an existing folder. `more` maps names of additional files to their contents."""
+    """Writes the folder of an evaluation atomically, replacing an existing folder.
+
+    `more` maps names of additional files to their contents.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     part = partial_folder(folder)
     (part / ABOUT).write_bytes(codec.to_json(results.about) + b"\n")
@@ -187,7 +190,7 @@ def save_results(
 
 
 def load_results(folder: Path) -> SuiteResults:
-    """Reads an evaluation's folder. If it is missing or invalid, raises a `UserError` that describes the problem."""
+    """Reads the folder of an evaluation. If the folder is missing or invalid, raises a `UserError` that describes the problem."""
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}", fix=f"give a folder that {_WRITTEN_BY} wrote, or RUN@VERSION")
     try:
@@ -204,7 +207,7 @@ def load_results(folder: Path) -> SuiteResults:
 
 
 def _check(attempts: Iterable[CaseAttempt]) -> None:
-    """Raises `ValueError` if an attempt is repeated, or if a score or count exceeds its limit."""
+    """Raises `ValueError` if an attempt occurs twice or has a negative number, or if a score or count is out of range."""
     seen: set[tuple[str, int]] = set()
     for attempt in attempts:
         if (attempt.case, attempt.number) in seen or attempt.number < 0:
@@ -213,6 +216,7 @@ def _check(attempts: Iterable[CaseAttempt]) -> None:
             raise ValueError(f"attempt {attempt.number} at {attempt.case!r} has the score {attempt.score:g}, which is too large")
         if not all(0 <= count < LARGEST_COUNT for count in (attempt.tokens, attempt.turns, attempt.wall_s)):
             raise ValueError(
-                f"attempt {attempt.number} at {attempt.case!r} took {attempt.tokens} tokens, {attempt.turns} turns and {attempt.wall_s:g} s"
+                f"attempt {attempt.number} at {attempt.case!r} took {attempt.tokens} tokens, {attempt.turns} turns and {attempt.wall_s:g} s,"
+                " which is out of range"
             )
         seen.add((attempt.case, attempt.number))

@@ -1,4 +1,4 @@
-"""Runs and scores episodes on the first n held-out tasks, in the same sandboxes and with the same verifiers as in training."""
+"""Runs and scores episodes on the first n tasks of a held-out split, with the same sandboxes and verifiers as in training."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class AttemptTotals:
     all_have_thresholds: bool = True
 
     def add(self, task: str, attempts: Iterable[ScoredEpisode], *, threshold: float | None) -> None:
-        """Counts attempts at a task. `threshold` is the task's `pass_threshold`."""
+        """Adds attempts at a task to the totals. `threshold` is the task's `pass_threshold`."""
         self.all_have_thresholds &= threshold is not None
         attempts = list(attempts)
         for attempt in attempts:
@@ -75,7 +75,7 @@ class AttemptTotals:
     def rate(self) -> Rate | None:
         """The mean over tasks of each task's mean score; None if there are no scores.
 
-        Attempts at one task are not independent, so their number must not narrow the interval.
+        The interval is computed from the number of tasks, not of attempts, because attempts at one task are not independent.
         """
         means = [statistics.fmean(value for value, _ in attempts) for attempts in self.scored.values()]
         return Rate.from_scores(means) if means else None
@@ -83,7 +83,7 @@ class AttemptTotals:
     def evaluation(
         self, by_kind: Mapping[str, AttemptTotals], *, attempts: int, transcripts: Sequence[dict[str, Any]] = ()
     ) -> SplitEvaluation:
-        """Returns the totals as a `SplitEvaluation`, with the rate for each kind of task. `attempts` is the number per task."""
+        """Returns the totals as a `SplitEvaluation`, with the rate for each kind of task. `attempts` is the number of attempts per task."""
         tries = self.tries
         tokens = [attempt.tokens for tried in tries for attempt in tried]
         return SplitEvaluation(
@@ -114,16 +114,16 @@ async def evaluate_split(
     notes: EvaluationNotes | None = None,
     thinking_tokens: int | None = None,
 ) -> SplitEvaluation:
-    """Evaluates tasks 0..count-1 of a split, or all tasks if the split has fewer.
+    """Runs and scores episodes on tasks 0..count-1 of a split, or on all tasks if the split has fewer.
 
-    Raises `RecipeError` if the split is empty, or if a task has no room for the thinking bound.
+    Raises `RecipeError` if the split is empty, or if `thinking_tokens` leaves a turn of a task no tokens for an answer.
 
     Args:
         attempts: episodes per task.
-        on_done: called with the numbers of finished and of all episodes.
+        on_done: called with the number of finished episodes and the total number of episodes.
         on_scored: called with each task and its scored episode.
-        thinking_tokens: replaces the tasks' `Limits.thinking_tokens`; None keeps them.
-        notes: notes that the episodes read and extend, round by round. None means one round with the memory of `runner`.
+        thinking_tokens: replaces the `Limits.thinking_tokens` of each task; None keeps the task's limit.
+        notes: notes that the episodes read and extend, round by round. None means one round that uses the memory of `runner`.
     """
     tasks = _split_tasks(family, split, count, thinking_tokens)
     done, total = 0, len(tasks) * attempts
@@ -161,7 +161,7 @@ async def evaluate_split(
 def _split_tasks(family: TaskFamily, split: Split, count: int, thinking_tokens: int | None) -> list[Task | Failure]:
     """Returns the tasks, with a `Failure` in place of each task that cannot be created.
 
-    Raises `RecipeError` if the split is empty or a task has no room for the thinking bound.
+    Raises `RecipeError` if the split is empty, or if `thinking_tokens` leaves a turn of a task no tokens for an answer.
     """
     size = family.size(split)
     tasks = [_create_task(family, split, index) for index in range(count if size is None else min(count, size))]
@@ -173,7 +173,7 @@ def _split_tasks(family: TaskFamily, split: Split, count: int, thinking_tokens: 
 
 
 def with_thinking_bound(task: Task, thinking_tokens: int) -> Task:
-    """Returns a copy of the task with this bound on thinking. Raises `RecipeError` if a turn would have no room for an answer."""
+    """Returns a copy of the task with this limit on thinking tokens. Raises `RecipeError` if it leaves a turn no tokens for an answer."""
     try:
         return replace(task, limits=replace(task.limits, thinking_tokens=thinking_tokens))
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Tests, intervals, sample sizes and compute curves for evaluations. All attempts at a case are one cluster.
+"""Tests, intervals, sample sizes and compute curves for evaluations. All attempts at a case form one cluster.
 
 The tests need only the standard library, because the gate uses them. Bootstrap intervals need scipy (extra `statistics`).
 """
@@ -30,7 +30,7 @@ _STAKES = tuple(0.05 + 0.1 * index for index in range(10))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tails:
-    """Probabilities under the null hypothesis that a sum is at most (`low`) or at least (`high`) as large as the observed sum."""
+    """The probability, under the null hypothesis, of a sum at most as large as the observed sum (`low`) or at least as large (`high`)."""
 
     low: float
     high: float
@@ -44,7 +44,7 @@ class Tails:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """A value between two bounds."""
+    """An estimated value and its confidence bounds."""
 
     value: float
     low: float
@@ -61,10 +61,10 @@ class CountedAttempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeCurve:
-    """The success of `attempts` attempts per task as a function of the token budget after which each attempt is stopped.
+    """The share of tasks solved by `attempts` attempts per task, as a function of the token budget at which each attempt is stopped.
 
-    No episode is re-run. An agent does not know its budget, so an attempt that passed after n tokens would pass with any budget of n or
-    more.
+    The curve is computed without running episodes again: an agent does not know its budget, so an attempt that passed after n tokens would
+    pass with any budget of n or more.
     """
 
     attempts: int
@@ -72,12 +72,13 @@ class ComputeCurve:
 
 
 def sign_flip_test(differences: Sequence[Fraction], *, seed: int = 0) -> Tails:
-    """Tests a sum of case differences against its distribution over all choices of their signs.
+    """Tests the sum of the case differences against the distribution of this sum over all choices of signs.
 
-    All repeats of a case are flipped together. The test is valid if, under the null hypothesis, both signs of a case's difference are
-    equally likely. For single attempts that pass or fail, it is McNemar's test. The distribution is exact if its size, (n + 1) * sum(|d|) *
-    m bits for n nonzero differences d with least common denominator m, is at most 2^26 bits. This is so for attempts that pass or fail.
-    Larger distributions are estimated from 9,999 seeded random flips and the observed signs (Phipson and Smyth 2010).
+    A case has one sign, whatever the number of repeats. The test is valid if, under the null hypothesis, both signs of a case's difference
+    are equally likely. For single attempts that pass or fail, it is McNemar's test. The distribution is exact if its size, (n + 1) *
+    sum(|d|) * m bits for n nonzero differences d with least common denominator m, is at most 2^26 bits. For single attempts that pass or
+    fail, this allows n up to 8,191. Larger distributions are estimated from 9,999 seeded random choices of signs and the observed signs
+    (Phipson and Smyth 2010).
     """
     unit = math.lcm(*(difference.denominator for difference in differences))
     steps = [int(difference * unit) for difference in differences if difference]
@@ -96,9 +97,10 @@ def sign_flip_test(differences: Sequence[Fraction], *, seed: int = 0) -> Tails:
 
 @cache
 def fisher_p_value(passed: int, tries: int, before_passed: int, before_tries: int) -> float:
-    """Returns the one-sided p-value of Fisher's exact test for a pass rate below the earlier one. It is computed exactly and rounded once.
+    """Returns the one-sided p-value of Fisher's exact test for `passed / tries` being below `before_passed / before_tries`.
 
-    Raises `ValueError` if the counts are impossible.
+    The p-value is computed exactly and then rounded to a float. Raises `ValueError` if a count of passed tries is negative or exceeds its
+    number of tries.
     """
     if not (0 <= passed <= tries and 0 <= before_passed <= before_tries):
         raise ValueError(f"{passed} of {tries} and {before_passed} of {before_tries} are not counts: passed must be from 0 to tries")
@@ -111,7 +113,7 @@ def fisher_p_value(passed: int, tries: int, before_passed: int, before_tries: in
 def holm_rejections(p_values: Sequence[float], alpha: float, *, hypotheses: int) -> tuple[bool, ...]:
     """Returns, for each p-value, whether its hypothesis is rejected (Holm 1979).
 
-    The probability of any false rejection is at most `alpha`, however the p-values depend on each other.
+    The probability of one or more false rejections is at most `alpha`, even if the p-values depend on each other.
 
     Args:
         hypotheses: number of hypotheses, at least the number of p-values. For a hypothesis without a p-value, a p-value of 1 is assumed.
@@ -125,16 +127,16 @@ def holm_rejections(p_values: Sequence[float], alpha: float, *, hypotheses: int)
 
 
 def e_value(differences: Sequence[float], *, null: float = 0.0) -> float:
-    """Returns the evidence that the mean is below `null`. It may be inspected after each new case.
+    """Returns an e-value, the evidence that the mean difference is below `null`. It may be inspected after each new case.
 
-    If `null` is 0, each stake has a value: the product of 1 - stake * d over the cases, where d is the difference of a case. The result is
-    the mean of these values over the stakes 0.05, 0.15, ..., 0.95 (Waudby-Smith and Ramdas 2024). If the expected difference of each case,
-    given the cases before it, is at least `null`, the probability that the result ever reaches 1/alpha is at most alpha (Ville 1939). This
-    holds for new cases, not for repeats.
+    For each stake of 0.05, 0.15, ..., 0.95, the factors 1 - stake * d of all cases are multiplied, where d is the difference of a case (if
+    `null` is 0). The result is the mean of these ten products (Waudby-Smith and Ramdas 2024). If the expected difference of each case,
+    given the cases before it, is at least `null`, the probability that the result ever reaches 1/alpha is at most alpha (Ville 1939). The
+    bound holds if each difference is from a new case, not from a repeat.
 
     Args:
-        differences: [N] after minus before, each within [-1, 1], in the order in which the cases were tried.
-        null: within [-1, 1). The value never decreases as `null` increases.
+        differences: [N] score after minus score before for each case, within [-1, 1], in the order in which the cases were tried.
+        null: within [-1, 1). The e-value never decreases as `null` increases.
 
     Raises `ValueError` if a difference is outside [-1, 1].
     """
@@ -148,12 +150,12 @@ def e_value(differences: Sequence[float], *, null: float = 0.0) -> float:
 def anytime_interval(differences: Sequence[float], *, level: float = 0.95) -> Interval:
     """Returns an interval for the mean difference that is valid for all numbers of cases at once, so a comparison may stop after any case.
 
-    It contains every mean against which the evidence (`e_value`) is below 2 / (1 - level) in both directions. It excludes 0 exactly if the
-    evidence against 0 in one direction reaches that value. It is wider than that of `difference_interval`. If there is no case, it is
-    [-1, 1].
+    The interval contains every mean against which the evidence (`e_value`) is below 2 / (1 - level) in both directions. It excludes 0 if
+    and only if the evidence against 0 reaches 2 / (1 - level) in one direction. It is wider than the interval that `difference_interval`
+    returns. If there is no case, it is [-1, 1].
 
     Args:
-        differences: as for `e_value`, which raises `ValueError` if one is outside [-1, 1].
+        differences: as for `e_value`. Raises `ValueError` if a difference is outside [-1, 1].
     """
     enough = 2 / (1 - level)
     mirrored = [-difference for difference in differences]
@@ -163,7 +165,7 @@ def anytime_interval(differences: Sequence[float], *, level: float = 0.95) -> In
 
 
 def _bound(differences: Sequence[float], enough: float) -> float:
-    """Returns the lowest null at which the evidence for a lower mean reaches `enough`, to 1e-9; 1 if it never does."""
+    """Returns the lowest `null` for which `e_value` reaches `enough`, within 1e-9; 1 if `e_value` reaches it for no `null`."""
     low, high = -1.0, 1.0
     while high - low > 1e-9:
         middle = (low + high) / 2
@@ -174,15 +176,15 @@ def _bound(differences: Sequence[float], enough: float) -> float:
 def difference_interval(by_case: Sequence[float], *, level: float = 0.95, made_up: float = 1.0, seed: int = 0) -> Interval:
     """Returns a percentile interval for the mean difference, from a seeded bootstrap over cases (Davison and Hinkley 1997, 3.8).
 
-    The percentiles are expanded so that an interval from few cases is as wide as Student's t requires (Hesterberg 2015).
+    The percentiles are expanded, so that an interval from few cases is as wide as Student's t requires (Hesterberg 2015).
 
-    Pseudo-cases, equally many positive and negative, are added to the sample, because the interval of the plain bootstrap is too narrow if
-    there are few flips, and a single point if there are none. `made_up` is the sum of their squares. A value of 1 yields the pseudo-pairs
-    of Agresti and Min (2005), half an observation in each cell. With 3.5, the bound from N cases without a flip is the exact bound,
-    log(1/alpha) / N.
+    Pseudo-cases, equally many positive and negative, are added to the sample. Without them, the interval would be too narrow if few cases
+    differ, and a single point if no case differs. `made_up` is the sum of the squared differences of the pseudo-cases. A value
+    of 1 yields the pseudo-pairs of Agresti and Min (2005), half an observation in each cell. With 3.5, the bound from N cases without a
+    difference is the exact bound, log(1/alpha) / N.
 
     Args:
-        by_case: [N] mean difference of each case, each within [-1, 1] for scores within [0, 1].
+        by_case: [N] mean score difference of each case, within [-1, 1] for scores within [0, 1].
 
     Raises `ValueError` if there is no case, and `UserError` if scipy is not installed.
     """
@@ -204,7 +206,7 @@ def rate_interval(by_case: Sequence[float], tries: int) -> Interval:
     """Returns the mean of case rates with Wilson's 95% interval for the effective number of independent tries (Kish 1965).
 
     The effective number is the number of independent tries whose mean has the same variance as the mean of the case rates. It is between
-    the number of cases (if repeats agree) and `tries` (if repeats are independent).
+    the number of cases (if all repeats of a case have the same result) and `tries` (if repeats are independent).
 
     Args:
         by_case: [N] share of each case's attempts that passed.
@@ -226,7 +228,7 @@ def pass_at_k(passed: int, tries: int, k: int) -> float:
 
     The formula is from Chen et al. (2021).
 
-    Raises `ValueError` if the counts are impossible, or if there are fewer than `k` attempts.
+    Raises `ValueError` unless 0 <= passed <= tries and 1 <= k <= tries.
     """
     if not (0 <= passed <= tries and 1 <= k <= tries):
         raise ValueError(f"pass@{k} of {passed} passes in {tries} attempts is not defined")
@@ -234,29 +236,30 @@ def pass_at_k(passed: int, tries: int, k: int) -> float:
 
 
 def mean_pass_at_k(cases: Sequence[tuple[int, int]], k: int) -> float | None:
-    """Returns the mean pass@k over the cases, given as (passed, tries), with at least `k` tries; None if there is no such case."""
+    """Returns the mean pass@k over the cases with at least `k` tries; None if there is no such case. A case is a pair (passed, tries)."""
     estimates = [pass_at_k(passed, tries, k) for passed, tries in cases if tries >= k]
     return sum(estimates) / len(estimates) if estimates else None
 
 
 def attempt_counts(most: int) -> tuple[int, ...]:
-    """Returns 1, 2, 4, ... and `most`; empty if `most` is below 1."""
+    """Returns the powers of 2 below `most`, followed by `most`; empty if `most` is below 1."""
     if most < 1:
         return ()
     return (*(1 << power for power in range(most.bit_length()) if 1 << power < most), most)
 
 
 def pass_at_attempt_counts(tasks: Sequence[Sequence[CountedAttempt]]) -> dict[int, float]:
-    """Returns a mapping k -> pass@k over the tasks with at least k attempts, for each k in `attempt_counts`."""
+    """Returns a mapping k -> mean pass@k of the tasks with at least k attempts, for each k in `attempt_counts`."""
     counts = [(sum(attempt.passed for attempt in attempts), len(attempts)) for attempts in tasks]
     rates = {k: mean_pass_at_k(counts, k) for k in attempt_counts(max((tries for _, tries in counts), default=0))}
     return {k: rate for k, rate in rates.items() if rate is not None}
 
 
 def compute_curves(tasks: Sequence[Sequence[CountedAttempt]]) -> tuple[ComputeCurve, ...]:
-    """Returns a curve for each number of attempts in `attempt_counts`.
+    """Returns a compute curve for each number of attempts in `attempt_counts`.
 
-    The points of a curve are token budgets per attempt: 0, the budgets at which attempts pass, and the length of the longest attempt.
+    Each point of a curve belongs to a token budget per attempt: 0, the budgets at which attempts pass, and the tokens of the longest
+    attempt.
     """
     every = [attempt for attempts in tasks for attempt in attempts]
     if not every:
@@ -272,10 +275,11 @@ def compute_curves(tasks: Sequence[Sequence[CountedAttempt]]) -> tuple[ComputeCu
 def attempt_noise(by_case: Sequence[Sequence[float]]) -> float:
     """Returns the mean over cases of the variance of the score difference between two attempts by the same policy at the same case.
 
-    For a case with one attempt, the variance over all attempts at all cases is used, which on average is at least as large.
+    For a case with one attempt, the variance of a score is estimated from all attempts at all cases, which on average gives at least as
+    large a value.
 
     Args:
-        by_case: [N][tries] scores. Raises `ValueError` if there is no score.
+        by_case: [N][tries] scores of the attempts at each case. Raises `ValueError` if there is no score.
     """
     scored_cases = [scores for scores in by_case if scores]
     if not scored_cases:
@@ -285,10 +289,10 @@ def attempt_noise(by_case: Sequence[Sequence[float]]) -> float:
 
 
 def planned_spread(difference: float, noise: float, *, repeats: int = 1) -> float:
-    """Returns the standard deviation of case differences to assume when planning a comparison in which at most one policy has results.
+    """Returns the standard deviation of case differences to assume when planning a comparison before both policies have results.
 
-    The assumption is that a few cases change completely and cause the difference, while the other cases differ by chance. A difference that
-    is spread over many cases is not harder to detect. Both policies try each case `repeats` times.
+    The assumption is that a few cases change completely and cause `difference`, while the other cases differ by chance. A difference that
+    is spread over many cases is at least as easy to detect. Both policies try each case `repeats` times.
 
     Args:
         noise: see `attempt_noise`; it is 2 p (1 - p) if attempts at every case pass with the same probability p.
@@ -317,7 +321,7 @@ def cases_needed(difference: float, spread: float, *, alpha: float = 0.05, power
 
 
 def smallest_detectable(cases: int, noise: float, *, repeats: int = 1, alpha: float = 0.05, power: float = 0.8) -> float | None:
-    """Returns the smallest multiple of 0.01 that this number of cases can detect as a difference; None if it cannot detect 1."""
+    """Returns the smallest difference, in steps of 0.01, that a test on `cases` cases can detect; None if it cannot detect 1."""
     for hundredths in range(1, 101):
         difference = hundredths / 100
         if cases_needed(difference, planned_spread(difference, noise, repeats=repeats), alpha=alpha, power=power) <= cases:
@@ -326,7 +330,7 @@ def smallest_detectable(cases: int, noise: float, *, repeats: int = 1, alpha: fl
 
 
 def _budgets(passed: Sequence[int], longest: int) -> list[int]:
-    """Returns 0, the budgets at which success changes (if there are many, an evenly spaced selection), and `longest`."""
+    """Returns 0, the budgets `passed` at which attempts pass (if there are many, an evenly spaced selection), and `longest`."""
     if len(passed) > MAX_POINTS - 2:
         passed = [passed[index * (len(passed) - 1) // (MAX_POINTS - 3)] for index in range(MAX_POINTS - 2)]
     return sorted({0, *passed, longest})
@@ -340,7 +344,7 @@ def _curve_point(tasks: Sequence[Sequence[CountedAttempt]], budget: int, k: int)
 
 
 def _sampled_flips(sizes: Sequence[int], risen: int, seed: int) -> Tails:
-    """Estimates the tails from random flips. `risen` is the sum of the sizes of the positive differences."""
+    """Estimates the tails from random choices of signs. `risen` is the sum of the positive differences."""
     rng = random.Random(seed)
     low = high = 1  # the observed signs
     for _ in range(_FLIPS):
@@ -352,7 +356,7 @@ def _sampled_flips(sizes: Sequence[int], risen: int, seed: int) -> Tails:
 
 
 def _digit_sum(number: int, width: int) -> int:
-    """Returns the sum of the digits in base b = 2^width if it is below b - 1: the number modulo b - 1, like casting out nines."""
+    """Returns the sum of a number's digits in base b = 2^width, computed as the number modulo b - 1. The sum must be below b - 1."""
     return number if width == 1 else number % ((1 << width) - 1)
 
 

@@ -22,7 +22,7 @@ _SHOWN = 200  # maximum characters of a reference in an error message
 
 
 def check_project(suites: Sequence[Suite], root: Path) -> None:
-    """Raises `UserError` if the suites do not belong to the current directory's project, because an evaluation runs their project's code.
+    """Raises `UserError` if the suites' project is not that of the current directory. An evaluation runs code of the suites' project.
 
     Args:
         root: the project of the suites.
@@ -73,7 +73,7 @@ def _outside(case: Case, suite: Path, root: Path) -> Iterator[tuple[str, str]]:
 
 
 def _of_module(module: str, root: Path) -> Iterator[Path]:
-    """Yields the paths that a module may have in the project, and the paths at which Python finds its top-level package.
+    """Yields the paths that a module may have in the project, and the paths at which Python finds the module's top-level package.
 
     Python may find the package in the current directory, which may be the suite's folder.
     """

@@ -1,4 +1,4 @@
-"""Evaluates suites of cases with one policy. The status of each case is reported as soon as it is known."""
+"""Evaluates suites of cases with one policy. The outcome of a case is reported as soon as all of its attempts are scored."""
 
 from __future__ import annotations
 
@@ -52,11 +52,12 @@ async def evaluate_suites(
     """Runs every case in live sandboxes, scores the attempts and stores the results in the run folder.
 
     Args:
-        console: whether to show the progress.
+        console: whether progress is printed to standard output; False means standard error.
         on_case: called with the outcome of each case when its last attempt is scored.
 
     Raises:
-        InfrastructureError: for example, the server is permanently lost. Faults in single episodes are recorded in their attempts.
+        InfrastructureError: the evaluation cannot continue, for example because the server is permanently lost. A fault in a single episode
+            is recorded in its attempt instead.
     """
     async with open_policy(prepared, console=console) as policy:
         cases = [(suite, case) for suite in prepared.suites for case in suite.cases]
@@ -110,9 +111,9 @@ async def evaluate_suite(
 
 
 def pin_baselines(evaluations: Sequence[SuiteEvaluation]) -> int:
-    """Stores the results of evaluations as the baselines of their cases. Returns the number of stored baselines.
+    """Stores the scores from evaluations as the baselines of their cases. Returns the number of stored baselines.
 
-    Cases that have no score, or whose task has changed, are skipped.
+    Skips cases that have no score, and cases whose task has changed since the evaluation started.
     """
     pinned = 0
     for evaluation in evaluations:
@@ -134,7 +135,7 @@ def exit_code(outcomes: Sequence[CaseOutcome]) -> int:
 
 
 class _Evaluation:
-    """Runs the attempts at the cases in an evaluation, and saves them."""
+    """Runs the attempts at the cases of an evaluation, and saves the results."""
 
     def __init__(self, prepared: PreparedEvaluation, policy: OpenPolicy, total: int, on_case: CaseListener) -> None:
         self._prepared, self._policy, self._total, self._on_case = prepared, policy, total, on_case
@@ -160,7 +161,7 @@ class _Evaluation:
         return outcome, attempts
 
     def save(self, suite: Suite, cases: Sequence[tuple[CaseOutcome, list[SuiteAttempt]]]) -> SuiteEvaluation:
-        """Writes a suite's evaluation, which `agentrl compare` reads, and returns it."""
+        """Writes the evaluation of a suite to the run folder, where `agentrl compare` reads it, and returns the evaluation."""
         prepared, run = self._prepared, self._prepared.start.folder
         folder = run / SUITE_FOLDER if len(prepared.suites) == 1 else run / SUITES_FOLDER / self._names[suite.folder]
         repeats = prepared.repeats or suite.repeats

@@ -1,10 +1,10 @@
-"""Compares two versions of a run by new attempts at the same cases, and stops as soon as the result is clear.
+"""Compares two versions of a run by new attempts at the same cases, and stops as soon as the verdict is clear.
 
-    block of cases -> attempts by one version -> load the other version -> its attempts -> verdict, or the next block
+    block of cases -> attempts by one version -> load the other version -> attempts by that version -> verdict, or the next block
 
 The verdict comes from an interval that is valid after every block (`agentrl.evaluation.statistics.anytime_interval`), so stopping early
-does not raise its error rate: the probability that a version that is not worse receives the verdict `worse` is at most alpha/2. The cases
-are tried in random order and regarded as a sample of the cases to which the version will be applied.
+does not raise the error rate of the verdict: a version that is not worse receives the verdict `worse` with a probability of at most
+alpha/2. The cases are tried in random order, and are treated as a random sample of the cases for which the version will be used.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _BLOCK = 16  # cases between two verdicts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DifferenceSoFar:
-    """The difference between two versions on the cases tried so far: the mean over cases of the second score minus the first."""
+    """The mean difference between the scores of two versions on the cases tried so far: the version after minus the version before."""
 
     verdict: ComparisonVerdict  # `not enough data` means that no case is left
     interval: Interval  # valid for any number of cases
@@ -61,10 +61,10 @@ class DifferenceSoFar:
 def difference_so_far(
     before: Sequence[SuiteAttempt], after: Sequence[SuiteAttempt], *, alpha: float, margin: float, most: int
 ) -> DifferenceSoFar:
-    """Compares the attempts by two versions, each in the order in which the cases were tried.
+    """Compares the attempts by two versions. Both sequences must be in the order in which the cases were tried.
 
-    The verdict is `worse` or `better` if the interval at level 1 - alpha excludes 0. Otherwise it is `same` if the interval is within the
-    margin. Raises `UserError` if a score is outside [0, 1].
+    The verdict is `worse` or `better` if the interval at level 1 - alpha excludes 0. Otherwise it is `same` if the interval is within
+    -margin and +margin, and `not enough data` if it is not. Raises `UserError` if a score is outside [0, 1].
     """
     both = pair_scores(scores_by_case(before), scores_by_case(after))
     by_case = {pair.case: pair for pair in both.pairs}
@@ -97,7 +97,7 @@ def difference_so_far(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionComparison:
-    """Two versions of a run that are compared, and the evaluation that runs them."""
+    """Two versions of a run that are compared, and the prepared evaluation that runs both of them."""
 
     run: Path
     numbers: tuple[int, int]
@@ -107,7 +107,7 @@ class VersionComparison:
 
     @property
     def suite(self) -> Suite:
-        """The cases."""
+        """The suite whose cases are compared."""
         return self.prepared.suites[0]
 
     @property
@@ -117,7 +117,7 @@ class VersionComparison:
         return before, after
 
     def repeats_of(self, case: Case) -> int:
-        """Returns the number of attempts at a case."""
+        """Returns the number of attempts by each version at a case."""
         return self.prepared.repeats_of(self.suite, case)
 
 
@@ -148,7 +148,7 @@ def prepare_comparison(
     Raises `UserError`, for example if a version is unknown, or if its weights or probe were deleted.
     """
     if not 0 < alpha < 0.5 or not 0 <= margin < 1:
-        raise UserError("--alpha or --margin is out of range", fix="use 0 < alpha < 0.5 and 0 <= margin < 1")
+        raise UserError(f"--alpha {alpha:g} or --margin {margin:g} is out of range", fix="use 0 < alpha < 0.5 and 0 <= margin < 1")
     registry = open_registry(run)
     for number in numbers:
         version = known_version(registry, number)
@@ -176,7 +176,7 @@ def prepare_comparison(
 async def run_comparison(comparison: VersionComparison, trial: Trial[Result], *, console: bool = True) -> Result:
     """Serves both versions and returns the result of `trial`, which is `try_blocks` or `agentrl.evaluation.canary.run_canary`.
 
-    Raises `InfrastructureError` if the server is permanently lost, and `SwapError` if it rejects a version.
+    Raises `InfrastructureError` if the server is permanently lost, and `SwapError` if the server rejects a version.
     """
     async with open_policy(comparison.prepared, console=console) as policy:
         assert policy.run is not None, "versions are served here"
@@ -208,7 +208,7 @@ async def try_blocks(
 ) -> DifferenceSoFar:
     """Runs blocks of cases with both versions of an open policy until the verdict is clear or no case is left.
 
-    After the first block, each block starts with the version that is loaded.
+    After the first block, each block starts with the version that is still loaded, to save a swap.
 
     Args:
         on_block: called with the difference after each block.
@@ -231,7 +231,7 @@ async def try_blocks(
 
 
 def save_attempts(comparison: VersionComparison, side: int, version: PolicyVersion, attempts: Sequence[SuiteAttempt], began: float) -> None:
-    """Writes the attempts by one version to the version's folder in the comparison. `began` is in monotonic seconds."""
+    """Writes the attempts by one version to its folder in the comparison. `began` is the start of the comparison in monotonic seconds."""
     prepared, number = comparison.prepared, comparison.numbers[side]
     repeats = prepared.repeats or comparison.suite.repeats
     info = evaluation_info(prepared.recipe, comparison.suite, version, repeats=repeats, threshold=prepared.threshold, began=began)
@@ -243,7 +243,7 @@ def save_attempts(comparison: VersionComparison, side: int, version: PolicyVersi
 async def run_attempts_of(
     comparison: VersionComparison, policy: OpenPolicy, version: PolicyVersion, slots: Sequence[Slot], side: int
 ) -> tuple[SuiteAttempt, ...]:
-    """Loads a version if a different version is served, and runs attempts."""
+    """Loads `version` if a different version is served, and runs attempts with it."""
     assert policy.run is not None, "versions are served here"
     if (policy.run.served.version, policy.run.served.sha256) != (version.number, version.sha256):
         await policy.run.served.swap(version)

@@ -53,7 +53,7 @@ class LedgerCounts:
 
 
 def unstored_groups(run_dir: Path, store: ExperienceStore, entries: Iterable[LedgerEntry]) -> dict[int, str]:
-    """Returns a mapping index -> state of the groups that have no ledger entry.
+    """Returns the states of the groups that have no ledger entry, by index.
 
     A group is "running" if `running/` contains one of its finished attempts or saved turns, and "issued" if only its block has started.
     """
@@ -100,8 +100,8 @@ def count(entries: Iterable[LedgerEntry]) -> LedgerCounts:
 def verify(run_dir: Path, store: ExperienceStore, *, progress: Progress = lambda done, total: None) -> Iterator[str]:
     """Yields a description of each inconsistency in the ledger of a run.
 
-    Compares each entry with the group's episodes if they are stored, the entries with the newest checkpoint, and the trained tokens of
-    each step with `metrics.jsonl`. The run may be training. A step that completes during the check is not reported.
+    Compares each entry with the group's episodes (if they are stored), all entries with the newest checkpoint, and the trained tokens of
+    each step with `metrics.jsonl`. The run may be active during the check. A step that completes during the check is not reported.
     """
     checkpoint = _newest_checkpoint(run_dir)  # read before the entries, which then contain all of its steps, except perhaps the last
     entries = store.entries()
@@ -148,9 +148,11 @@ def _brief(value: object) -> str:
 
 
 def _newest_checkpoint(run_dir: Path) -> tuple[str, _CheckpointUses | str] | None:
-    """Returns the name of the newest checkpoint, and its uses or the reason why they cannot be read; None if there is no checkpoint.
+    """Returns the name of the newest checkpoint, and the uses recorded in it or the reason why they cannot be read; None if there is no
+    checkpoint.
 
-    Skips checkpoints that the learner found damaged. The learner repeats their steps, so the file of uses no longer contains these steps.
+    Skips checkpoints that the learner found damaged. The learner repeats the steps of a damaged checkpoint, so `consumed.jsonl` no longer
+    contains these steps.
     """
     unread = None
     for meta in sorted((run_dir / "checkpoints").glob("[0-9]*/meta.json"), reverse=True):
@@ -166,9 +168,9 @@ def _newest_checkpoint(run_dir: Path) -> tuple[str, _CheckpointUses | str] | Non
 
 
 def _checkpoint_uses(run_dir: Path, content: bytes) -> _CheckpointUses:
-    """Returns the number of steps that a checkpoint completes, and the step and use of each group.
+    """Returns the number of steps that are complete in a checkpoint, and for each group the step that used it and its use.
 
-    Raises `StoreError` if the file of uses does not match the checkpoint.
+    Raises `StoreError` if `consumed.jsonl` does not match the checkpoint.
     """
     fields = json.loads(content)
     complete, checkpoints = int(fields["step"]), run_dir / "checkpoints"
@@ -181,8 +183,8 @@ def _checkpoint_uses(run_dir: Path, content: bytes) -> _CheckpointUses:
 def _checkpoint_problems(name: str, uses: _CheckpointUses | str, entries: Sequence[LedgerEntry]) -> Iterator[str]:
     """Yields the inconsistencies between the newest checkpoint and the ledger.
 
-    A checkpoint decides which groups its steps consumed. The ledger records this after the checkpoint is complete, or when the learner
-    resumes.
+    A checkpoint decides which groups its steps consumed. The ledger records these groups as consumed after the checkpoint is complete, or
+    when the learner resumes.
     """
     if isinstance(uses, str):
         yield f"checkpoint {name} cannot be read: {uses}"

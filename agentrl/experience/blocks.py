@@ -4,9 +4,9 @@ A group starts only if at most `depth` blocks of groups are in flight after it h
 
     started - consumed - parked <= per_step * depth
 
-A parked group waits for late scores. It does not count as in flight, so another group is sampled instead, and no step waits for it. When
-its scores arrive, it is in flight again, and no new group starts until steps have consumed enough groups. At most `MAX_PARKED_BLOCKS`
-blocks of parked groups free their slots, so that a run whose scores never arrive does not sample forever.
+A parked group waits for late scores. A parked group does not count as in flight, so another group is sampled instead, and no step waits for
+the parked group. When its scores arrive, the group is in flight again, and no new group starts until steps have consumed enough groups. At
+most `MAX_PARKED_BLOCKS` blocks of parked groups free their slots, so that a run whose scores never arrive does not sample forever.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class BlockStarts:
         return max(0, -(-(slot + 1 - freed) // per_step) - self._order.depth)
 
     def admit(self, slot: int, *, version: int, parked: int) -> bool:
-        """Whether the group in a slot may start now. Admitting the first slot in a block starts the block. Call it for the slots in order.
+        """Whether the group in a slot may start now. Admitting the first slot in a block starts the block. Call this method for the slots
+        in ascending order.
 
         Args:
             version: the serving version.
@@ -75,7 +76,7 @@ class BlockStarts:
     def take_unsaved(self) -> list[tuple[int, int]]:
         """Returns (block, version) for each block that started from an older version since the last call.
 
-        Record them before a group in the block starts.
+        Record these versions before a group in the block starts.
         """
         unsaved, self._unsaved = self._unsaved, []
         return unsaved

@@ -47,7 +47,8 @@ def decode_checkpoint(kind: type[T], body: bytes) -> T:
 
 
 class FolderCheckpoints:
-    """An `EpisodeCheckpoints` in one folder. `000012/3.state` and `000012/3.scored` belong to attempt 3 of group 12."""
+    """An `EpisodeCheckpoints` that stores its files in one folder. `000012/3.state` and `000012/3.scored` belong to attempt 3 of group
+    12."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -67,7 +68,7 @@ class FolderCheckpoints:
         return await asyncio.to_thread(self._find, group, member)
 
     def receive(self, group: int, member: int, kind: str, body: bytes) -> None:
-        """Stores the bytes that `encode_checkpoint` returned on a different host.
+        """Stores a record that a different host encoded with `encode_checkpoint`.
 
         `kind` is `state` or `scored`. A scored episode replaces the state.
         """

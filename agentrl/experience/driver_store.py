@@ -42,7 +42,7 @@ class DriverStore:
     groups together. Any other store writes them one by one, on the same thread. Each method raises the errors of the store.
 
     Args:
-        factory: opens the store on the thread that uses it. If it raises an error, every call raises the same error.
+        factory: opens the store on the thread that uses it. If `factory` raises an error, every call raises the same error.
     """
 
     def __init__(self, factory: Callable[[], ExperienceStore]) -> None:
@@ -55,8 +55,8 @@ class DriverStore:
 
     @classmethod
     async def open(cls, factory: Callable[[], ExperienceStore]) -> DriverStore:
-        """Returns a `DriverStore` after its store is open. Raises the errors of the factory. If it is cancelled, the thread closes the
-        store."""
+        """Returns a `DriverStore` after its store is open. Raises the errors of the factory. If this call is cancelled, the thread closes
+        the store."""
         store = cls(factory)
         try:
             await asyncio.shield(asyncio.wrap_future(store._opened))

@@ -70,7 +70,7 @@ class ExportedEpisode:
         return cls(row=record.row, task_key=record.group.task_key, prompt=record.group.prompt, scored=record.scored)
 
     def as_columns(self) -> dict[str, Any]:
-        """Returns a mapping column -> value, with JSON encoded as strings."""
+        """Returns the values of the row by column, with JSON encoded as strings."""
         columns = {field.name: getattr(self.row, field.name) for field in fields(self.row)}
         columns |= {"parts": json.dumps(dict(self.row.parts)), "tools": json.dumps(self.row.tools), "task_key": self.task_key}
         return columns | {"prompt": codec.to_json(self.prompt).decode(), "episode": codec.to_json(self.scored).decode()}

@@ -6,8 +6,8 @@
 
 The index only reads, and never blocks the run that writes. It reads `experience.sqlite`, whose table of episodes is written with the groups
 (`agentrl.experience.episode_rows`). A run that an older version wrote, or that has a user-supplied store, has no such table. For such a
-run, `agentrl store RUN --index` copies the episodes to `episodes.sqlite`, which is read instead. Every query has a deadline. All strings
-are untrusted.
+run, `agentrl store RUN --index` copies the episodes to `episodes.sqlite`, which is read instead. Every query has a deadline. All strings in
+the results are untrusted.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ class EpisodePage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facets:
-    """For each filter, value -> number of episodes: the most frequent values first, at most `MAX_FACETS` per filter."""
+    """For each filter, the number of episodes by value. The most frequent values come first; each filter has at most `MAX_FACETS`
+    values."""
 
     phases: Mapping[str, int]
     kinds: Mapping[str, int]
@@ -251,8 +252,8 @@ class EpisodeIndex:
         return EpisodeRecord(row=row, group=group)
 
     def _page(self, query: EpisodeQuery, plan: QueryPlan, most: int) -> tuple[list[tuple[int, float]], int]:
-        """Returns the numbers and sort values of the first `most` matching episodes, and the number of all matches, or a number above
-        `MAX_TOTAL`."""
+        """Returns the row numbers and sort values of the first `most` matching episodes, and the number of all matches. The number of
+        matches is exact up to `MAX_TOTAL`; if more episodes match, it may be any number above `MAX_TOTAL`."""
         if query.is_all:
             return self._first(plan.walk, most), int(self._all("SELECT count(*) FROM episodes")[0][0])
         matches = [row[0] for row in self._first(plan.matches, MAX_TOTAL + 1)]
@@ -270,7 +271,7 @@ class EpisodeIndex:
         return self._all(f"{statement.sql} LIMIT {most}", statement.values, seconds=seconds)
 
     def _all(self, sql: str, values: Sequence[Any] = (), *, seconds: float | None = None) -> list[Any]:
-        """Returns all rows that a query yields, or raises an error at its deadline. The caller holds the lock."""
+        """Returns all rows that a query yields, or raises an error at its deadline. The caller must hold the lock."""
         with query_deadline(self._db, self._timeout_s if seconds is None else seconds):
             return self._db.execute(sql, values).fetchall()
 
@@ -350,7 +351,8 @@ def _frequent(counts: Counter[str]) -> dict[str, int]:
 
 
 def _open(run_dir: Path, *, timeout_s: float) -> tuple[Path, sqlite3.Connection]:
-    """Opens the file that contains the table of episodes: the store or, if it has none, the copy. Raises `UserError` if neither has it."""
+    """Opens the file that contains the table of episodes: the store or, if it has none, the copy. Raises `UserError` if neither file
+    contains the table."""
     paths = [path for name in (STORE_FILE, COPY_FILE) if (path := run_dir / name).is_file()]
     for path in paths:
         with translated_errors(path):
@@ -364,7 +366,7 @@ def _open(run_dir: Path, *, timeout_s: float) -> tuple[Path, sqlite3.Connection]
 
 
 def _connect(path: Path, *, timeout_s: float) -> sqlite3.Connection | None:
-    """Opens a store for reading. Returns None if it has no table of episodes."""
+    """Opens a store for reading. Returns None if the store has no table of episodes."""
     db = connect_read_only(path, SCHEMA, timeout_s=timeout_s)
     try:
         with query_deadline(db, timeout_s):

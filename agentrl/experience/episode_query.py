@@ -86,7 +86,7 @@ class Statement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueryPlan:
-    """The statements for a query. The rows of a page are (number, value by which the row is sorted)."""
+    """The SQL statements for a query. The rows of a page are (number, value by which the row is sorted)."""
 
     matches: Statement  # numbers of all matching episodes, without an order
     walk: Statement  # a page, read in the order of an index; fast if many episodes match
@@ -124,7 +124,7 @@ def plan_query(db: sqlite3.Connection, query: EpisodeQuery) -> QueryPlan | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sources:
-    """The text after FROM, the first and the last condition, and the name of the column that contains the row number."""
+    """Parts of an SQL query: the text after FROM, the first and the last condition, and the name of the column with the row number."""
 
     walk: str
     scan: str
@@ -135,7 +135,8 @@ class _Sources:
 
 
 def _sources(db: sqlite3.Connection, query: EpisodeQuery, tool: int | None, *, few: bool) -> _Sources:
-    """Chooses what is read first: the groups of a step, the full-text matches, the calls to a rare tool, or an index of all episodes."""
+    """Chooses which table or index SQLite reads first: the groups of a step, the full-text matches, the calls to a rare tool, or an index
+    of all episodes."""
     called = "" if tool is None else _CALLED.format(tool=tool)
     by_group, by_order = "episodes INDEXED BY episodes_by_group", f"episodes {_INDEX[query.sort]}"
     if query.text.strip():
@@ -201,7 +202,7 @@ def full_text_query(text: str) -> str:
 
 
 def _labels(db: sqlite3.Connection, names: dict[str, str]) -> dict[str, int] | None:
-    """Returns a mapping label sort -> id for the names that are not empty; None if a name is unknown."""
+    """Returns the ids of the labels in `names`, by sort of label. Empty names are omitted. Returns None if a name is unknown."""
     labels = dict[str, int]()
     for sort, name in names.items():
         if name:

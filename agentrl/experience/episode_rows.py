@@ -1,4 +1,4 @@
-"""The table of episodes in the SQLite store. It has a row for each stored episode, by which readers filter, sort and search.
+"""The table of episodes in the SQLite store. It has a row for each stored episode, so that readers can filter, sort and search episodes.
 
 Rows are written in the transaction that stores their group, and are updated when late scores arrive. The length of strings is bounded.
 Names that many episodes share, such as kinds and tools, are stored once, as labels.
@@ -56,7 +56,7 @@ _INSERT = f"INSERT INTO episodes ({_COLUMNS}) VALUES ({', '.join('?' * len(_COLU
 
 
 def insert_episodes(db: sqlite3.Connection, group: Group, *, phase: str = "train", step: int | None = None) -> list[int]:
-    """Inserts the episodes of a new group, and returns their row numbers. The caller opens the transaction.
+    """Inserts the episodes of a new group, and returns their row numbers. The caller must have opened a transaction.
 
     A residual contains the same episodes as its first group, so it adds no rows.
 
@@ -92,7 +92,7 @@ def update_scores(db: sqlite3.Connection, group: Group) -> None:
 def delete_group(db: sqlite3.Connection, index: int, group: Group | None) -> None:
     """Deletes the rows of a training group and their searchable text.
 
-    `group` is None if the group's body is damaged. The text is then not deleted.
+    If the group's body is damaged, pass `group=None`; the text is then not deleted.
     """
     rows = db.execute("SELECT number, attempt FROM episodes WHERE idx = ?", (index,)).fetchall()
     if group is not None:  # text that a late score has changed stays in the index, but matches no row

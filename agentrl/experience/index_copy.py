@@ -25,7 +25,7 @@ _QUERY_S = 300.0
 
 
 class OlderStore(SqliteStore):
-    """An SQLite store that this or an older version wrote, opened for reading `entries` and `groups`. Raises `StoreError`."""
+    """An SQLite store that this or an older version of agentrl wrote, opened for reading `entries` and `groups`. Raises `StoreError`."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._lock = path, threading.Lock()
@@ -49,8 +49,8 @@ class OlderStore(SqliteStore):
 def copy_episodes(run_dir: Path, source: ExperienceStore, *, progress: Progress = lambda done, total: None) -> int:
     """Writes the groups of a store, with the steps that consumed them, to `episodes.sqlite`. Returns the number of groups.
 
-    An existing file is replaced only when the new file is complete. Groups that are stored later are not in the file. To include them, copy
-    again.
+    An existing file is replaced only when the new file is complete. Groups that are stored later are not in the file. To include such
+    groups, repeat the copy.
     """
     final, part = run_dir / COPY_FILE, run_dir / f".{COPY_FILE}.part"
     entries = [entry for entry in source.entries() if not entry.is_residual]

@@ -41,8 +41,8 @@ class Clock:
 
     A deadline is an absolute time, so it can pass while no process is running. If the wall clock is changed while a process is running,
     that process is not affected. If the clock is wrong when a process starts, deadlines are shifted by its error until the next start. An
-    expiry is final when it is recorded, and only `expire_scores` records it. A score that was rejected as expired before that may be sent
-    again.
+    expiry is final when it is recorded, and only `expire_scores` records it. A score that was rejected as expired before its expiry was
+    recorded may be sent again.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class LatePart:
-    """The state of a part of a score that a stored group waits for or waited for. The fields are those in `_COLUMNS`, in this order."""
+    """The state of a part of a score that a stored group waits for or waited for. The fields have the names and the order of `_COLUMNS`."""
 
     group: int
     attempt: int
@@ -130,7 +130,7 @@ def insert_parts(db: sqlite3.Connection, group: Group) -> None:
 
 
 def add_score(db: sqlite3.Connection, score: LateScore, *, now: float, read: Callable[[int], Group]) -> ScoreReceipt:
-    """Stores a late score. The caller opens the transaction. `read` returns a stored group with its closed parts.
+    """Stores a late score. The caller must have opened a transaction. `read` returns a stored group with its closed parts.
 
     Raises `ScoreRejected`.
     """
@@ -192,7 +192,7 @@ def update_counts(db: sqlite3.Connection, groups: Iterable[int], *, read: Callab
 
 
 def closed_parts(db: sqlite3.Connection, groups: Sequence[int]) -> dict[int, dict[tuple[str, str], float | None]]:
-    """Returns the parts that arrived or expired: group -> (episode id, part) -> value, which is None for an expired part."""
+    """Returns the parts that arrived or expired, as group -> (episode id, part) -> value. The value of an expired part is None."""
     closed: dict[int, dict[tuple[str, str], float | None]] = {}
     query = "SELECT idx, episode_id, part, value FROM late_parts WHERE closed_at IS NOT NULL AND idx IN (SELECT value FROM json_each(?))"
     for index, episode_id, part, value in db.execute(query, (json.dumps(groups),)):

@@ -7,19 +7,19 @@ pure function of the group's index and the seed.
 
 The learner selects the groups of a step, and the store records them as assigned:
 
-    in_order        step `s` selects the groups in block `s`, so it waits for the slowest of them
+    in_order        step `s` selects the groups in block `s`, so it waits for the slowest of them.
     oldest_first    step `s` selects the ready groups that the oldest weights sampled, as soon as there are enough. A group that takes
                     longer than `max_staleness` steps to sample or to score is trained later. No finished group is discarded. A group
                     without sampled tokens, such as that of a quarantined task, waits for the step of its block, so that it delays no
-                    other groups
+                    other groups.
     replay          as oldest_first, but step `s` also trains the groups that step `s - 1` trained for the first time, from the same ids and
-                    logprobs. They stay consumed by step `s - 1`, and their tokens are counted separately
+                    logprobs. These groups stay consumed by step `s - 1`, and their tokens are counted separately.
 
 Residuals (`agentrl.experience.residuals`) fill no slots. A step also selects up to `per_step` residuals whose scores have arrived and whose
 first groups were consumed by earlier steps. It prefers residuals that the oldest weights sampled.
 
-All orders select the same number of groups: after `s` steps, the number that `s` blocks need. If no score is late, a run of `steps` blocks
-consumes every group. Otherwise the run samples one additional group for each parked group, and that many groups stay open when it finishes.
+After `s` steps, every order has selected as many groups as `s` blocks need. If no score is late, a run of `steps` blocks consumes every
+group. Otherwise the run samples one additional group for each parked group, and that many groups stay open when it finishes.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class GroupOrder:
         return cls(per_step=_FAR, min_group_size=rollout.group.min_size)
 
     def block_of(self, index: int) -> int:
-        """Returns the number of a group's block. If the order is `in_order`, it is also the group's learner step."""
+        """Returns the number of a group's block. If the order is `in_order`, this number is also the group's learner step."""
         return index // (self.per_step + self.extra)
 
     def block(self, number: int) -> range:
@@ -173,7 +173,7 @@ class GroupOrder:
 
         The result is in ascending order and depends only on the ledger, so a repeated step replays the same groups. At least half of the
         sampled groups in a step are new. Residuals are trained as often as their first groups, so that both parts of a score have the same
-        weight. A step has at most `per_step` of them.
+        weight. A step trains at most `per_step` residuals.
 
         Args:
             entries: the entries of the previous step.

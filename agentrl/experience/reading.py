@@ -1,4 +1,5 @@
-"""Opens the experience store in a run folder without changing it, even while the run writes. The pages of `agentrl view` use it."""
+"""Opens the experience store in a run folder without changing it, even while the run writes. The pages of `agentrl view` use this
+module."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _LAUNCH = (
 
 
 def find_program() -> str:
-    """Returns the path of the program `redis-server`. Raises `UserError` if it is not installed."""
+    """Returns the path of the program `redis-server`. Raises `UserError` if this program is not installed."""
     program = next(filter(None, map(shutil.which, _PROGRAMS)), None)
     if program is None:
         raise UserError("the program redis-server is not installed", fix="apt-get install redis-tools, which starts no service")
@@ -36,11 +36,11 @@ def find_program() -> str:
 
 
 class RedisServer:
-    """The process `redis-server`. It exits when the process that started it exits, even if that process is killed.
+    """The process `redis-server`. The server exits when the process that started it exits, even if that process is killed.
 
     A server that is started later in the same folder has all acknowledged data. Processes on this machine connect through a socket file
-    that belongs to the current user. If parts of the run are on other machines, the server also has a port. Start it in a thread that lives
-    as long as the run. Raises `UserError` if the program is not installed.
+    that belongs to the current user. If parts of the run are on other machines, the server also has a port. Start the server in a thread
+    that lives as long as the run. Raises `UserError` if the program is not installed.
 
     Args:
         folder: folder for the server's files and log, in the run folder; created if absent.
@@ -63,7 +63,6 @@ class RedisServer:
                 argv=(PYTHON, "-c", _LAUNCH, PARENT, self._program),
                 stdin=self._settings(),  # not a file, which would contain the password
                 log=f"{self._folder.name}/{LOG}",
-                scratch=str(self._folder.resolve()),
             )
         )
         if self._process.port:
@@ -90,7 +89,8 @@ class RedisServer:
         return self._process
 
     def wait_ready(self) -> None:
-        """Waits until the server responds. If it does not start, raises an `InfrastructureError` that contains the end of its log."""
+        """Waits until the server responds. If the server does not start, raises an `InfrastructureError` that contains the end of the
+        server's log."""
         deadline = time.monotonic() + _READY_S
         with redis.Redis.from_url(self.url, socket_timeout=1.0) as client:
             while True:

@@ -64,7 +64,7 @@ _REQUIRED = {
 
 
 class RedisTransport:
-    """A `GroupTransport` in one database of a Redis server. Thread-safe. It connects on first use, and reconnects after a failure.
+    """A `GroupTransport` that uses one database of a Redis server. Thread-safe. It connects on first use, and reconnects after a failure.
 
     Args:
         url: `redis://HOST:PORT/DB` or `unix:///PATH?db=DB`, with or without the password.
@@ -88,8 +88,8 @@ class RedisTransport:
     def check_server(self) -> None:
         """Checks the version and the settings of the server.
 
-        If the server may lose accepted data, raises a `UserError` that contains the commands to fix this. If it does not respond, raises
-        `StoreError`.
+        If the server may lose accepted data, raises a `UserError` that contains the commands to fix this. If the server does not respond,
+        raises `StoreError`.
         """
         try:
             version = str(self._answer(lambda: self._redis.info("server"))["redis_version"])
@@ -109,14 +109,14 @@ class RedisTransport:
             raise
         except (LookupError, ValueError, TypeError, AttributeError) as error:
             why = one_line_error(error)[:_SHOWN_CHARS]
-            raise UserError(f"the server does not answer like a Redis server: {why}", fix="correct the address") from error
+            raise UserError(f"the server does not respond like a Redis server: {why}", fix="correct the address") from error
         if wrong:
             problems = "; ".join(f"{name} is {value}, so {_REQUIRED[name][1]}" for name, value in wrong.items())
             commands = "; ".join(f"CONFIG SET {name} {_REQUIRED[name][0]}" for name in wrong)
             raise UserError(f"the settings of the Redis server are unsuitable: {problems}", fix=f"redis-cli: {commands}; CONFIG REWRITE")
 
     def append(self, groups: Sequence[Group], *, leases: Sequence[str] = ()) -> None:
-        """Adds either all of the groups or none of them to the stream. When the method returns, they are on the server's disk.
+        """Adds either all of the groups or none of them to the stream. When the method returns, the groups are on the server's disk.
 
         Args:
             leases: the leases under which the groups were sampled, in the order of `groups`.
@@ -162,7 +162,8 @@ class RedisTransport:
         self._redis.close()
 
     def _take_over(self, idle_s: float, limit: int) -> list[Any]:
-        """Takes over entries from the cursor on that were delivered at least `idle_s` ago and not acknowledged, and returns them."""
+        """Takes over the entries, from the cursor on, that were delivered at least `idle_s` seconds ago and not acknowledged. Returns these
+        entries."""
         start, idle_ms = self._cursor or b"0-0", int(1000 * idle_s)
         claim = partial(self._redis.xautoclaim, self._groups, _READERS, self._reader, idle_ms, start, count=limit)
         following, entries, *_ = self._answer(claim)
@@ -217,22 +218,22 @@ class RedisTransport:
     def _answer(self, call: Callable[[], Any]) -> Any:
         """Returns the server's response to a call.
 
-        Repeats the call while the server is lost, loading or full, for at most `give_up_s`. Rejected passwords raise `UserError`, and
-        invalid responses `StoreError`. Other errors from redis-py are raised unchanged.
+        Repeats the call while the server is lost, loading or full, for at most `give_up_s`. A rejected password raises `UserError`, and an
+        invalid response raises `StoreError`. Other errors from redis-py are raised unchanged.
         """
         deadline, pause_s = time.monotonic() + self._give_up_s, _FIRST_PAUSE_S
         while True:
             try:
                 return call()
             except RecursionError as error:  # raised by the client's parser
-                raise StoreError("the server does not answer like a Redis server: an answer is nested too deeply") from error
+                raise StoreError("the server does not respond like a Redis server: a response is nested too deeply") from error
             except redis.RedisError as error:
                 if _lacks_readers(error):
                     self._create_readers()
                 elif isinstance(error, redis.AuthenticationError | redis.exceptions.AuthorizationError):
                     raise UserError(f"the Redis server rejects the password: {one_line_error(error)}", fix="correct it") from error
                 elif isinstance(error, redis.InvalidResponse):
-                    raise StoreError(f"the server does not answer like a Redis server: {one_line_error(error)[:_SHOWN_CHARS]}") from error
+                    raise StoreError(f"the server does not respond like a Redis server: {one_line_error(error)[:_SHOWN_CHARS]}") from error
                 elif not _passes(error):
                     raise
                 if self._closed:
@@ -247,7 +248,7 @@ class RedisTransport:
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _create_readers(self) -> None:
-        """Creates the stream and its consumer group. A new server has neither."""
+        """Creates the stream and its consumer group, which a new server does not have."""
         with suppress(redis.RedisError):  # another reader created it, or the next call fails in the same way
             self._redis.xgroup_create(self._groups, _READERS, id="0", mkstream=True)
 
@@ -271,7 +272,8 @@ async def receive_groups(
     deliver: Callable[[Delivery], Awaitable[None]],
     forget: Callable[[int], None] = lambda index: None,
 ) -> None:
-    """Delivers arriving groups until it is cancelled. An entry is acknowledged when the store contains a group with the entry's index.
+    """Delivers arriving groups until the call is cancelled. An entry is acknowledged when the store contains a group with the entry's
+    index.
 
     Args:
         deliver: called once with each entry whose index is not stored. It must store the group, or a different group with the same index.

@@ -2,9 +2,9 @@
 
 A group whose late parts are all residual (`PendingPart.residual`) is not parked. The store splits it into two groups, in one commit:
 
-- index `i`, the first group: the attempts with the known parts of their scores. It is trained like any other group.
-- index `-1 - i`, its residual: the same attempts. Each score is the weighted sum of the late parts alone. The residual is parked until all
-  late parts have arrived or expired. It is trained in a later step than the first group.
+- index `i`, the first group: the attempts with the known parts of their scores. This group is trained like any other group.
+- index `-1 - i`, its residual: the same attempts. Each of its scores is the weighted sum of the late parts alone. The residual is parked
+  until all late parts have arrived or expired. The residual is trained in a later step than the first group.
 
 The advantages of GRPO and RLOO without division by the standard deviation are linear in the scores, so the two advantages of an episode add
 up to the advantage of its complete score:

@@ -28,7 +28,7 @@ _MAX_BYTES = 8 << 30  # maximum bytes of the file: more than 10^8 groups
 
 
 def extend_hash(before: str, uses: StepUses) -> str:
-    """Returns the hash of a sequence of steps whose hash is `before`, extended by the next step."""
+    """Returns the hash of a sequence of steps that ends with the next step; `before` is the hash of the sequence without this step."""
     return hashlib.sha256(before.encode() + _line(uses)).hexdigest()
 
 
@@ -41,12 +41,12 @@ def hash_steps(steps: Iterable[StepUses]) -> str:
 
 
 def append_step(checkpoints: Path, uses: StepUses) -> None:
-    """Appends the uses of the next step durably. Raises `OSError` if that fails."""
+    """Durably appends a line with the uses of the next step. Raises `OSError` if the file cannot be written."""
     append_lines(checkpoints / CONSUMED_FILE, [_line(uses)], durable=True)
 
 
 def rewrite_steps(checkpoints: Path, steps: Iterable[StepUses]) -> None:
-    """Replaces the file durably with one that contains the given steps. Raises `OSError` if that fails."""
+    """Durably replaces the file with one that contains the given steps. Raises `OSError` if the file cannot be written."""
     checkpoints.mkdir(parents=True, exist_ok=True)
     write_atomically(checkpoints / CONSUMED_FILE, b"".join(map(_line, steps)), durable=True)
 

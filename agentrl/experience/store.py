@@ -82,7 +82,7 @@ class SqliteStore:
         path: the database file. The file and its folder are created if absent.
         busy_timeout_s: maximum wait while another process writes, in seconds.
         keep_steps: number of newest steps whose episodes are kept; None keeps all episodes. `commit` deletes the episodes of older steps.
-            The ledger keeps their entries and hashes, and the file reuses their space.
+            The ledger keeps the entries and hashes of these groups, and the file reuses the space of the episodes.
 
     Every method raises `StoreError` if the file is damaged or has a different schema version, if the disk is full, or if the wait exceeds
     `busy_timeout_s`.
@@ -155,7 +155,7 @@ class SqliteStore:
             return late_parts.add_score(db, score, now=now, read=lambda index: self._group(db, index))
 
     def expire_scores(self, *, now: float) -> tuple[int, ...]:
-        """Closes the expired parts. Returns the indices of the groups to which they belong."""
+        """Closes the expired parts. Returns the indices of the groups that have expired parts."""
         with self._reading() as db:
             if not late_parts.has_expired(db, now=now):  # the common case, which needs no write lock
                 return ()
@@ -178,7 +178,7 @@ class SqliteStore:
             db.execute("INSERT OR IGNORE INTO blocks VALUES (?, ?)", (block, version))
 
     def block_versions(self) -> dict[int, int]:
-        """Returns the recorded versions: block -> policy version."""
+        """Returns the recorded policy versions by block."""
         with self._reading() as db:
             return dict(db.execute("SELECT block, version FROM blocks ORDER BY block"))
 
@@ -202,7 +202,8 @@ class SqliteStore:
             self._deleted += 1
 
     def reconcile(self, consumed: Mapping[int, Mapping[int, GroupUse]]) -> None:
-        """Sets assignments and uses to those in a checkpoint: step -> index -> use. The groups of later steps stay assigned to them."""
+        """Sets assignments and uses of groups to those in a checkpoint, given as step -> index -> use. Groups of later steps stay assigned
+        to those steps."""
         rows: dict[int, tuple[int, int, int, str]] = {}
         for step, uses in consumed.items():
             for index, use in uses.items():
@@ -242,7 +243,7 @@ class SqliteStore:
             self._connection.close()
 
     def _group(self, db: sqlite3.Connection, index: int) -> Group:
-        """Returns a stored group with its closed parts. The caller opens the transaction."""
+        """Returns a stored group with its closed parts. The caller must have opened a transaction."""
         return self._decode(index, self._bodies(db, [index])[index]).with_parts(late_parts.closed_parts(db, [index]).get(index, {}))
 
     def _bodies(self, db: sqlite3.Connection, indices: Sequence[int]) -> dict[int, bytes]:
@@ -310,7 +311,8 @@ class SqliteStore:
 
 
 def check_schema(db: sqlite3.Connection, path: Path, *, fix: str) -> None:
-    """Raises an error if an open file is not an experience store of this schema version. `fix`: what to do if its version differs."""
+    """Raises an error if an open file is not an experience store of this schema version. `fix`: what the user must do if the file has a
+    different schema version."""
     if read_pragma(db, "application_id") != APPLICATION_ID:
         raise StoreError(f"{path} is an SQLite file but not an experience store")
     if (version := read_pragma(db, "user_version")) != _SCHEMA_VERSION:
@@ -344,7 +346,8 @@ def _entry(row: Sequence[Any]) -> LedgerEntry:
 
 
 def _ascending(entries: Iterable[LedgerEntry]) -> Iterator[LedgerEntry]:
-    """Yields the entries. Raises `ValueError` if indices do not increase, because a file whose pages form a loop yields endless rows."""
+    """Yields the entries. Raises `ValueError` if indices do not increase, because a damaged file whose pages form a loop yields endless
+    rows."""
     last: int | None = None
     for entry in entries:
         if last is not None and entry.index <= last:

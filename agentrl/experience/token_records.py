@@ -1,13 +1,13 @@
-"""The values that a learner step computed for each trained token. `updates/000014.0.tokens` in the run folder contains those of step 14 on
-rank 0.
+"""The values that a learner step computed for each trained token. `updates/000014.0.tokens` in the run folder contains the values of step
+14 on rank 0.
 
 The store contains the sampled data. Ratios, clipping and entropies depend on the learner's weights and exist only during the step. Records
-are for inspection and are never part of the run's state. If their total size exceeds `MAX_TOTAL_BYTES`, the oldest are removed. A step is
-trained even if its record cannot be written.
+are for inspection and are never part of the run's state. If their total size exceeds `MAX_TOTAL_BYTES`, the oldest files are removed. A
+step is trained even if its record cannot be written.
 
-A file is one zstd frame. It contains the length of a JSON header (uint32, little-endian), the header, and one column each for the logprobs,
-entropies and importance weights of the N tokens as float32, followed by one byte per token, which is 1 if the token was clipped. The tokens
-of a sample are adjacent and in order.
+A file is one zstd frame. It contains the length of a JSON header (uint32, little-endian), the header, and the values of the N tokens: three
+float32 columns (logprobs, entropies and importance weights), followed by one byte per token, which is 1 if the token was clipped. The
+tokens of a sample are adjacent and in order.
 """
 
 from __future__ import annotations
@@ -64,14 +64,15 @@ def write_records(run_dir: Path, step: int, rank: int, records: Sequence[TokenRe
 
 
 def load_file(run_dir: Path, step: int, rank: int) -> bytes:
-    """Returns the content of a rank's file. Raises `OSError`, or `ValueError` if the file is larger than `MAX_FILE` bytes."""
+    """Returns the content of a rank's file. Raises `OSError` if it cannot be read, and `ValueError` if it is larger than `MAX_FILE`
+    bytes."""
     return read_bytes(_path(run_dir, step, rank), most=MAX_FILE, inside=run_dir)
 
 
 def save_file(run_dir: Path, step: int, rank: int, content: bytes) -> None:
     """Writes the file of a rank, and removes the oldest files if the total exceeds `MAX_TOTAL_BYTES`.
 
-    Raises `OSError`, or `ValueError` if the step or the rank is out of range.
+    Raises `OSError` if the file cannot be written, and `ValueError` if the step or the rank is out of range.
     """
     if not 0 < step < _LAST_STEP or not 0 <= rank < _MAX_RANKS:
         raise ValueError(f"rank {rank} or step {step} is out of range")
@@ -91,7 +92,7 @@ def save_file(run_dir: Path, step: int, rank: int, content: bytes) -> None:
 def read_records(run_dir: Path, step: int, group: int) -> list[TokenRecord]:
     """Returns the records of one group in a step; empty if there are none. Steps are counted from 1.
 
-    Raises `OSError`, or `ValueError` if a file is damaged.
+    Raises `OSError` if a file cannot be read, and `ValueError` if a file is damaged.
     """
     records: list[TokenRecord] = []
     for rank in range(_MAX_RANKS):

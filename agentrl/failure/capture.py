@@ -43,7 +43,7 @@ def capture_reason(scored: ScoredEpisode, *, threshold: float | None, audit: str
     """Returns why an episode is a failure, or None if it is not.
 
     Args:
-        threshold: the lowest finite score that is not a failure; None means no threshold.
+        threshold: the lowest score that counts as passed; None means that no score is too low.
         audit: the reason why the score was not earned; empty if it was earned.
         passed_before: whether an earlier version passed the same task.
     """
@@ -65,13 +65,13 @@ def capture_reason(scored: ScoredEpisode, *, threshold: float | None, audit: str
 class Capture:
     """Tags the failures of a run by rules, stores them in the run folder, and counts all episodes.
 
-    The methods write to the disk, so call them in a thread. Several threads may call them at once. If a write fails, the error is logged
-    and only the episodes of that write are lost. A damaged file is renamed, and a new file is started. After an error that took long, such
-    as a locked file, capture pauses, so that failing writes take at most one fiftieth of the run's time.
+    The methods write to the disk, so call them in a thread. Several threads may call them at once. If a write fails, the error is logged,
+    and only the episodes of that write are lost. A damaged file is renamed, and a new file is started. If a write fails only after a long
+    wait, for example for a locked file, capturing pauses, so that failing writes take at most one fiftieth of the run's time.
 
     Args:
         origin: run, recipe and model, stored with each trace.
-        audit: called for each scored episode.
+        audit: called with each task and its scored episode; returns why the score was not earned.
     """
 
     def __init__(self, run_dir: Path, config: CaptureConfig, *, origin: dict[str, str], audit: Audit = lambda task, scored: "") -> None:
@@ -85,7 +85,7 @@ class Capture:
         self._lock = threading.Lock()  # guards the attributes above
 
     def capture_group(self, task: Task | None, group: Group, *, step: int) -> None:
-        """Captures the failures in a stored training group. A repeated call has no effect, even in a later process."""
+        """Captures the failures in a stored training group. A second call for the same group has no effect, even in a later process."""
         once = f"group {group.index}"
         if group.fault is None:
             self._capture(task, group.episodes, phase="train", step=step, once=once)
@@ -102,12 +102,12 @@ class Capture:
         self._capture(task, (scored,), phase=phase, step=step, place=place or phase)
 
     def reset_phase(self, phase: str, *, step: int | None = None, place: str = "") -> None:
-        """Deletes the traces and counts of a phase, or of one of its steps, before an evaluation (re)starts."""
+        """Deletes the traces and counts of a phase, or of one step of the phase, before an evaluation starts or restarts."""
         with self._lock:
             self._guarded(lambda collection: collection.clear_phase(phase, step=step, place=place), episodes=0)
 
     def close(self) -> None:
-        """Closes the file and logs how many episodes were lost."""
+        """Closes the file of traces, and logs how many episodes could not be written to it."""
         if self.lost:
             log.warning("%d episodes are missing from the captured failures and their counts: they could not be written", self.lost)
         with self._lock:
@@ -161,7 +161,7 @@ class Capture:
         return replace(trace, tags=tag_by_rules(trace, self._rules))
 
     def _kind(self, task: Task | None) -> str:
-        """Returns a task's kind, or `OTHERS` if it is new and `MAX_KINDS` kinds are known, because the number of kinds is unlimited."""
+        """Returns the kind under which a task is counted; `OTHERS` for a new kind if `MAX_KINDS` kinds are already counted."""
         kind = kind_of_task(task)
         if kind not in self._kinds and len(self._kinds) >= MAX_KINDS:
             return OTHERS

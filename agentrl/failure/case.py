@@ -3,7 +3,7 @@
     evals/pricing/suite.toml           name, note, default policy, and number of attempts at each case
     evals/pricing/cases/0f3a9c.json    a case
 
-A case's task includes its verifiers, image and limits, so it is scored as in training.
+A case's task includes its verifiers, image and limits, so attempts at the case are scored as in training.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PROMOTE = "promote failures: agentrl failures promote RUN --into SUITE"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline(Record):
-    """A policy's scores on a case. It is the policy that failed the case, or a policy whose scores were pinned later."""
+    """The scores of one policy on a case: of the policy that failed the case, or of a policy whose scores were pinned later."""
 
     model: str
     version: int | None = None  # policy version in its run; None means unknown
@@ -45,7 +45,7 @@ class Baseline(Record):
 
     @property
     def mean(self) -> float | None:
-        """The mean score of the scored attempts; None if there are none."""
+        """The mean score of the scored attempts; None if no attempt is scored."""
         scored = [score for score in self.scores if score is not None]
         return sum(scored) / len(scored) if scored else None
 
@@ -112,7 +112,7 @@ def load_suite(folder: Path) -> Suite:
 
 
 def load_suites(folder: Path) -> tuple[Suite, ...]:
-    """Reads the suite in a folder, or all suites in its subfolders, ordered by name. Raises `UserError` if there is none."""
+    """Reads the suite in a folder, or all suites in its subfolders, ordered by name. Raises `UserError` if there is no suite."""
     _check_folder(folder)
     if (folder / _SETTINGS).is_file():
         return (load_suite(folder),)
@@ -132,7 +132,7 @@ def load_case(folder: Path, name: str) -> tuple[Suite, Case]:
 
 
 def own_threshold(task: Task) -> float | None:
-    """Returns the pass threshold that a task declares; None if it has the default, so that the evaluation's threshold applies."""
+    """Returns the pass threshold that a task declares; None if it is the default, so that the evaluation's threshold applies."""
     return None if task.pass_threshold == PASS_THRESHOLD else task.pass_threshold
 
 
@@ -152,7 +152,7 @@ def save_case(folder: Path, case: Case) -> Path:
     settings, path, text = folder / _SETTINGS, folder / "cases" / f"{case.id}.json", codec.to_json(case)
     if len(text) > _MAX_BYTES:
         problem = f"case {case.id} has {len(text) >> 20} MiB; the limit is {_MAX_BYTES >> 20} MiB"
-        raise UserError(problem, fix="use smaller files in its task, or remove them")
+        raise UserError(problem, fix="use smaller files in the task, or remove files")
     path.parent.mkdir(parents=True, exist_ok=True)
     if not settings.exists():
         write_atomically(settings, f"name = {json.dumps(folder.name, ensure_ascii=False)}\nrepeats = 1\n", durable=True)

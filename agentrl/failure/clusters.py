@@ -38,7 +38,7 @@ Embedding = Callable[[Sequence[str]], Sequence[Sequence[float]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceFeatures:
-    """The parts of a trace that clustering uses. Complete traces need not stay in memory."""
+    """The parts of a trace that clustering uses, so that complete traces need not stay in memory."""
 
     id: str
     tag: str
@@ -61,10 +61,10 @@ def trace_features(trace: Trace, text: str = "") -> TraceFeatures:
 
 
 def cluster_traces(traces: Iterable[TraceFeatures], *, alike: float = MIN_SIMILARITY, embed: Embedding | None = None) -> list[Cluster]:
-    """Returns clusters of traces, the largest first. Each trace is in exactly one cluster.
+    """Returns clusters of traces, the largest cluster first. Each trace is in exactly one cluster.
 
     Args:
-        alike: minimum mean similarity at which two clusters are merged.
+        alike: minimum mean cosine similarity at which two clusters are merged.
 
     Raises `UserError` if scikit-learn is missing.
     """
@@ -86,7 +86,7 @@ def cluster_traces(traces: Iterable[TraceFeatures], *, alike: float = MIN_SIMILA
 
 
 def extract_features(trace: Trace) -> Counter[str]:
-    """Returns a mapping feature -> weight. The weights are not yet multiplied by the rarity of the features."""
+    """Returns a mapping feature -> weight for a trace. The weights do not include the rarity of the features among all traces."""
     features: Counter[str] = Counter()
     for kind, value in _features(trace, timeline_of(trace)):
         if len(features) == MAX_FEATURES:
@@ -96,7 +96,7 @@ def extract_features(trace: Trace) -> Counter[str]:
 
 
 def describe_trace(trace: Trace) -> str:
-    """Returns a description of a trace in a few hundred characters, to be embedded."""
+    """Returns a description of a trace in a few hundred characters, for the embedding."""
     timeline = timeline_of(trace)
     tools = " ".join(call.tool[:40] for step in timeline.steps[:12] for call in step.calls[:4])
     errors = " ".join(line[:160] for line in _error_lines(timeline))
@@ -130,7 +130,7 @@ def load_minilm() -> Embedding:
 
 
 def _vectors(traces: Sequence[TraceFeatures], embed: Embedding | None) -> Any:
-    """Returns unit vectors [N, F], which are dense if there is an embedding and otherwise sparse."""
+    """Returns one unit vector per trace, [N, F]. The vectors are dense if `embed` is given, and otherwise sparse."""
     if embed is not None:
         return _optional("sklearn.preprocessing").normalize(embed([trace.text for trace in traces]))
     text = _optional("sklearn.feature_extraction")
@@ -141,7 +141,7 @@ def _vectors(traces: Sequence[TraceFeatures], embed: Embedding | None) -> Any:
 def _labels(vectors: Any, alike: float) -> list[int]:
     """Returns a cluster number for each distinct vector.
 
-    Each vector after the first `_MAX_COMPARED` joins the cluster of its nearest neighbour among them.
+    The first `_MAX_COMPARED` vectors are clustered. Each further vector joins the cluster of its nearest neighbour among them.
     """
     compared, rest = vectors[:_MAX_COMPARED], vectors[_MAX_COMPARED:]
     if compared.shape[0] == 1:
@@ -190,9 +190,9 @@ def _features(trace: Trace, timeline: Timeline) -> Iterator[tuple[str, str]]:
 
 
 def _error_lines(timeline: Timeline) -> list[str]:
-    """Returns the first `_ERROR_LINES` errors: messages about malformed calls, and the last output line of each failed call.
+    """Returns up to `_ERROR_LINES` error lines: messages about malformed calls, and the last output line of each failed call.
 
-    If it is unknown whether a call failed, its last line counts if it looks like an error.
+    If it is unknown whether a call failed, its last output line is included if it looks like an error.
     """
     errors: list[str] = []
     for step in timeline.steps:

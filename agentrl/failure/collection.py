@@ -1,7 +1,7 @@
-"""Stores the traces of a run or import durably and with bounded size, in the SQLite file `failures/traces.sqlite` in its folder.
+"""Stores the traces of a run or import, with bounded size, in the SQLite file `failures/traces.sqlite` in the run's or import's folder.
 
 A trace is stored as zstd-compressed JSON. A task is stored once for all of its traces. Counts include the failures whose traces are not
-stored. The experience store also contains episodes, but a trace must be readable without it and without the task family.
+stored. The experience store also contains episodes, but a trace can be read without that store and without the task family.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _SCHEMA = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceRow:
-    """The summary of a trace, for lists. Its strings are untrusted."""
+    """The summary of a trace, for lists of traces. All strings in it are untrusted."""
 
     seq: int
     id: str
@@ -82,7 +82,7 @@ class TraceRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeCount:
-    """The number of episodes that have these values. For episodes that passed, `why` and `tag` are empty."""
+    """The number of episodes (`n`) for which all other fields have these values. For episodes that passed, `why` and `tag` are empty."""
 
     phase: str
     step: int
@@ -95,7 +95,7 @@ class EpisodeCount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceFilter:
-    """A filter for traces. An empty field matches every trace."""
+    """A filter that matches traces by their fields. A field that is empty or None matches every trace."""
 
     tag: str = ""
     kind: str = ""
@@ -105,7 +105,7 @@ class TraceFilter:
     ids: tuple[str, ...] = ()
 
     def sql_where(self) -> tuple[str, list[Any]]:
-        """Returns the SQL WHERE clause and its parameters. The clause is empty if every trace matches."""
+        """Returns the SQL WHERE clause for this filter, and its parameters. The clause is empty if the filter matches every trace."""
         equal = {"tag": self.tag, "kind": self.kind, "why": self.why, "phase": self.phase}
         terms = [f"{name} = ?" for name, value in equal.items() if value]
         values: list[Any] = [value for value in equal.values() if value]
@@ -117,7 +117,7 @@ class TraceFilter:
 
 
 def count_of_trace(trace: Trace) -> EpisodeCount:
-    """Returns the `EpisodeCount` that counts one trace."""
+    """Returns an `EpisodeCount` of 1 for the episode of a trace."""
     return EpisodeCount(
         phase=trace.phase,
         step=trace.step,
@@ -130,17 +130,17 @@ def count_of_trace(trace: Trace) -> EpisodeCount:
 
 
 class Collection:
-    """The traces in a folder. Allows one writer at a time and any number of readers, in any process.
+    """The traces in a folder. Any number of processes may read them, and one process may write at a time.
 
     Args:
         folder: a run folder or an import's folder.
         keep: maximum number of traces stored per phase; None means no limit. If a phase is full, the oldest trace with the most frequent
             tag is deleted, so that rare failures are kept. Traces that a person tagged are kept.
-        keep_bytes: maximum compressed size of a phase's traces, in bytes; None means no limit. It is enforced in the same way.
+        keep_bytes: maximum compressed size of a phase's traces, in bytes; None means no limit. It is enforced in the same way as `keep`.
         make: create the file if it is missing. If False, a missing file raises `UserError`, and a read-only file can be read.
-        busy_timeout_s: maximum wait while another process writes.
+        busy_timeout_s: maximum wait, in seconds, while another process writes.
 
-    Every method raises `StoreError` if the file is damaged or locked, or cannot be written.
+    Every method raises `StoreError` if the file is damaged or locked, or cannot be read or written.
     """
 
     def __init__(
@@ -191,8 +191,8 @@ class Collection:
 
         Args:
             counts: the counts to add; None counts each new trace once.
-            passed: (task key, phase) of each episode that passed. For each task, only the first phase is recorded.
-            once: an idempotency key. If traces were added with it before, nothing is stored or counted.
+            passed: (task key, phase) of each episode that passed. For each task, only the first phase in which it passed is recorded.
+            once: an idempotency key. If an earlier call with the same key succeeded, nothing is stored or counted.
         """
         traces = list(traces)
         with self._transaction() as db:
@@ -208,7 +208,7 @@ class Collection:
         return stored
 
     def rows(self, wanted: TraceFilter | None = None, *, most: int = -1, newest: bool = False) -> list[TraceRow]:
-        """Returns at most `most` matching traces (-1 means all), the oldest first, or the newest first if `newest` is true."""
+        """Returns the rows of at most `most` matching traces (-1 means all), the oldest first, or the newest first if `newest` is true."""
         where, values = (wanted or TraceFilter()).sql_where()
         query = f"SELECT {', '.join(TraceRow.__slots__)} FROM traces{where} ORDER BY seq {'DESC' if newest else 'ASC'} LIMIT ?"
         names = TraceRow.__slots__
@@ -229,7 +229,7 @@ class Collection:
                 yield trace
 
     def get(self, trace_id: str) -> Trace | None:
-        """Returns the trace with an id, or None if it is not stored."""
+        """Returns the trace with the id `trace_id`, or None if no such trace is stored."""
         with self._query():
             row = self._db.execute(
                 "SELECT body, tags, (SELECT body FROM tasks WHERE key = task_key) FROM traces WHERE id = ?", (trace_id,)
@@ -246,7 +246,7 @@ class Collection:
             raise StoreError(f"trace {trace_id} in {self.path} is damaged: {str(error)[:300]}") from error
 
     def tag(self, trace_id: str, tags: Sequence[Tag]) -> None:
-        """Replaces the tags of a trace, and counts the trace under its new tag."""
+        """Replaces the tags of a trace, and counts the trace under its new tag. Raises `UserError` if the trace is not stored."""
         name, text = deciding_tag_name(tags), codec.to_json(tuple(tags)).decode()
         with self._transaction() as db:
             row = db.execute(f"SELECT {', '.join(_COUNTED)} FROM traces WHERE id = ?", (trace_id,)).fetchone()
@@ -262,7 +262,7 @@ class Collection:
         sizes.add(name, 0)
 
     def counts(self, *by: str) -> dict[tuple[Any, ...], int]:
-        """Returns a mapping from the values of the `EpisodeCount` fields `by` to the number of episodes with them, stored or not."""
+        """Returns the number of episodes, with and without a stored trace, for each combination of values of the `EpisodeCount` fields."""
         if unknown := set(by) - set(EpisodeCount.__slots__):
             raise ValueError(f"EpisodeCount has no field {', '.join(sorted(unknown))}")
         names = ", ".join(by)
@@ -273,12 +273,12 @@ class Collection:
             return {tuple(self._typed((*by, "n"), line)[:-1]): line[-1] for line in lines}
 
     def dropped(self) -> dict[str, int]:
-        """Returns a mapping phase -> number of traces that were deleted or never stored because of the limits."""
+        """Returns a mapping phase -> number of traces that were deleted, or not stored, because of the limits on number and size."""
         with self._query():
             return {line[0]: line[1] for line in self._db.execute("SELECT phase, n FROM dropped") if self._typed(("phase", "n"), line)}
 
     def clear_phase(self, phase: str, *, step: int | None = None, place: str = "") -> None:
-        """Deletes the traces and counts of a phase, or of one of its steps. Tasks that passed in other phases stay recorded.
+        """Deletes the traces and counts of a phase, or of one of its steps, and all records of tasks that passed in the phase.
 
         Args:
             place: the name under which the phase's passed tasks were recorded; empty means `phase`.
@@ -326,7 +326,7 @@ class Collection:
         if read_pragma(db, "application_id") != _APPLICATION_ID:
             raise StoreError(f"{self.path} is an SQLite file, but not a collection of traces")
         if (schema := read_pragma(db, "user_version")) != _SCHEMA_VERSION:
-            raise StoreError(f"{self.path} has trace schema {schema}; this agentrl reads {_SCHEMA_VERSION}")
+            raise StoreError(f"{self.path} has trace schema {schema}; this version of agentrl reads {_SCHEMA_VERSION}")
 
     def _typed(self, names: Sequence[str], line: Sequence[Any]) -> Sequence[Any]:
         """Returns the values of columns after checking their types, because SQLite stores values of any type in any column."""
@@ -366,7 +366,7 @@ class Collection:
         return True
 
     def _delete_one(self, db: sqlite3.Connection, phase: str, sizes: _PhaseSize) -> bool:
-        """Deletes the oldest trace with the most frequent tag, except traces that a person tagged. Returns False if there is none."""
+        """Deletes the oldest trace with the most frequent tag, except traces that a person tagged. Returns False if no trace is left."""
         query = "SELECT MIN(seq) FROM traces WHERE phase = ? AND tag IN (SELECT value FROM json_each(?)) AND tags NOT LIKE ?"
         for tags in sizes.by_frequency():
             (seq,) = db.execute(query, (phase, json.dumps(tags), _PERSON_TAG)).fetchone()
@@ -394,7 +394,7 @@ class Collection:
 
 
 class _PhaseSize:
-    """The number of stored traces in a phase by tag, and their total size in bytes."""
+    """The number of stored traces in one phase, by tag, and the total size of these traces in bytes."""
 
     def __init__(self, db: sqlite3.Connection | None = None, phase: str = "") -> None:
         query = "SELECT tag, COUNT(*), SUM(bytes) FROM traces WHERE phase = ? GROUP BY tag"
@@ -407,7 +407,7 @@ class _PhaseSize:
         self.bytes += size
 
     def by_frequency(self) -> list[list[str]]:
-        """Returns lists of equally frequent tags, the most frequent first."""
+        """Returns the tags, grouped into lists of equally frequent tags, the most frequent first."""
         groups: dict[int, list[str]] = {}
         for tag, times in self.tags.most_common():
             groups.setdefault(times, []).append(tag)
@@ -424,7 +424,7 @@ def _question(trace: Trace) -> str:
 
 
 def _packed(trace: Trace) -> tuple[bytes, int]:
-    """Returns a trace without its task and tags as compressed JSON, and the size of the JSON; b"" and the size if it is too large."""
+    """Returns a trace without its task and tags as compressed JSON (b"" if it is too large), and the size before compression in bytes."""
     fields = ("id", "why", "source", "episode", "spoken", "tools", "score", "phase", "step", "origin", "missing")
     text = codec.to_json({name: getattr(trace, name) for name in fields} | {"format": FORMAT})
     return (compress(text), len(text)) if len(text) <= MAX_TRACE_BYTES else (b"", len(text))

@@ -39,7 +39,7 @@ def failures_by_tag(run_dir: Path) -> dict[str, int]:
 
 
 def build_digest(collection: Collection) -> dict[str, Any]:
-    """Returns the failures by tag (in total, by phase, by training step, and by version), and examples."""
+    """Returns the number of failures by tag (in total, by phase, by training step, and by version), and example traces."""
     tags = Counter({str(tag): times for (tag,), times in collection.counts("tag").items()})
     passed = tags.pop("", 0)
     names = [tag for tag, _ in tags.most_common(_TAGS)]
@@ -58,7 +58,7 @@ def build_digest(collection: Collection) -> dict[str, Any]:
 
 
 def _grouped(collection: Collection, by: str, names: list[str], *, phase: str = "") -> list[dict[str, Any]]:
-    """Returns one entry for each value of a field, in order, with the number of episodes and the number of failures by tag."""
+    """Returns one entry for each value of the field `by`, in order, with the number of episodes and the number of failures by tag."""
     groups: dict[Any, Counter[str]] = {}
     for (value, of_phase, tag), times in collection.counts(by, "phase", "tag").items():
         if phase in ("", of_phase):
@@ -72,7 +72,7 @@ def _grouped(collection: Collection, by: str, names: list[str], *, phase: str = 
 
 
 def _order(value: Any) -> tuple[int, int, str]:
-    """Returns a sort key, which orders numbers by value and phases as a run does: before, train, step4, step8, after."""
+    """Returns a sort key that orders numbers by value, and phases as in a run: before, train, step4, step8, after."""
     if isinstance(value, int):
         return (0, value, "")
     name = str(value)
@@ -81,7 +81,7 @@ def _order(value: Any) -> tuple[int, int, str]:
 
 
 def _examples(collection: Collection, names: list[str]) -> list[dict[str, Any]]:
-    """Returns the newest failure with each of the most frequent tags."""
+    """Returns an example for each of the most frequent tags: the newest failure with that tag."""
     examples = []
     for name in names[:_EXAMPLES]:
         for row in collection.rows(TraceFilter(tag=name), most=1, newest=True):
@@ -95,7 +95,7 @@ def _examples(collection: Collection, names: list[str]) -> list[dict[str, Any]]:
 
 
 def example_of(trace: Trace) -> dict[str, Any]:
-    """Returns a trace in the form in which the report shows episodes, with its tag."""
+    """Returns a trace and its tag in the form in which the report shows episodes."""
     timeline, tag, task = timeline_of(trace), deciding_tag(trace.tags), trace.task
     return {
         "trace": trace.id,

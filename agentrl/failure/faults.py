@@ -33,11 +33,11 @@ _MAX_NAMED = 20  # quarantined tasks in an error message
 
 
 class FaultRate:
-    """Counts the newest attempts and their faults, retried or not. Use it from one event loop.
+    """Measures the share of faults among the newest attempts, including attempts that are retried. Use it from one event loop.
 
-    If a server or daemon dies, all attempts in flight fail and are retried. The run should not pause for that. So the rate covers the
-    newest `4 * concurrency` attempts (at least 64), and is checked only after half that many have finished. If the limit is 0.5, one such
-    failure among successful attempts never exceeds it.
+    If a server or daemon dies, all attempts in flight fail and are retried. A single loss of this kind should not pause the run. So the
+    share covers the newest `4 * concurrency` attempts (at least 64), and is checked only after half that many have finished. With a limit
+    of 0.5, one such loss among otherwise successful attempts never exceeds the limit.
 
     Args:
         limit: maximum share of faults, from 0 to 1. If it is 1, a run never pauses.
@@ -58,7 +58,7 @@ class FaultRate:
         self._exceeded = asyncio.Event()
 
     def record_attempt(self, failure: Failure | None) -> None:
-        """Counts a finished attempt. `failure` is its fault, or None if the attempt was scored.
+        """Counts a finished attempt. `failure` is the fault of the attempt; None means that the attempt was scored.
 
         An attempt that failed because of a fault in a different attempt counts only in the metrics, because one fault can make many
         attempts fail.
@@ -94,10 +94,10 @@ class FaultRate:
         return Counter(kind for kind in self._newest if kind is not None)
 
     def attempt_metrics(self) -> dict[str, float]:
-        """Returns step metrics for the attempts that finished since the last call: their number, how many failed, and a share of faults.
+        """Returns step metrics for the attempts that finished since the last call, including retried attempts.
 
-        The share is the proportion of attempts, retried or not, with a fault that the policy may have caused (`Failure.policy_reachable`).
-        It is absent if no attempt finished.
+        The metrics are the number of attempts, the number that failed, and the share with a fault that the policy may have caused
+        (`Failure.policy_reachable`). The share is absent if no attempt finished.
         """
         ended, failed = self._since.total(), self._since[True]
         reachable, self._suspects_since = self._suspects_since, 0
@@ -106,9 +106,9 @@ class FaultRate:
         return {"attempts_ended": ended, "attempts_failed": failed, **share}
 
     def suspect_alert(self) -> str:
-        """Returns an alert when the share of faults after the policy's first turn rises above `MAX_SUSPECT_SHARE`; otherwise "".
+        """Returns an alert if more than `MAX_SUSPECT_SHARE` of the newest attempts failed after the policy's first turn; otherwise "".
 
-        The alert is repeated only after the share fell below the limit.
+        After an alert, "" is returned until the share has fallen to the limit or below and risen above it again.
         """
         kinds = Counter(kind for kind in self._suspects if kind is not None)
         known = len(self._suspects)
@@ -123,7 +123,7 @@ class FaultRate:
         )
 
     async def watch(self) -> NoReturn:
-        """Waits until the limit is exceeded, then raises `InfrastructureError` with the most frequent faults."""
+        """Waits until the share of faults exceeds the limit, then raises an `InfrastructureError` that lists the most frequent faults."""
         await self._exceeded.wait()
         kinds = self.kinds.most_common()
         lines = [f"{count} x {kind}: {self._messages.get(kind, '')}".rstrip(": ") for kind, count in kinds[:_SHOWN_KINDS]]
@@ -141,7 +141,7 @@ class FaultRate:
 class Quarantine:
     """The broken tasks of one run, which are not attempted again.
 
-    Each is recorded as a line of `quarantine.jsonl` that contains the task, the group and the message.
+    Each task is recorded as one line of `quarantine.jsonl` with the task's id and key, the group's index, and the fault's message.
 
     Args:
         run_dir: the run folder.
@@ -160,13 +160,13 @@ class Quarantine:
     def known_fault(self, task_key: str) -> Failure | None:
         """Returns the fault of a quarantined task, or None for any other task.
 
-        A key is a content hash, so a repaired task has a new key.
+        A task key is a content hash, so a repaired task has a new key and is not quarantined.
         """
         message = self._faults.get(task_key)
         return None if message is None else Failure(stage="task", blame=Blame.TASK, kind="quarantined", message=message)
 
     def add(self, group: Group) -> None:
-        """Quarantines the task of a group that has a fault, once. Other groups are only counted.
+        """Counts a finished group and, if the group has a fault, quarantines its task.
 
         Writes to the disk, so call it in a thread.
 

@@ -104,7 +104,10 @@ class WithheldTasks:
 
 
 def load_withheld(suites: Sequence[str | Path], *, root: Path) -> WithheldTasks:
-    """Loads the tasks in suites, whose folders are relative to `root`. Raises `UserError` if a folder is not a suite."""
+    """Loads the cases of suites, whose folders are relative to `root`, as tasks to withhold.
+
+    Raises `UserError` if a folder is not a suite.
+    """
     return WithheldTasks(case for suite in suites for case in load_suite(root / suite).cases)
 
 
@@ -139,12 +142,15 @@ def _prompt(task: Task, normalize: Callable[[str], str]) -> tuple[tuple[str, str
 
 
 def _prompt_digest(task: Task) -> str:
-    """Returns a hash that is equal for tasks whose prompts are equal up to ids. Both kinds of overlap require such prompts."""
+    """Returns a hash that is equal for tasks whose prompts are equal up to ids. Tasks with different hashes do not overlap."""
     return hashlib.sha256(repr(_prompt(task, normalize_ids)).encode("utf-8", "replace")).hexdigest()
 
 
 def _comparable(one: Task, other: Task) -> bool:
-    """Whether two tasks can be compared by prompts and files alone. If neither has files, their images or answers must be equal."""
+    """Whether comparing the prompts and files of two tasks is enough to find an overlap.
+
+    If neither task has files, the tasks must have the same image or the same answer.
+    """
     images = {"" if task.sandbox is None else task.sandbox.image for task in (one, other)}
     if len(images) == 1 or one.files or one.binary_files or other.files or other.binary_files:
         return True
@@ -163,8 +169,8 @@ def _file_lines(task: Task) -> Counter[str]:
 def _truth(task: Task) -> str:
     """Returns the answer or, if there is none, all of the task's data, in a normal form that is equal for twins.
 
-    Each id is replaced by its number in the order of first occurrence in the prompt and the files. An id that does not occur there, such
-    as 0x2f, is kept if it is part of an answer, because it was computed.
+    Each id is replaced by its number in the order of first occurrence in the prompt and the files. An id that occurs in neither, such as
+    0x2f, is kept if it is part of an answer, because the answer was computed.
     """
     truth: Any = task.data.get("answer", dict(task.data))
     text = normalize_text(json.dumps(truth, sort_keys=True, ensure_ascii=False))

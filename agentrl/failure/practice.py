@@ -3,7 +3,7 @@
 {"format": 1, "suite": "pricing", "family": "tables", "seed": 0, ...}              settings
 {"case": "join-0f3a9c", "how": "harder", "key": "9c1e...", "task": {...}}          a task
 
-`agentrl.check.practice` generates and proves the tasks. None of them is a case or a near duplicate of a case.
+`agentrl.check.practice` generates and proves the tasks. No practice task is a case or a near duplicate of a case.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class PracticeTask(Record):
 
 
 def practice_task(case: Case, how: str, task: Task) -> PracticeTask:
-    """Returns a practice task for a case."""
+    """Returns a `PracticeTask` for a task that was derived from a case."""
     return PracticeTask(case=case.id, how=how, task=task, key=task.key)
 
 
@@ -70,8 +70,8 @@ def load_practice(suite: Path, *, withheld: WithheldTasks | None = None, file: P
         withheld: the tasks that must not be trained on.
         file: the file to read; None means the suite's file.
 
-    Raises a `UserError` that names the file and the line if the file is damaged, or if a task was changed after it was proven, is not for
-    training, or overlaps with a case.
+    Raises `UserError` if the file is missing or damaged, or if a task was changed after it was proven, is not for training, or overlaps
+    with a withheld task.
     """
     path = file or suite / FILE
     try:
@@ -114,7 +114,7 @@ class PracticeSchedule:
             seen[suite] += 1
 
     def practice_groups_before(self, group_index: int) -> int:
-        """Returns the number of practice groups that precede a group."""
+        """Returns the number of practice groups among the groups before `group_index`."""
         return group_index * self.share.numerator // self.share.denominator
 
     def task_of_group(self, group_index: int) -> Task | None:
@@ -134,7 +134,7 @@ class PracticeSchedule:
 def open_practice(
     config: TasksConfig, *, seed: int, root: Path, withheld: WithheldTasks, files: Mapping[str, Path] = MappingProxyType({})
 ) -> PracticeSchedule:
-    """Loads the practice tasks that a recipe uses, and returns their schedule. Raises `UserError` as `load_practice` does.
+    """Loads the practice tasks that a recipe uses, and returns their schedule. Raises the same errors as `load_practice`.
 
     Args:
         files: suite -> file to read instead of the suite's file.
@@ -161,10 +161,11 @@ def gold_without_answer(family: TaskFamily, task: Task) -> str:
 
 
 def mutate_task(task: Task, *, seed: int) -> Iterator[Task]:
-    """Yields copies of a task with different numbers in its files, for families without variants. Their answers must be recomputed.
+    """Yields copies of a task with different numbers in its files, for families without variants.
 
-    Numbers that occur in the prompt or the task's data are not changed, and equal numbers stay equal in all files. The copies depend only
-    on the task's content and the seed. The iterator is endless, or empty if there is no number to change.
+    The answers of the copies must be recomputed. Numbers that occur in the prompt or the task's data are not changed, and equal numbers
+    stay equal in all files. The copies depend only on the task's content and the seed. The iterator is endless, or empty if there is no
+    number to change.
     """
     about = [*(message.content for message in task.prompt), *(repr(value) for key, value in task.data.items() if key != "answer")]
     fixed = set(_NUMBER.findall(" ".join(about).replace("'", " ").replace(",", " ")))

@@ -54,7 +54,7 @@ class Promotion:
 
     @property
     def summary(self) -> str:
-        """Describes the result in one line."""
+        """A description of the result in one line."""
         if self.path is None:
             return f"{self.trace}: its task is already in the suite, as case {self.case}"
         twin = f" (a near duplicate of case {self.case}, which stays in the suite)" if self.likeness is not None else ""
@@ -154,7 +154,7 @@ def describe_excluded_messages(trace: Trace) -> str:
 def read_truths(path: Path) -> dict[str, Any]:
     """Returns a mapping trace id -> correct answer, read from lines such as {"trace": "...", "truth": "412"}.
 
-    If the file cannot be read, raises `UserError`. If a line is invalid, the error names the line.
+    Raises `UserError` if the file cannot be read or a line is invalid. The error for an invalid line contains the line number.
     """
     truths: dict[str, Any] = {}
     try:
@@ -176,10 +176,10 @@ def read_truths(path: Path) -> dict[str, Any]:
 
 
 def _case_from(trace: Trace, start: EpisodeState | None, supplied: UserParts, about: Mapping[str, Any]) -> Case:
-    """Returns the case that a trace becomes.
+    """Returns the regression case for a trace.
 
-    Its id is derived from the kind and key of the task (and the turn of `start`), so a task has one case. The baseline is the score of the
-    policy that failed. Raises `UserError` if the trace has no task, or if it records a fault, which says nothing about the policy.
+    The case id is derived from the kind and key of the task (and the turn of `start`), so a task has one case. The baseline is the score of
+    the policy that failed. Raises `UserError` if the trace has no task, or if it records a fault, which says nothing about the policy.
     """
     task = trace.task if trace.task is not None else task_from_trace(trace, supplied)
     if trace.why is CaptureReason.FAULT:
@@ -243,7 +243,7 @@ def _recording(trace: Trace) -> Recording:
 
 
 def _schemas(trace: Trace, calls: Sequence[RecordedCall]) -> list[JsonObject]:
-    """Returns the recorded schemas of the tools. If a tool has no schema, one is derived from its calls."""
+    """Returns the recorded schemas of a trace's tools. If a tool has no recorded schema, its schema is derived from its calls."""
     schemas: list[JsonObject] = [
         dict(tool) for tool in trace.tools if isinstance(tool.get("function"), dict) and tool["function"].get("name")
     ]

@@ -168,7 +168,7 @@ def misread_output(trace: Trace) -> Tag | None:
 
 
 def looped(trace: Trace) -> Tag | None:
-    """Tags three equal calls with the same outcome if no new call or output came between the last two, or repeated text.
+    """Tags repeated text, or three equal calls with the same output if no new call or output occurred between the last two of them.
 
     Tests that are re-run after each change are not a loop.
     """
@@ -199,7 +199,7 @@ def looped(trace: Trace) -> Tag | None:
 
 
 def gave_up(trace: Trace) -> Tag | None:
-    """Tags a last turn that is empty or declines the task, or a submitted non-answer."""
+    """Tags a last turn that is empty or declines the task, or a submitted text that is not an answer."""
     timeline = timeline_of(trace)
     step = timeline.last_step
     if step is None or timeline.hit_limit or step.truncated or step.malformed:
@@ -232,7 +232,7 @@ def forbidden_tool(trace: Trace) -> Tag | None:
 
 
 def ignored_instruction(trace: Trace) -> Tag | None:
-    """Tags an answer if the agent did not read the files, did not submit it, or wrote other text although only the answer was allowed."""
+    """Tags an answer if the agent did not read the files, did not submit the answer, or added other text although the task forbids it."""
     timeline = timeline_of(trace)
     answer, last, offered = timeline.answer, timeline.last_step, timeline.offered_tools
     if last is None or timeline.hit_limit or last.truncated or last.malformed:
@@ -340,7 +340,7 @@ def _timed_out(call: TraceCall) -> bool:
 
 
 def _missing_arguments(timeline: Timeline, call: TraceCall) -> str:
-    """Returns a message that lists the arguments that the tool's schema requires and the call lacks; empty if the call succeeded."""
+    """Returns a message that lists the required arguments that a call lacks; empty if it lacks none, or if the call succeeded."""
     schema: Any = (timeline.offered_tools or {}).get(call.tool)
     required = schema.get("required") if schema and call.ok is not True else None
     if not isinstance(required, list):
@@ -357,6 +357,6 @@ def _repeats_itself(text: str) -> bool:
 
 
 def _line(text: str, *, last: bool = False) -> str:
-    """Returns the first nonblank line of a string or, if `last` is true, the last one, which contains the message of a traceback."""
+    """Returns the first nonblank line of a string or, if `last` is true, the last one, which in a traceback is the error message."""
     lines = nonblank_lines(text)
     return lines[-1 if last else 0][:200] if lines else ""

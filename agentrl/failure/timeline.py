@@ -278,7 +278,7 @@ def _from_messages(trace: Trace) -> Timeline:
 
 
 def _next_unanswered(replies: Sequence[ImportedMessage], answers: Sequence[Mapping[int, ImportedMessage]]) -> tuple[int, int]:
-    """Returns (step, call) of the oldest unanswered call of the newest turn; (-1, 0) if there is none."""
+    """Returns the indices (step, call) of the oldest unanswered call in the newest turn; (-1, 0) if there is no such call."""
     calls = len(replies[-1].message.tool_calls[:MAX_CALLS]) if replies else 0
     return next(((len(replies) - 1, number) for number in range(calls) if number not in answers[-1]), (-1, 0))
 
@@ -290,7 +290,7 @@ def _answered(call: ToolCall, answer: ImportedMessage | None) -> TraceCall:
 
 
 def _succeeded(answer: ImportedMessage, call: ToolCall) -> bool:
-    """Whether a tool's result reports no error. Most formats do not mark errors, so the text decides."""
+    """Whether a tool's result reports no error. Most formats do not mark errors, so the text is searched for error messages."""
     text = answer.message.content.strip()
     if answer.failed or answer.error or _ERROR.match(text[:200]) or _RAISED.match(text[-400:].rpartition("\n")[2]):
         return False
@@ -298,7 +298,7 @@ def _succeeded(answer: ImportedMessage, call: ToolCall) -> bool:
 
 
 def _schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]] | None:
-    """Returns tool -> schema of its arguments, from function schemas in OpenAI's form or without its wrapper; None if there are none."""
+    """Returns a mapping tool -> schema of arguments, from OpenAI function schemas with or without a wrapper; None if no tool has a name."""
     schemas: dict[str, Mapping[str, Any]] = {}
     for tool in tools[:1000]:
         inner = tool.get("function")

@@ -98,7 +98,7 @@ class Trace(Record):
 def deciding_tag_name(tags: Sequence[Tag]) -> str:
     """Returns the tag name under which a trace is counted; empty if it has no tags.
 
-    This is the name of the newest tag set by a person or, if there is none, of the first tag.
+    This is the name of the newest tag set by a person or, if no person set a tag, of the first tag.
     """
     person = next((tag for tag in reversed(tags) if tag.by.startswith(BY_PERSON)), None)
     return person.name if person is not None else tags[0].name if tags else ""

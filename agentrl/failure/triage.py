@@ -47,7 +47,7 @@ _MAX_NOTE = 500
 
 
 class TriageJudge(Protocol):
-    """Reads a trace as text and tags it."""
+    """A judge that reads a trace as text and tags the failure."""
 
     @property
     def name(self) -> str:
@@ -60,7 +60,7 @@ class TriageJudge(Protocol):
 
 
 def load_rules(references: Sequence[str] = ()) -> tuple[TriageRule, ...]:
-    """Returns user-supplied rules, followed by the shipped ones. A reference names a rule or a list of rules.
+    """Returns the user-supplied rules, followed by the shipped rules. A reference names a rule or a list of rules.
 
     Raises `PluginError` if a reference does not resolve or a rule is not a plain function.
     """
@@ -77,9 +77,9 @@ def load_rules(references: Sequence[str] = ()) -> tuple[TriageRule, ...]:
 
 
 def tag_by_rules(trace: Trace, rules: Sequence[TriageRule]) -> tuple[Tag, ...]:
-    """Returns the tags that rules assign to a trace, the first failure first. The result is never empty.
+    """Returns the tags that rules assign to a trace: confident tags first, ordered by turn. The result is never empty.
 
-    If a rule raises, the error is logged and the rule adds no tag.
+    If a rule raises an exception, the exception is logged and the rule adds no tag.
     """
     timeline = timeline_of(trace)
     tags: list[tuple[tuple[bool, int, int], Tag]] = []
@@ -118,7 +118,7 @@ async def tag_by_judge(trace: Trace, rules: Sequence[TriageRule], judge: TriageJ
 
 
 def merge_tags(new: Sequence[Tag], before: Sequence[Tag]) -> tuple[Tag, ...]:
-    """Returns the new tags of a trace merged with the earlier ones.
+    """Returns the new tags of a trace merged with its earlier tags.
 
     Tags set by a person are kept. Tags set by a judge are kept if no rule is confident and the same judge returned no new tag.
     """
@@ -132,7 +132,7 @@ def check_tag_name(name: str) -> str:
     """Returns a tag name unchanged. Raises `ValueError` if it is not a valid tag name."""
     if not _NAME.fullmatch(name):
         raise ValueError(
-            f"{user_code.printable(name, 60)!r} is not a valid tag: use lower-case letters, digits and underscores, at most 40"
+            f"{user_code.printable(name, 60)!r} is not a valid tag: use at most 40 lower-case letters, digits and underscores"
         )
     return name
 

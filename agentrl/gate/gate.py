@@ -1,10 +1,11 @@
-"""The gate of a run. At intervals that the recipe sets, it evaluates the served version on a suite and compares it with the last promoted
-version.
+"""The gate of a run.
+
+At intervals that the recipe sets, the gate evaluates the served version on a suite and compares it with the last promoted version.
 
     the version serves -> attempts at every case -> more attempts at suspicious cases -> durable verdict -> its consequences
 
-The consequences (promotion, or a rollback request to the learner) are idempotent. They are applied again if the driver died before it
-finished them. A version is evaluated again if there is no verdict on exactly its weights.
+The consequences of a verdict (promotion, or a rollback request to the learner) are idempotent. If the driver dies before it has applied all
+of them, the next driver applies them again. A version is evaluated again unless there is a verdict on exactly its weights.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ be changed."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
-    """Decides which versions of a run are promoted. Its synchronous methods read the registry and files, so call them in threads."""
+    """Decides which versions of a run are promoted. The synchronous methods read the registry and files, so call them in threads."""
 
     config: GateConfig
     suite: Suite
@@ -106,7 +107,10 @@ class Gate:
         )
 
     async def decide(self, version: PolicyVersion) -> None:
-        """Evaluates a due version, unless it has a verdict, and applies the consequences. Applies them again if an earlier driver died."""
+        """Evaluates a due version, unless it has a verdict, and applies the consequences of the verdict.
+
+        If the version already has a verdict, only the consequences are applied again, because an earlier driver may have died before that.
+        """
         verdict = await asyncio.to_thread(self.verdict_for, version)
         if verdict is None:
             if await asyncio.to_thread(self.is_rejected, version):
@@ -118,18 +122,21 @@ class Gate:
                 self.tracker.alert(f"version {version.number} passed the gate but is not promoted, because the learner retracted it")
 
     def is_rejected(self, version: PolicyVersion) -> bool:
-        """Whether a version need not be evaluated because it was or will be rolled back. The last version of a run is always evaluated."""
+        """Whether a version need not be evaluated because it was rolled back or a rollback is pending.
+
+        A pending rollback does not apply to the last version of a run.
+        """
         if version.state is VersionState.ROLLED_BACK:
             return True
         return version.number != self._end and rollback.pending_request(self.folder / "versions", self.registry) is not None
 
     def verdict_for(self, version: PolicyVersion) -> GateVerdict | None:
-        """Returns the verdict on exactly these weights, if there is one."""
+        """Returns the verdict on exactly the weights of `version`; None if there is no such verdict."""
         verdict = read_verdict(self.folder, version.number)
         return verdict if verdict is not None and verdict.sha256 == version.sha256 else None
 
     def due(self, number: int) -> PolicyVersion | None:
-        """Returns the version with this number; None if the gate need not evaluate it or it was retracted."""
+        """Returns the version with this number; None if the gate need not evaluate this version, or if the version was retracted."""
         version = self.registry.get(number)
         if version is None or (number == self.served.version and version.sha256 != self.served.sha256):
             return None
@@ -138,8 +145,8 @@ class Gate:
     def due_versions(self) -> list[PolicyVersion]:
         """Returns the versions that the gate must evaluate, up to the served version, the oldest first.
 
-        If any version has a verdict, the first in the list is the newest such version. After a crash there may be several, because
-        evaluations of versions that were served did not finish.
+        If any version has a verdict, the list starts with the newest version that has one. After a crash, the list may contain several
+        versions without a verdict, because their evaluations did not finish.
         """
         versions: list[PolicyVersion] = []
         for number in reversed(range(self.served.version + 1)):
@@ -150,7 +157,7 @@ class Gate:
         return versions[::-1]
 
     def is_concluded(self) -> bool:
-        """Whether the gate has decided about the last version of the run, so that training is finished."""
+        """Whether training is finished and the gate has decided on the last version of the run."""
         last = self._last_version()
         return last is not None and self.verdict_for(last) is not None
 
@@ -190,10 +197,7 @@ class Gate:
         return verdict
 
     async def _attempts(self, version: PolicyVersion) -> Callable[..., Awaitable[tuple[SuiteAttempt, ...]]]:
-        """Prepares the evaluation of a version.
-
-        Returns `run_cases` as a partial function that lacks only the attempts.
-        """
+        """Prepares the evaluation of a version. Returns `run_cases` with all arguments set except the attempts and `again`."""
         if self.server is None:
             total = sum(case_repeats(case, self.config.repeats) for case in self.suite.cases)
             self.tracker.stage("gate", f"version {version.number}: {len(self.suite.cases)} cases, {total} attempts")
@@ -219,9 +223,9 @@ class Gate:
         )
 
     def _attempt_runner(self) -> GroupRunner:
-        """Returns the runner for evaluations.
+        """Returns the runner with which the gate runs attempts.
 
-        If the gate has its own server, the runner uses it and has its own limit of concurrent episodes.
+        If the gate has its own server, the runner uses that server and has a separate limit on concurrent episodes.
         """
         if self.server is None:
             return self.runner
@@ -230,7 +234,10 @@ class Gate:
         return replace(self.runner, runner=replace(self.runner.runner, policy=policy, router=policy, pace=Pace()), slots=slots)
 
     def _baseline(self, candidate: PolicyVersion) -> SuiteResults | None:
-        """Returns the evaluation of the newest promoted version that has attempts at unchanged cases; it includes only these attempts."""
+        """Returns the evaluation of the newest promoted version that has attempts at unchanged cases; None if there is none.
+
+        The evaluation contains only the attempts at unchanged cases.
+        """
         keys = {case.id: case.key for case in self.suite.cases}
         for number in reversed(range(candidate.number)):
             version = self.registry.get(number)
@@ -304,7 +311,7 @@ class Gate:
         return verdict.promoted
 
     def _promote(self, version: PolicyVersion) -> bool:
-        """Promotes a version. Returns False if the learner retracted it at the same time."""
+        """Promotes a version. Returns False if the learner retracted the version at the same time."""
         try:
             self.registry.set_state(version.number, VersionState.PROMOTED, sha256=version.sha256)
         except StoreError:
@@ -330,7 +337,7 @@ class Gate:
 
 
 def gate_rule(gate: GateConfig, suite: Suite) -> GateRule:
-    """Returns the rule that a recipe configures, with the thresholds that the suite's cases set."""
+    """Returns the gate's rule with the settings of the recipe and the thresholds that cases of the suite set."""
     return GateRule(
         repeats=gate.repeats,
         margin=gate.margin,
@@ -339,10 +346,11 @@ def gate_rule(gate: GateConfig, suite: Suite) -> GateRule:
 
 
 def first_version_to_serve(registry: VersionRegistry, gate: Gate | None) -> PolicyVersion:
-    """Returns the version with which a run starts: the serving version or, if there is none, the newest version that was not rolled back.
+    """Returns the version that a run serves first: `version_to_serve` if there is no gate or the gate is concluded.
 
-    If the run has a gate, the last promoted version may be older, because the newest version was blocked and training continued from it, or
-    because it was rolled back and its successor has not served yet.
+    Otherwise, returns the serving version or, if there is none, the newest version that was not rolled back. The last promoted version may
+    be older, because training continues from a blocked version, and because the successor of a version that was rolled back may not have
+    served yet.
     """
     newest = version_to_serve(registry)
     if gate is not None and not gate.is_concluded():
@@ -355,8 +363,8 @@ def first_version_to_serve(registry: VersionRegistry, gate: Gate | None) -> Poli
 def promoted_result(registry: VersionRegistry, folder: Path) -> PolicyVersion | None:
     """Returns the result of a run with a gate, which is the last promoted version; None if its weights equal those of version 0.
 
-    A version that is a rollback to version 0 has the hash of version 0. With adapters, it has a different hash, but its adapter does not
-    change the base policy.
+    A version that results from a rollback to version 0 has the hash of version 0. If adapters are trained, it has a different hash, but its
+    adapter does not change the base policy.
     """
     promoted, base = registry.latest(VersionState.PROMOTED), registry.get(0)
     if promoted is None or base is None or promoted.sha256 == base.sha256 or measure.is_zero_version(folder, promoted.number):

@@ -1,17 +1,19 @@
 """The gate's rule, which decides whether a candidate is worse than the baseline on the suite or on a case.
 
-The suite and the cases are each allotted half of the chance of a false alarm. Together they spend seven tenths of `alpha`. The rest is a
-reserve: a baseline with a lucky score stays in place as long as it blocks candidates, so false alarms are more frequent over a run than in
-a single evaluation. A chance of 0.035 in each evaluation becomes 0.05 in the long run.
+One evaluation spends seven tenths of `alpha`, the allowed probability of a false alarm: half of it on the test of the suite, and half on
+the tests of single cases. The rest is a reserve: a baseline with a lucky score stays in place as long as it blocks candidates, so false
+alarms are more frequent over a run than in a single evaluation. A probability of 0.035 in each evaluation becomes 0.05 in the long run.
 
-Suite: a one-sided sign-flip test of the case differences. A significant drop of more than `margin` blocks the candidate.
+Suite: a one-sided sign-flip test of the case differences. A significant drop of the mean score by more than `margin` blocks the candidate.
 
-Case: among many cases, some always look worse by chance. So cases that look worse are retried, and Fisher's one-sided test covers all
-attempts of the candidate. Looking worse is an additional condition, so it can only reduce the number of false alarms. Holm's correction
-counts all cases in the suite, whether retried or not. If no case has enough attempts to be significant, both halves go to the suite.
+Case: among many cases, some always look worse by chance. So cases that look worse are retried, and Fisher's one-sided test is applied to
+all attempts of the candidate at the case. To block, a case must look worse in the first attempts too, and this additional condition can
+only reduce the number of false alarms. Holm's correction counts all cases in the suite, whether retried or not. If no case has enough
+attempts for a significant result, the test of the suite spends both halves.
 
-A case may have its own threshold. It does not block as long as the candidate's mean score is at least the threshold. This too is an
-additional condition. A case may also have its own number of attempts. Whether it can block depends only on these numbers, never on scores.
+A case may set a threshold. Such a case does not block a candidate whose mean score is at least the threshold, which is also an additional
+condition. A case may also set its number of attempts. Whether a case can block a candidate depends only on the numbers of attempts, never
+on scores.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ class GateRule(Record):
     def can_block(self, cases: int, before: int, now: int) -> bool:
         """Whether a case with these numbers of attempts can block a candidate in a suite of `cases` cases.
 
-        It can block if a change from always passing to never passing would be significant.
+        A case can block if a change from always passing to never passing would be significant.
         """
         best = fisher_p_value(0, now + self.confirm, before, before)
         return can_trigger_retry(before, now) and best <= self.case_alpha / cases
@@ -63,17 +65,17 @@ class GateRule(Record):
 
     @property
     def case_alpha(self) -> float:
-        """The part of `alpha` that all cases together may spend."""
+        """The part of `alpha` that the tests of all cases together may spend."""
         return _SPENT * self.alpha / 2
 
     def suite_alpha(self, before: Scores, now: Scores) -> float:
-        """Returns the part of `alpha` that the suite may spend. It includes the cases' part if no case can block."""
+        """Returns the part of `alpha` that the test of the suite may spend. If no case can block, this includes the part for the cases."""
         return self.case_alpha if _blocking_cases(self, before, now) else 2 * self.case_alpha
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseDrop(Record):
-    """The results of a retried case, before and now."""
+    """The passed and total attempts of the baseline and of the candidate at a retried case."""
 
     case: str
     before_passed: int
@@ -86,7 +88,7 @@ class CaseDrop(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuleResult(Record):
-    """The result of applying the rule to a candidate."""
+    """The result of applying the gate's rule to a candidate."""
 
     enough: bool  # False means that too few cases were scored on both sides for a decision
     blocked: bool
@@ -100,12 +102,12 @@ class RuleResult(Record):
 
     @property
     def regressed(self) -> tuple[CaseDrop, ...]:
-        """The cases that block the candidate."""
+        """The retried cases that block the candidate."""
         return tuple(drop for drop in self.again if drop.blocks)
 
     @property
     def reason(self) -> str:
-        """The reason why the candidate is blocked, in one line, with the clearest cases; empty if it is not blocked."""
+        """The reason, in one line, why the candidate is blocked or too few cases were scored to decide; empty if it passes."""
         if not self.enough:
             return f"only {self.cases} cases were scored for both versions, too few to decide"
         reasons = []
@@ -120,12 +122,12 @@ class RuleResult(Record):
 
 
 def can_trigger_retry(before: int, now: int) -> bool:
-    """Whether a change from always passing to never passing in these numbers of attempts leads to a retry. It does for 3 and 3."""
+    """Whether a case is retried if all of `before` attempts passed and none of `now` attempts passes. It is retried for 3 and 3."""
     return fisher_p_value(0, now, before, before) <= _LOOKS_WORSE
 
 
 def cases_to_retry(rule: GateRule, before: Scores, now: Scores) -> tuple[str, ...]:
-    """Returns the cases to retry because they look worse than before, the worst first; empty if no case can block."""
+    """Returns the cases to retry: those that look worse than before and can block a candidate, the worst first."""
     if not rule.confirm:
         return ()
     drops = [_drop(rule, case, before, now, {}) for case in _blocking_cases(rule, before, now)]
@@ -134,11 +136,11 @@ def cases_to_retry(rule: GateRule, before: Scores, now: Scores) -> tuple[str, ..
 
 
 def apply_rule(rule: GateRule, before: Scores, now: Scores, again: Scores) -> RuleResult:
-    """Decides whether `now` is worse than `before`.
+    """Decides whether the candidate's scores `now` are worse than the baseline's scores `before`.
 
     Args:
         before: scores of all planned attempts of the baseline at the cases of the suite; None means unscored.
-        now: scores of the candidate.
+        now: scores of the candidate's first attempts at the same cases; None means unscored.
         again: scores of the candidate's additional attempts at the cases that `cases_to_retry` returns.
     """
     both = pair_scores(before, now)

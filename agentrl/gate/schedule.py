@@ -27,7 +27,7 @@ _POLL_S = 0.05
 class VersionServer:
     """A server that serves only requested versions of the policy, while the policy's servers continue with newer versions.
 
-    The gate uses such a server if `gate.server=own`, and a league uses one too. Call `start` before `serve`.
+    The gate uses such a server if `gate.server=own`, and a league uses one too. Call `start` before the first `serve`.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class VersionServer:
         self.policy = SupervisedServer(recipe, run_dir, registry, name=name, newest=self._newest, launcher=launcher, alert=alert)
 
     async def start(self, version: PolicyVersion, *, await_probe: bool = False) -> None:
-        """Starts the server with the weights of a version. Raises the errors of `SupervisedServer.start`."""
+        """Starts the server with the weights of a version. Raises the same errors as `SupervisedServer.start`."""
         self._version = version
         await self.policy.start(version, await_probe=await_probe)
 
@@ -60,8 +60,7 @@ class VersionServer:
             await self.policy.load_with_retries(version)
 
     async def _newest(self) -> PolicyVersion | None:
-        """Returns the version that a restarted server loads: the last requested version, or version 0 if the weights of that version were
-        deleted."""
+        """Returns the version that a restarted server loads: the last requested version, or version 0 if those weights were deleted."""
         version = self._version
         if version is None or version.number == 0:
             return version
@@ -72,10 +71,10 @@ class VersionServer:
 
 @asynccontextmanager
 async def schedule_gate(gate: Gate | None, progress: Progress) -> AsyncIterator[GateSchedule]:
-    """Yields the gate's schedule for a run. An evaluation that fails ends the block.
+    """Yields the gate's schedule for a run.
 
-    The exit from the block waits for the running evaluation, or cancels it if the run is interrupted. The resumed run repeats a cancelled
-    evaluation.
+    If an evaluation fails, the body of the `async with` statement is cancelled, and the error is raised. On exit, waits for the running
+    evaluation, or cancels it if the run is interrupted. The resumed run repeats a cancelled evaluation.
     """
     if gate is None or gate.server is None:
         yield GateSchedule(gate, progress, None)
@@ -89,8 +88,8 @@ async def schedule_gate(gate: Gate | None, progress: Progress) -> AsyncIterator[
 class GateSchedule:
     """Runs one evaluation at a time. Call `evaluate_due` after every change of the served version.
 
-    On the policy's servers, `evaluate_due` returns after the evaluation. On the gate's own server it returns immediately, unless the
-    previous version is still being evaluated. If there is no gate, it does nothing.
+    If the policy's servers are used, `evaluate_due` returns after the evaluation. If the gate has its own server, `evaluate_due` returns
+    immediately, unless the previous version is still being evaluated. If there is no gate, `evaluate_due` does nothing.
     """
 
     def __init__(self, gate: Gate | None, progress: Progress, evaluations: asyncio.TaskGroup | None) -> None:
@@ -122,7 +121,7 @@ class GateSchedule:
         return next((version for version in due if (version.number, version.sha256) not in self._started), None)
 
     async def finish(self) -> None:
-        """Waits for the running evaluation, unless the run is interrupted."""
+        """Waits for the running evaluation, or cancels it if the run is interrupted."""
         if self._gate is not None and self._running is not None and not self._running.done():
             self._gate.tracker.stage("gate", "the last evaluation, on the gate's own server")
             await self._wait_idle()
@@ -164,7 +163,9 @@ class GateSchedule:
 
 
 async def _is_wanted(gate: Gate, version: PolicyVersion) -> bool:
-    """Whether the version must still be evaluated. If it was retracted, the new version with its number is evaluated once that version
-    serves."""
+    """Whether the version must still be evaluated.
+
+    If it was retracted, the new version with the same number is evaluated when that one serves.
+    """
     current = await asyncio.to_thread(gate.registry.get, version.number)
     return current is not None and current.sha256 == version.sha256 and not await asyncio.to_thread(gate.is_rejected, current)

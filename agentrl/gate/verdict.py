@@ -1,4 +1,7 @@
-"""The gate's decisions on the versions of a run. `gate/000012/verdict.json` is stored next to the evaluation on which it is based."""
+"""The gate's decisions on the versions of a run.
+
+The verdict on version 12 is `gate/000012/verdict.json`, next to the evaluation of the version.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ _CASES_SHOWN = 3  # cases shown if the suite got worse but no single case did
 
 
 class GateOutcome(StrEnum):
-    """The gate's decision on a version."""
+    """The kinds of decision that the gate makes on a version."""
 
     REFERENCE = "reference"  # promoted without a comparison, because there was no baseline
     PROMOTED = "promoted"
@@ -37,7 +40,7 @@ class GateOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseRegression(Record):
-    """A case that regressed, with an episode of each version."""
+    """A case that regressed, with a passing episode of the baseline and a failing episode of the version."""
 
     case: str
     turn: int | None  # first turn, counted from 1, in which the two episodes differ; None means no difference
@@ -47,7 +50,7 @@ class CaseRegression(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateVerdict(Record):
-    """The gate's decision on one version."""
+    """The gate's decision on one version, and the results on which it is based."""
 
     version: int
     sha256: str  # hash of its weights; the decision does not apply to different weights with this number
@@ -76,7 +79,7 @@ def evaluation_folder(run_dir: Path, version: int) -> Path:
 
 
 def read_verdict(run_dir: Path, version: int) -> GateVerdict | None:
-    """Returns the verdict on a version, or None if there is none. Raises `StoreError` if it cannot be read."""
+    """Returns the verdict on a version; None if the version has no verdict. Raises `StoreError` if the verdict cannot be read."""
     path = evaluation_folder(run_dir, version) / FILE
     try:
         verdict = codec.from_json(GateVerdict, read_bytes(path, most=_MAX_BYTES, inside=run_dir))
@@ -120,9 +123,9 @@ def case_regressions(
 
 
 def first_different_turn(before: dict[str, Any], after: dict[str, Any]) -> int | None:
-    """Returns the first turn, counted from 1, in which two transcripts differ; None if they are equal.
+    """Returns the first turn, counted from 1, in which two transcripts differ; None if all turns are equal.
 
-    That is the first turn with different calls or, if all calls are equal, with different text.
+    This is the first turn with different tool calls or, if all tool calls are equal, the first turn with different text.
     """
     one, other = _turns(before), _turns(after)
     for part in ("tool_calls", "content"):
@@ -137,7 +140,7 @@ def _turns(transcript: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _episode(evaluation: SuiteResults, case: str, *, passed: bool) -> str | None:
-    """Returns the episode of an attempt at the case that passed or, if `passed` is False, that failed; None if there is no such attempt."""
+    """Returns the episode of the first attempt at the case that passed (if `passed`) or failed; None if there is no such attempt."""
     threshold = evaluation.about.pass_threshold(case)
     scored = ((attempt.episode, attempt.score) for attempt in evaluation.attempts if attempt.case == case and attempt.score is not None)
     return next((episode for episode, score in scored if attempt_passes(score, threshold) is passed), None)

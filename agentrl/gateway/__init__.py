@@ -2,7 +2,7 @@
 the samples as exact tokens.
 
 `ExternalProgram` is the `agentrl.protocols.Agent` that runs a program in the episode's sandbox. `Gateway` serves sessions. A `Session`
-answers the requests from one program with samples from its episode's policy.
+answers the requests from one program with samples from the policy of the program's episode.
 """
 
 from agentrl.gateway.program import ExternalProgram

@@ -142,7 +142,7 @@ def _check_context(fields: Mapping[str, Any]) -> None:
 
 
 def _shows_reasoning(value: Any) -> bool:
-    """Whether the answer shows the reasoning. The request has no influence on the amount of reasoning."""
+    """Whether the answer includes the reasoning. The request cannot change the amount of reasoning."""
     about = known_fields(value_or(value, {}), ("type", "budget_tokens", "display"), "thinking")
     kinds, displays = checks.one_of("enabled", "adaptive", "disabled"), checks.one_of("summarized", "updates", "omitted")
     check_all(about, {"type": kinds, "display": displays, "budget_tokens": checks.positive}, "thinking")
@@ -210,7 +210,8 @@ class _Tools:
 
 
 def _messages(value: Any, where: str, tools: _Tools) -> list[RequestMessage]:
-    """Returns the messages into which one message is split. Each tool result becomes a separate message before the message's text."""
+    """Returns the messages into which one message is split. Each tool result becomes a separate message, and these messages precede the
+    text."""
     about = mapping(value, where)
     role, content = about.get("role"), about.get("content")
     if role not in ("user", "assistant", "system"):

@@ -89,7 +89,7 @@ def write(answer: Answer, request: CompletionRequest) -> dict[str, Any]:
 
 
 def events(answer: Answer, request: CompletionRequest) -> Iterator[tuple[str, Any]]:
-    """Yields a pair (name, data) for each event of the stream. The name is always empty. Data that is a string is sent unchanged."""
+    """Yields a pair (name, data) for each event of the stream. The name of each event is empty. Data that is a string is sent unchanged."""
     head = _head(answer, "chat.completion.chunk")
     written = _written(answer, request)
     calls = written.pop("tool_calls", [])
@@ -121,7 +121,7 @@ def model(name: str) -> dict[str, Any]:
 
 
 def _choice(fields: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the fields of `CompletionRequest` for the tool choice in a request, which may have the current or the legacy form."""
+    """Returns the fields of `CompletionRequest` for the tool choice in a request, in the current or the legacy form."""
     where = next((name for name in ("tool_choice", "function_call") if fields.get(name) is not None), "tool_choice")
     value = value_or(fields.get(where), "auto")
     if isinstance(value, str):

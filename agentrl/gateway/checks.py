@@ -160,7 +160,7 @@ def openai_choice(value: str, tools: Sequence[Mapping[str, Any]], where: str) ->
 
 
 def tool_call(name: Any, arguments: Any, where: str) -> ToolCall:
-    """Returns the record of a call that a client sends back. Its arguments may be an object or JSON text."""
+    """Returns the record of a call that a client sends back. The call's arguments may be an object or JSON text."""
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")

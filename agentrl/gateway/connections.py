@@ -1,9 +1,9 @@
 """Connections to the gateway: bounds on bytes outside the body, pipelined requests and idle time, and fixes for HTTP parsers.
 
 A request's key is checked only when the request's head is complete, so any program that reaches the gateway can send bytes before the
-check. uvicorn has two parsers: h11, which bounds heads, and httptools, which is installed with vLLM and bounds nothing. With both, a client
-that has closed its sending side receives no response. httptools also loses the body of a request that offers to upgrade the protocol, as
-requests from Java's client do.
+check. uvicorn has two parsers: h11, which bounds heads, and httptools, which is installed with vLLM and bounds nothing. With both parsers,
+a client that has closed its sending side receives no response. httptools also loses the body of a request that offers to upgrade the
+protocol, as requests from Java's client do.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ TOO_LARGE = (
 
 
 def bounded() -> type[asyncio.Protocol]:
-    """Returns uvicorn's HTTP protocol for the installed parser, with these bounds."""
+    """Returns uvicorn's HTTP protocol for the installed parser, with the bounds of this module."""
     from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
     return bounded_protocol(AutoHTTPProtocol)
 
 
 def bounded_protocol(base: Any) -> type[asyncio.Protocol]:
-    """Returns the uvicorn protocol `base` with these bounds. uvicorn's own limit on idle connections applies only after the first
-    response."""
+    """Returns the uvicorn protocol `base` with the bounds of this module. uvicorn's own limit on idle connections applies only after the
+    first response."""
     return type("Bounded", (_Bounds, base), {"counts_framing": hasattr(base, "on_body")})  # h11 bounds heads, trailers and chunks itself
 
 
 class _Bounds:
-    """Adds bounds to one of uvicorn's HTTP protocols, as the class that precedes it in the method resolution order."""
+    """Adds bounds to one of uvicorn's HTTP protocols: this class precedes the protocol in the method resolution order."""
 
     counts_framing: bool
     parser: Any
@@ -123,7 +123,8 @@ class _Bounds:
 class _Parser:
     """Wraps httptools' parser and ignores an offer to upgrade the protocol, so that the request is answered in HTTP/1.1.
 
-    After the head of such a request, httptools treats all bytes as data of the new protocol. So the head is parsed again without the offer.
+    After the head of such a request, httptools treats all bytes as data of the new protocol. The head is therefore parsed again without the
+    offer.
     """
 
     def __init__(self, protocol: Any, parser: Any) -> None:
@@ -147,7 +148,7 @@ class _Parser:
                 self._parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
 
     def _head(self) -> bytes:
-        """Returns the head of the request without the offer."""
+        """Returns the head of the request without the offer to upgrade the protocol."""
         lines = [b"%b %b HTTP/%b" % (self._parser.get_method(), self._protocol.url, self._parser.get_http_version().encode())]
         for name, value in self._protocol.headers:
             if name == b"connection":

@@ -1,11 +1,11 @@
-"""Builds the guided-decoding constraint on an answer: JSON that matches a schema, tool calls, either, or one of several texts.
+"""Builds the guided-decoding constraint on an answer: JSON that matches a schema, tool calls, either of these, or one of several texts.
 
-The inference server masks the tokens that the grammar does not allow before it samples, and its logprobs are normalized over the remaining
-tokens. Such an answer is sampled with supports (`agentrl.records.sampling`), so the learner scores each token over the set from which the
-token was drawn.
+Before the inference server samples a token, it masks the tokens that the grammar does not allow, and its logprobs are normalized over the
+remaining tokens. An answer with a constraint is sampled with supports (`agentrl.records.sampling`), so the learner scores each token over
+the set from which the token was drawn.
 
-The server compiles the schemas, and all sessions share the server. A client's schema is therefore rebuilt from known keywords, within
-bounds. A keyword that restricts the value is copied or rejected. A keyword that only describes the value is dropped.
+The server compiles the schemas, and all sessions share the server. A client's schema is therefore rebuilt from known keywords, within size
+limits. A keyword that restricts the value is copied or rejected. A keyword that only describes the value is dropped.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def choice_constraint(choices: Sequence[str], chat: Chat) -> str:
 def _structural_tag(formats: Sequence[Mapping[str, Any]], chat: Chat) -> str:
     """Returns the JSON text of a vLLM structural tag for an answer in one of these formats; empty if there are no formats.
 
-    If the model thinks first, the answer follows the reasoning.
+    If the model reasons before it answers, the structural tag allows any reasoning before the answer.
     """
     if not formats:
         return ""

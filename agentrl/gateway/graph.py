@@ -3,8 +3,8 @@ messages.
 
 A request is matched to a turn by a digest of the conversation up to that turn. The digest ignores what clients change: reasoning, white
 space, the order of JSON keys, call ids, leading system messages, and the number of messages into which a turn is split. If several turns
-have the same digest, call ids decide. A request that matches no turn starts a new context. This context belongs to the conversation with
-the same opening. If there is no such conversation, the content of the context determines its parent.
+have the same digest, the call ids determine the turn. A request that matches no turn starts a new context. The new context belongs to the
+conversation with the same opening. If there is no such conversation, the content of the context determines its parent.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ SAME_SYSTEM = 0.5
 class End:
     """The end of a conversation: a digest of the messages before its last assistant turn, and the content of that turn.
 
-    Clients may send one turn back as several messages. If a turn was cut off, they may send it and the turns that continue it as one
-    message. So the contents of consecutive assistant messages are concatenated.
+    Clients may send one turn back as several messages. If a turn was cut off, clients may send it and the turns that continue it as one
+    message. The contents of consecutive assistant messages are therefore concatenated.
     """
 
     __slots__ = ("_before", "_calls", "_text")
@@ -90,7 +90,7 @@ class Context:
     opening: Opening
 
     def same_system(self, other: Context) -> bool:
-        """Returns whether the system messages are mostly the same."""
+        """Returns whether the system messages of the two contexts are mostly the same."""
         if self.system.keys() == other.system.keys():
             return True
         common = sum(length for line, length in self.system.items() if line in other.system)
@@ -210,7 +210,8 @@ class ConversationGraph:
         return turn, _renamed(request.messages, at, turn)
 
     def rejoin(self, request: CompletionRequest) -> CompletionRequest:
-        """Returns the request with each sampled turn joined again if the client sends the turn's calls separately, each with its result."""
+        """Returns the request with one message for each sampled turn, even if the client sends the turn's calls separately, each with its
+        result."""
         joined: list[RequestMessage] = []
         open_turn: tuple[int, SampledTurn] | None = None  # its index in `joined`, and the turn
         for part in request.messages:
@@ -255,8 +256,8 @@ class ConversationGraph:
         return self._last.get(trajectory.index)
 
     def _last_turn(self, request: CompletionRequest) -> tuple[int, SampledTurn | None, tuple[End, ...]]:
-        """Finds the last message that ends a sampled turn in its original conversation. Returns the number of messages up to it, that turn,
-        and all ends of the conversation."""
+        """Finds the last message that ends a sampled turn in its original conversation. Returns the number of messages up to that message,
+        the turn, and all ends of the conversation."""
         start = self._by_answer.get(request.after)
         ends = conversation_ends(request.messages) if start is None else conversation_ends(request.messages, start.end, start.call_ids)
         for at in range(len(request.messages), 0, -1):
@@ -284,7 +285,7 @@ class ConversationGraph:
         return next(quoted, None) or next(longer, None)
 
     def _is_argument(self, text: str) -> bool:
-        """Whether a string is exactly an argument of a running call, which passes it to a sub-agent."""
+        """Whether a string equals an argument of a running call, which passes this argument to a sub-agent."""
         running = islice(reversed(self._running.items()), MAX_CALLING)
         return bool(text) and any(text in _strings(turn.calls[at].arguments) for turn, free in running for at in free)
 
@@ -305,16 +306,16 @@ class ConversationGraph:
         return "root", None, False
 
     def _repeats_root(self, request: CompletionRequest, context: Context) -> bool:
-        """Whether this request has already started a context without a parent: its answer was not used, or the program wants several
-        answers."""
+        """Whether this request has already started a context without a parent, as happens if the answer was not used or the program wants
+        several answers."""
         if any(message.message.role == "assistant" for message in request.messages):
             return False
         newest = islice(reversed(self._last.values()), MAX_SEARCHED[0])
         return any(turn.trajectory.parent is None and turn.context == context for turn in newest)
 
     def _calling(self, texts: Sequence[str] | None) -> Parent | None:
-        """Returns the first running call that has an argument in one of `texts`, or any running call if `texts` is None. Each call is
-        returned only once, because it starts only one sub-agent. Returns None if there is no such call.
+        """Returns the first running call with an argument that occurs in one of `texts`, or any running call if `texts` is None. Each call
+        is returned only once, because it starts only one sub-agent. Returns None if there is no such call.
 
         A text that quotes the calling turn, such as a request for a title, is not a sub-agent's task.
         """
@@ -343,8 +344,8 @@ class ConversationGraph:
         return None
 
     def _quoted(self, texts: Sequence[str]) -> SampledTurn | None:
-        """Returns the turn with the longest context among the turns that `texts` quote, because they summarize or discuss its conversation;
-        None if there is none."""
+        """Returns the turn with the longest context among the turns that `texts` quote; None if they quote no turn. Texts that quote a turn
+        summarize or discuss its conversation."""
         newest = list(self._last.values())[-MAX_SEARCHED[0] :]
         for turn in sorted(newest, key=lambda turn: turn.tokens, reverse=True):
             answer = turn.parsed.answer.strip()
@@ -354,8 +355,8 @@ class ConversationGraph:
 
 
 def conversation_ends(messages: Iterable[RequestMessage], start: End | None = None, call_ids: Sequence[str] = ()) -> tuple[End, ...]:
-    """Returns n + 1 ends for n messages: the start, and the end of the conversation after each message. The ends ignore what clients
-    change.
+    """Returns n + 1 ends for n messages: the start, and the end of the conversation after each message. The ends do not depend on what
+    clients change between requests.
 
     `start` and `call_ids` belong to the turn that the messages follow.
     """

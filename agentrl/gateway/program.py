@@ -1,5 +1,5 @@
-"""Runs a user-supplied agent program unchanged in the episode's sandbox, and trains the policy on the answers that it sampled for the
-program.
+"""Runs a user-supplied agent program unchanged in the episode's sandbox, and trains the policy on the answers that the policy sampled for
+the program.
 
 rollout=RolloutConfig(
     agent=Part(
@@ -74,7 +74,7 @@ class ExternalProgram:
         port: int = PORT,
         reward_key_file: str = "",
     ) -> None:
-        """Sets the options. In a recipe, all of them except `chat` come from `rollout.agent.options`.
+        """Sets the options. In a recipe, all options except `chat` come from `rollout.agent.options`.
 
         Args:
             command: the program and its arguments. `{prompt}`, `{model}` and `{base_url}` in an argument are replaced.
@@ -82,7 +82,8 @@ class ExternalProgram:
             environment: additional environment variables for the program. `{model}`, `{base_url}` and `{key}` in a value are replaced.
             answer: source of the episode's answer: "stdout" is the program's output; "message" is the policy's last text in the main
                 conversation; "none" is for tasks whose score depends only on files.
-            models: names that the program may request. All of them refer to the policy. The program receives the first one.
+            models: names that the program may request. All names refer to the policy. The program receives the first name in
+                `AGENTRL_MODEL`.
             host, port: where the gateway listens on this machine. The task's `sandbox.network` must contain this address.
             reward_key_file: file for the key with which a process on the host posts rewards (`agentrl.gateway.rewards`).
 
@@ -145,7 +146,7 @@ class ExternalProgram:
         return self._ended(episode, session, result)
 
     def _gateway(self) -> Gateway:
-        """Returns the gateway at this address, which all agents of the process share."""
+        """Returns the gateway at this address, which all agents of the event loop share."""
         here = _gateways.setdefault(asyncio.get_running_loop(), {})
         return here.setdefault((self._host, self._port), Gateway(host=self._host, port=self._port))
 
@@ -180,7 +181,8 @@ class ExternalProgram:
                 await _cancel(program, over)
 
     def _ended(self, episode: LiveEpisode, session: Session, result: ExecResult | None) -> str:
-        """Returns the stop reason. Raises or records a fault."""
+        """Returns the stop reason. Raises the fault of the session, or of a program that failed before the policy's first answer. Records a
+        later failure of the program."""
         if session.fault is not None:
             raise session.fault
         answered = session.counts["answered"]

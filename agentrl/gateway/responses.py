@@ -223,8 +223,8 @@ def _content(value: Any, where: str) -> str:
 
 
 def _tools(values: Sequence[Any]) -> tuple[list[dict[str, Any]], dict[str, tuple[str, str]], frozenset[str]]:
-    """Returns the tools of a request, a mapping from the name that the policy sees to the namespace and the original name for each
-    namespaced tool, and the names of the strict tools."""
+    """Returns the tools of a request, a mapping for the namespaced tools (name that the policy sees -> namespace and original name), and
+    the names of the strict tools."""
     tools: list[dict[str, Any]] = []
     spaces: dict[str, tuple[str, str]] = {}
     strict: set[str] = set()
@@ -252,7 +252,7 @@ def _tools(values: Sequence[Any]) -> tuple[list[dict[str, Any]], dict[str, tuple
             tools.append(tool)
     names = Counter(tool["function"]["name"] for tool in tools)
     if len(tools) > MAX_TOOLS or any(names[name] > 1 for name in spaces):
-        raise RequestError("invalid", f"tools: there are more than {MAX_TOOLS}, or two have the same name.", param="tools")
+        raise RequestError("invalid", f"tools: there are more than {MAX_TOOLS} tools, or two tools have the same name.", param="tools")
     return tools, spaces, frozenset(strict)
 
 

@@ -41,7 +41,7 @@ class PostedRewards:
         self._keys: set[bytes] = set()
 
     def make_key(self, path: str) -> None:
-        """Writes a new key into a file that only this user can read. Raises `UserError`."""
+        """Writes a new key into a file that only the current user can read. Raises `UserError`."""
         key = f"sk-agentrl-host-{secrets.token_urlsafe(32)}"
         new = Path(f"{path}.new")
         try:

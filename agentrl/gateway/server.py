@@ -64,8 +64,8 @@ ENDPOINTS = tuple(
 
 @dataclass(slots=True, eq=False)
 class Gateway:
-    """Serves sessions on one address while there are sessions. `counts` contains the number of requests of each kind that belong to no
-    session."""
+    """Serves sessions on one address as long as at least one session is open. `counts` contains the number of requests of each kind that
+    belong to no session."""
 
     host: str = HOST
     port: int = 0  # 0: any free port
@@ -77,7 +77,7 @@ class Gateway:
 
     @property
     def url(self) -> str:
-        """The address without `/v1`. Raises `RuntimeError` if there is no session."""
+        """The URL of the gateway without `/v1`. Raises `RuntimeError` if there is no session."""
         if self._server is None:
             raise RuntimeError("the gateway serves no session")
         return self._server.url

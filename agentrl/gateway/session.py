@@ -49,7 +49,7 @@ class _Completion:
 class Session:
     """Answers requests with completions from the episode's policy, and records every sampled token in one turn of the episode's tree.
 
-    `counts` contains the number of `answered`, `branch`, `restart`, `sub_agent`, `replayed` and `refused_...` requests.
+    `counts` contains, among others, the numbers of `answered`, `branch`, `restart`, `sub_agent`, `replayed` and `refused_...` requests.
     """
 
     episode: LiveEpisode
@@ -76,11 +76,11 @@ class Session:
     async def complete(self, request: CompletionRequest, *, disconnected: asyncio.Event | None = None) -> tuple[Answer, Callable[[], None]]:
         """Returns an answer, and a function to call once the client has received it. Raises `RequestError`.
 
-        A repeated request receives the same answer if no client has received that answer, or if the client declares a retry. Otherwise a
-        new answer is sampled.
+        A repeated request receives the earlier answer if the client declares a retry, or if no client has received that answer or is
+        waiting for it. A new answer is sampled in all other cases, and if sampling the earlier answer failed.
 
         Args:
-            disconnected: set when the client disconnects. The completion is still recorded.
+            disconnected: set when the client disconnects, after which the completion is still recorded.
         """
         self._check(request)
         request = self._graph.rejoin(request)
@@ -140,7 +140,7 @@ class Session:
         self.over.set()
 
     def _start(self, request: CompletionRequest, match: ContextMatch) -> _Completion:
-        """Adds the request to the tree at once, so that later requests see it, and starts sampling."""
+        """Adds the request to the tree immediately, so that later requests see it, and starts sampling."""
         if len(self._busy) >= MAX_AT_ONCE:
             raise RequestError("too_many", f"{MAX_AT_ONCE} requests of this session are in progress; wait for one of them.")
         if self.episode.turn_count + len(self._busy) >= self.episode.task.limits.turns:
@@ -284,7 +284,7 @@ class Session:
         return parsed, stop
 
     def _withheld(self, parsed: Parsed, request: CompletionRequest) -> dict[int, str]:
-        """Returns a mapping index -> text shown in place of a result, for the calls in a completion that the client does not receive."""
+        """Returns the texts shown in place of results, for the calls that the client does not receive: index of the call -> text."""
         schemas = {tool["function"]["name"]: tool for tool in request.known_tools if tool["function"]["name"] in request.strict}
         withheld: dict[int, str] = {}
         for number, call in enumerate(parsed.message.tool_calls):
@@ -368,8 +368,8 @@ class Session:
     def request_failed(self, error: Exception) -> None:
         """Ends the session because the gateway failed on a request.
 
-        After the policy's first answer, the request contains the policy's text, and the episode is scored. Before that answer, the failure
-        is an infrastructure fault.
+        After the policy's first answer, the request contains the policy's text, so an error other than an `InfrastructureError` is a fault
+        of the policy, and the episode is scored. Otherwise `error` is the session's fault.
         """
         if not self.counts["answered"] or isinstance(error, InfrastructureError):
             self.fail(error)
@@ -424,7 +424,7 @@ class Session:
     def _work(self, roots: Sequence[LiveTrajectory], continued: set[int]) -> set[int]:
         """Returns the contexts without a parent that belong to the main agent: the contexts with tools or with more than one turn.
 
-        If there are none, the program requests each turn in a separate context, and the contexts that share a system message are returned.
+        If there are no such contexts, returns those that share a system message: the program requests each turn in a separate context.
         """
         work = {root.index for root in roots if self._shown[root.index][0] or len(root.turns) > 1 or root.index in continued}
         last = [turn for root in roots if (turn := self._graph.last(root)) is not None]

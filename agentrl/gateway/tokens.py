@@ -33,7 +33,7 @@ class Parsed(Protocol):
 
     @property
     def call_ids(self) -> tuple[str, ...]:
-        """The ids that the model gave the message's tool calls; empty if its form has no ids."""
+        """The ids that the model gave the message's tool calls; empty if the model's form of calls has no ids."""
 
 
 class Frame(Protocol):
@@ -49,7 +49,7 @@ class Frame(Protocol):
 
     @property
     def style(self) -> str:
-        """xgrammar's style for the arguments."""
+        """The `style` of xgrammar's `json_schema` format for the arguments."""
 
     @property
     def between(self) -> str:
@@ -69,7 +69,7 @@ class Chat(Protocol):
 
     @property
     def exact(self) -> bool:
-        """Whether a conversation grows only by deltas."""
+        """Whether messages can be appended to a conversation without changing earlier tokens."""
 
     @property
     def thinks_first(self) -> bool:
@@ -79,7 +79,7 @@ class Chat(Protocol):
         """Returns the token ids of a context, up to the start of the completion."""
 
     def tool_delta(self, outputs: Sequence[str], after: Any = None) -> tuple[int, ...]:
-        """Returns the ids between two completions, with tool outputs."""
+        """Returns the token ids between two completions, which contain the tool outputs."""
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Returns the text of a completion, with control tokens but without the token that ends it."""
@@ -115,7 +115,8 @@ class ConversationTokens:
         self._ends: dict[tuple[object, ...], int] = {}  # (role and number of calls of each message) -> number of end tokens
 
     def opening(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-        """Returns the ids of a context, up to the start of the completion. Raises `RequestError` if the template rejects the messages."""
+        """Returns the token ids of a context, up to the start of the completion. Raises `RequestError` if the template rejects the
+        messages."""
         escaped = [self.chat.escape_message(message) for message in messages]
         ids = self._open(escaped, [self.chat.escape_value(tool) for tool in tools])
         self._check(ids, messages, tools)
@@ -125,8 +126,9 @@ class ConversationTokens:
         """Returns the token ids between a completion and the next completion.
 
         Args:
-            after: the completion. The client identifies its calls by `call_ids`.
-            ended: whether its last token ends a turn. If it does not, the returned ids start with such a token.
+            after: the completion. The client identifies the calls in the completion by `call_ids`.
+            ended: whether the last token of the completion ends a turn. If it does not, the returned ids start with a token that ends the
+                turn.
 
         Raises:
             NotAppended: the context must be rendered again.

@@ -85,7 +85,8 @@ def key_of(headers: Mapping[str, str]) -> str:
 
 
 def is_key(received: str, key: str) -> bool:
-    """Returns whether a request's key is correct. The time does not depend on how many of its characters are correct."""
+    """Returns whether a request's key is correct. The time of the comparison does not depend on how many characters of the key are
+    correct."""
     return hmac.compare_digest(*(sha256(text.encode("utf-8", "replace")).digest() for text in (received, key)))
 
 
@@ -97,8 +98,8 @@ class RequestSlots:
 
     @asynccontextmanager
     async def use(self, *, most: int, within_s: float) -> AsyncIterator[None]:
-        """Holds a slot while the block runs. Raises `RequestError` if `most` slots are taken, and `TimeoutError` in the block after
-        `within_s` seconds."""
+        """Holds one of the `most` slots while the block runs. Raises `RequestError` if `most` slots are taken, and `TimeoutError` in the
+        block after `within_s` seconds."""
         if self._used >= most:
             raise RequestError("too_many", "The server is busy: try again in a few seconds.")
         self._used += 1

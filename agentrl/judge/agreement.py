@@ -1,4 +1,4 @@
-"""Computes the agreement between two raters, with 95% intervals that are valid even for few answers and for perfect agreement."""
+"""Computes the agreement between two raters, with 95% intervals that are valid even if there are few answers or agreement is perfect."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TAIL = 0.025
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgreementTable:
-    """Contingency table of two ratings of the same answers. If one of the ratings is a human label, it is the first rating."""
+    """Contingency table of two ratings of the same answers. A human label is always the first of the two ratings."""
 
     right_right: int
     right_wrong: int
@@ -69,7 +69,7 @@ class DesignEffects:
 
     @classmethod
     def from_pairs(cls, tasks: Sequence[str], pairs: Sequence[tuple[bool, bool]]) -> DesignEffects:
-        """Returns the design effects for pairs of ratings (see `AgreementTable.from_pairs`). `tasks` contains the task of each pair."""
+        """Returns the design effects for pairs of ratings (see `AgreementTable.from_pairs`). `tasks` contains the task id of each pair."""
         rated = [(task, first, float(first == second)) for task, (first, second) in zip(tasks, pairs, strict=True)]
         groups = [[(task, same) for task, first, same in rated if first is label] for label in (True, False)]
         rates = [statistics.fmean(same for _, same in group) if group else 0.0 for group in groups]
@@ -86,7 +86,10 @@ class DesignEffects:
 
 
 def design_effect(of: Sequence[tuple[str, float]]) -> float:
-    """Returns the design effect of a share. `of` contains a pair for each answer: its task, and 1 if the share includes it, else 0."""
+    """Returns the design effect of a share of answers.
+
+    `of` contains one pair per answer: its task id, and 1 if the share includes it, else 0.
+    """
     rate = statistics.fmean(value for _, value in of) if of else 0.0
     return _effect([(task, value - rate) for task, value in of], rate * (1 - rate) * len(of))
 
@@ -95,8 +98,8 @@ def _effect(parts: Sequence[tuple[str, float]], alone: float) -> float:
     """Returns the variance of a sum of terms with mean 0, divided by `alone`, the variance if all terms were independent.
 
     The variance between tasks is the variance of the linearised sum (Kish 1965). Because an estimate from few tasks is uncertain, the
-    effect is multiplied by (t / z)^2 (Korn and Graubard 1998). If no two answers differ, the effect cannot be observed, and all answers to
-    the same task count as one answer.
+    effect is multiplied by (t / z)^2 (Korn and Graubard 1998). If all answers have the same value, the effect cannot be observed, and all
+    answers to the same task count as one answer.
     """
     sums: dict[str, float] = {}
     for task, part in parts:
@@ -111,13 +114,13 @@ def _effect(parts: Sequence[tuple[str, float]], alone: float) -> float:
 
 
 def share(part: int, of: int, *, effect: float = 1.0) -> IntervalEstimate:
-    """Returns a share with Wilson's interval. `effect` is the design effect."""
+    """Returns the share `part / of` with Wilson's interval for `of / effect` answers, where `effect` is the design effect."""
     low, high = wilson_interval(part / of, of / effect)
     return IntervalEstimate(value=part / of, low=low, high=high, n=of)
 
 
 def agreement(table: AgreementTable, *, effect: float = 1.0) -> IntervalEstimate:
-    """Returns the share of answers with equal ratings."""
+    """Returns the share of answers to which both raters give the same rating."""
     return share(table.right_right + table.wrong_wrong, table.n, effect=effect)
 
 
@@ -125,10 +128,10 @@ def kappa(table: AgreementTable, *, effect: float = 1.0) -> IntervalEstimate:
     """Returns Cohen's kappa (Cohen 1960): agreement beyond chance, at most 1; 0 is chance.
 
     The interval is the central 95% of the posterior, from 4,000 seeded draws of the four shares from a Dirichlet distribution with
-    Jeffreys' prior of 1/2. Unlike the delta-method interval, it does not shrink to width 0 for perfect agreement. Counts are divided by
-    `effect`, the design effect of agreement.
+    Jeffreys' prior of 1/2. Unlike the delta-method interval, the interval does not shrink to width 0 for perfect agreement. The counts in
+    the table are divided by `effect`, the design effect of agreement.
 
-    Raises `ValueError` if both raters give the same rating to every answer.
+    Raises `ValueError` if both raters rate all answers as right, or both rate all answers as wrong.
     """
     cells = (table.right_right, table.right_wrong, table.wrong_right, table.wrong_wrong)
     value = _kappa(cells)
@@ -146,7 +149,7 @@ def kappa(table: AgreementTable, *, effect: float = 1.0) -> IntervalEstimate:
 
 
 def informedness(table: AgreementTable, *, effect: float = 1.0) -> IntervalEstimate:
-    """Returns sensitivity + specificity - 1 (Youden 1950). It is 0 for a judge that ignores the answer.
+    """Returns sensitivity + specificity - 1 (Youden 1950). The value is 0 for a judge that ignores the answer.
 
     The interval combines the intervals of sensitivity and specificity (Newcombe 1998, hybrid score method).
     """
@@ -159,17 +162,18 @@ def informedness(table: AgreementTable, *, effect: float = 1.0) -> IntervalEstim
 
 
 def corrected_rate(passed: int, total: int, calibration: Calibration) -> IntervalEstimate:
-    """Estimates the true success rate from a judge's rate (Rogan and Gladen 1978): (rate + specificity - 1) / informedness.
+    """Estimates the true success rate from the rate that a judge measured (Rogan and Gladen 1978): (rate + specificity - 1) / informedness.
 
-    The interval is that of Lang and Reiczigel (2014, Preventive Veterinary Medicine 113), the delta method on adjusted counts. It includes
-    the uncertainty of the rate, the sensitivity and the specificity. It is valid only if the judge's error rates on these answers equal
-    those on the labelled answers. Labelled answers from another task family or from a much weaker policy are therefore of little use.
+    The interval is that of Lang and Reiczigel (2014, Preventive Veterinary Medicine 113), the delta method on adjusted counts. The interval
+    includes the uncertainty of the rate, the sensitivity and the specificity. It is valid only if the judge's error rates on these answers
+    equal its error rates on the labelled answers. Labelled answers from another task family or from a much weaker policy are therefore of
+    little use.
 
     Args:
         passed: number of answers that the judge rated as right, out of `total` answers with a verdict.
 
     Raises:
-        UserError: the judge may be no better than chance, so nothing can be inferred.
+        UserError: `passed` is not from 0 to `total`, `total` is 0, or the judge may be no better than chance.
     """
     if not 0 <= passed <= total or total == 0:
         raise UserError(f"{passed} of {total} is not a rate", fix="pass the number of passed answers and the number of judged answers")
@@ -192,7 +196,10 @@ def corrected_rate(passed: int, total: int, calibration: Calibration) -> Interva
 
 
 def partial_correlation(xs: Sequence[float], ys: Sequence[float], groups: Sequence[bool]) -> IntervalEstimate | None:
-    """Returns Pearson's correlation within the groups, with Fisher's interval; None if there are fewer than 10 points or no spread."""
+    """Returns Pearson's correlation of `xs` and `ys` within the groups, with Fisher's interval.
+
+    Returns None if there are fewer than 10 points, or if the values do not vary within the groups.
+    """
     centred: list[tuple[float, float]] = []
     for group in (True, False):
         inside = [(x, y) for x, y, label in zip(xs, ys, groups, strict=True) if label is group]
@@ -216,7 +223,7 @@ class Bin:
 
 
 def reliability(scores: Sequence[float], labels: Sequence[bool], *, most: int = 10) -> tuple[Bin, ...]:
-    """Returns the reliability curve: one bin per distinct score if there are at most `most`, otherwise bins of equal width."""
+    """Returns the reliability curve: one bin per distinct score, or `most` bins of equal width if there are more distinct scores."""
     different = sorted(set(scores))
     low, high = different[0], different[-1]
 
@@ -235,7 +242,7 @@ def reliability(scores: Sequence[float], labels: Sequence[bool], *, most: int = 
 def calibration_error(bins: Sequence[Bin]) -> float:
     """Returns the expected calibration error (Naeini et al. 2015) of scores from 0 to 1.
 
-    It is the mean distance between a bin's score and its share of correct answers, weighted by the number of answers.
+    This is the mean distance between a bin's score and its share of correct answers, weighted by the bin's number of answers.
     """
     return sum(bucket.right.n * abs(bucket.score - bucket.right.value) for bucket in bins) / sum(bucket.right.n for bucket in bins)
 
@@ -249,7 +256,7 @@ def _kappa(cells: Sequence[float]) -> float | None:
 
 
 def _added(calibration: Calibration) -> tuple[float, float, float, float]:
-    """Returns sensitivity and specificity with one success and one failure added, and the adjusted numbers of correct and wrong answers."""
+    """Returns sensitivity and specificity with a success and failure added to each, and the adjusted counts of right and wrong answers."""
     worth = 1 / calibration.design_effect
     rights = (calibration.right_right + calibration.right_wrong) * worth + 2
     wrongs = (calibration.wrong_right + calibration.wrong_wrong) * worth + 2

@@ -1,4 +1,4 @@
-"""Calibrates a judge: runs it on labelled answers and measures the agreement."""
+"""Calibrates a judge: runs the judge on labelled answers and measures how well it agrees with the labels."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _REASONS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelledVerdict:
-    """A judge's verdict on one labelled answer, or on a pair of answers."""
+    """A judge's verdict on one labelled answer, or on a pair of labelled answers."""
 
     label: bool
     score: float | None  # None means unscored
@@ -44,7 +44,7 @@ class LabelledVerdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationReport:
-    """The measurements of a judge."""
+    """The results of measuring a judge on labelled answers."""
 
     calibration: Calibration
     pairs: bool  # whether pairs of a correct and a wrong answer were judged; "right" then means that the first answer is correct
@@ -80,16 +80,18 @@ async def calibrate(
         reference: plug-in reference of the judge.
         threshold: minimum score that means "right".
         parallel: number of answers that are judged concurrently.
-        ledger: file of cached responses and counters, relative to `root`, for a judge that has none. It makes repeated measurements free.
+        ledger: file for the cached responses and the counters of a judge that sets no ledger, relative to `root`. A repeated measurement
+            reads the cached responses and costs nothing.
         progress: called with the number of finished answers and the total number of answers.
 
     Raises:
-        UserError: there are too few labels, or the judge returned no verdict on any of the correct answers or on any of the wrong answers.
+        UserError: all labels are equal, no pair can be formed, or the judge returned no verdict on any correct answer or on any wrong
+            answer.
     """
     distinct = merge_duplicates(labelled)
     answers = [answer for answer in distinct if answer.right is not None]
     if len({answer.right for answer in answers}) < 2:
-        raise UserError("all labelled answers are correct, or all are wrong", fix="label some of both: agentrl label RUN")
+        raise UserError("all labelled answers are correct, or all are wrong", fix="label correct and wrong answers: agentrl label RUN")
     measured = judge.without_calibration(ledger=ledger) if hasattr(judge, "without_calibration") else judge
     if hasattr(measured, "prepare"):
         measured.prepare(root=root, folder=None)
@@ -171,7 +173,7 @@ async def _score(judge: Any, answer: LabelledAnswer) -> LabelledVerdict:
 
 
 def _reference_keys(judge: Any) -> set[str]:
-    """Returns the keys of a task's data under which the judge, or a member of the ensemble, expects the reference answer."""
+    """Returns the keys of `Task.data` under which the judge, or the members of an ensemble, expect the reference answer."""
     members = getattr(judge, "judges", None)
     if isinstance(members, Mapping):
         return {key for member in members.values() for key in _reference_keys(member)}
@@ -203,7 +205,7 @@ async def _call(judge: Any, code: Callable[[], Any]) -> Any:
 
 
 def _pairs(answers: Sequence[LabelledAnswer]) -> list[tuple[AnswerItem, AnswerItem, bool]]:
-    """Returns triples: a correct and a wrong answer to one task, in seeded random order, and whether the first of them is correct."""
+    """Returns triples: a correct and a wrong answer to the same task, in seeded random order, and whether the first one is correct."""
     tasks: dict[tuple[str, str], list[LabelledAnswer]] = {}
     for answer in answers:
         tasks.setdefault((answer.item.task_id, answer.item.question), []).append(answer)
@@ -225,7 +227,7 @@ def _calibration(judge: Any, verdicts: Sequence[LabelledVerdict], *, reference: 
     if not table.rights or not table.wrongs:
         reasons = "; ".join(f"{count} times: {reason}" for reason, count in _reasons(verdicts).items())
         kind = "wrong" if table.rights else "correct"
-        raise UserError(f"the judge gave no verdict on any {kind} answer. {reasons}", fix="see the reasons above")
+        raise UserError(f"the judge gave no verdict on any {kind} answer. {reasons}", fix="remove the causes that are listed above")
     coverage_effect = stats.design_effect([(verdict.task_id, float(verdict.score is not None)) for verdict in verdicts])
     return Calibration(
         identity=str(getattr(judge, "identity", "")),

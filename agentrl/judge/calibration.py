@@ -1,4 +1,7 @@
-"""Calibration files: how well a judge agrees with human labels. `agentrl judge calibrate` writes them. A judge may require such a file."""
+"""Calibration files: how well a judge agrees with human labels. `agentrl judge calibrate` writes them.
+
+A judge can be configured to require such a file.
+"""
 
 from __future__ import annotations
 
@@ -75,13 +78,13 @@ _ADAPTER = TypeAdapter(Calibration)
 
 
 def save_calibration(path: Path, calibration: Calibration, more: dict[str, Any] | None = None) -> None:
-    """Writes the calibration file. `more` contains additional fields of the report, for people and programs."""
+    """Writes a calibration file. `more` contains additional fields of the report, which `load_calibration` does not read."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps({**asdict(calibration), **({"more": more} if more else {})}, indent=1) + "\n", durable=True)
 
 
 def load_calibration(path: Path) -> Calibration:
-    """Reads a calibration file. Raises `UserError` if it is missing or invalid."""
+    """Reads a calibration file. Raises `UserError` if the file is missing or invalid."""
     fix = f"run agentrl judge calibrate JUDGE LABELS --out {path}"
     try:
         return _ADAPTER.validate_json(read_bytes(path, most=_LARGEST))
@@ -96,7 +99,7 @@ def load_calibration(path: Path) -> Calibration:
 
 
 def validate_requirements(calibration: str | None, *, min_agreement: float, min_coverage: float) -> None:
-    """Raises `UserError` if no calibration can meet the requirements, or if there are requirements but no calibration."""
+    """Raises `UserError` if a minimum is not at least 0 and below 1, or if a minimum is set without a calibration."""
     for key, demanded in (("min_agreement", min_agreement), ("min_coverage", min_coverage)):
         if not 0.0 <= demanded < 1.0:
             raise UserError(f"{key} must be at least 0 and below 1, got {demanded}", fix="use a value such as 0.8")
@@ -107,8 +110,9 @@ def validate_requirements(calibration: str | None, *, min_agreement: float, min_
 def require_calibration(path: Path, *, identity: str, name: str, min_agreement: float, min_coverage: float) -> None:
     """Raises `UserError` unless the calibration in `path` is for this judge, shows a result above chance, and meets the requirements.
 
-    The lower ends of the intervals for agreement and coverage must be at least `min_agreement` and `min_coverage`, so a handful of labels
-    is not enough. Coverage is required because a judge that abstains on hard answers could reach a high agreement on the rest.
+    The lower ends of the 95% intervals for agreement and coverage must be at least `min_agreement` and `min_coverage`, so a few labels are
+    not enough. A minimum coverage is useful because a judge that abstains on hard answers could reach a high agreement on the other
+    answers.
     """
     calibration, fix = load_calibration(path), f"run agentrl judge calibrate JUDGE LABELS --out {path}"
     if calibration.identity != identity:
@@ -118,16 +122,16 @@ def require_calibration(path: Path, *, identity: str, name: str, min_agreement: 
         raise UserError(f"judge {name} is not shown to be better than chance: {estimate} ({path})", fix="use a different model or prompt")
     if calibration.agreement.low < min_agreement:
         raise UserError(
-            f"judge {name}: its agreement is {_estimate_text(calibration.agreement)}, but the lower end must be at least {min_agreement:g}"
-            f" ({path})",
+            f"judge {name}: its agreement is {_estimate_text(calibration.agreement)}, but the lower end must be at least {min_agreement:g},"
+            f" the required minimum ({path})",
             fix="improve the prompt, use a different model, or label more answers if the interval is wide",
         )
     if min_coverage and calibration.coverage is None:
         raise UserError(f"judge {name}: the calibration {path} has no coverage", fix=fix)
     if calibration.coverage is not None and calibration.coverage.low < min_coverage:
         raise UserError(
-            f"judge {name}: its coverage is {_estimate_text(calibration.coverage)}, but the lower end must be at least {min_coverage:g}"
-            f" ({path})",
+            f"judge {name}: its coverage is {_estimate_text(calibration.coverage)}, but the lower end must be at least {min_coverage:g},"
+            f" the required minimum ({path})",
             fix="run agentrl judge calibrate to see why verdicts are missing, or label more answers if the interval is wide",
         )
 

@@ -1,4 +1,7 @@
-"""Client of an OpenAI-compatible chat endpoint. Replies are bounded. Queries to a busy server are retried for `patience_s`."""
+"""Client of an OpenAI-compatible chat endpoint. Replies are bounded.
+
+A query to a busy or failed server is retried for up to `patience_s` seconds.
+"""
 
 from __future__ import annotations
 
@@ -56,13 +59,16 @@ class Prices:
             raise UserError(f"prices must be at least 0, got {self.prompt} and {self.completion}", fix="set prices per million tokens")
 
     def of(self, prompt_tokens: int, completion_tokens: int) -> float:
-        """Returns the price of a reply."""
+        """Returns the price of a reply with these token counts."""
         return (self.prompt * prompt_tokens + self.completion * completion_tokens) / 1e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """An endpoint's reply and its cost. `problem` is the reason why `text` cannot be a verdict; it is empty if `text` may be a verdict."""
+    """An endpoint's reply and its token counts.
+
+    `problem` is the reason why `text` cannot be a verdict; empty if `text` may be a verdict.
+    """
 
     text: str
     problem: str = ""
@@ -74,13 +80,13 @@ class Reply:
 
     @property
     def is_content(self) -> bool:
-        """Whether `text` is the content of the model's message, complete or cut off."""
+        """Whether `text` is the content of the model's message, possibly cut off at the token limit."""
         return self.problem in ("", CUT_OFF)
 
 
 @dataclass(slots=True)
 class _Wire:
-    """Connections of one event loop, and the pause that the server requested."""
+    """The connections of one event loop, and the end of the current pause."""
 
     http: httpx.AsyncClient
     slots: asyncio.Semaphore
@@ -90,7 +96,7 @@ class _Wire:
 
     @property
     def down(self) -> bool:
-        """Whether the most recent requests were rejected."""
+        """Whether the newest requests failed, so that only one query at a time sends a request."""
         return self.refused > 0
 
 
@@ -98,7 +104,7 @@ class _Wire:
 class Endpoint:
     """The address and settings of a judge model: `Endpoint(url="http://127.0.0.1:8000/v1", model="qwen3-8b")`.
 
-    Judges that share an `Endpoint` object share its connections and its pauses.
+    Judges that share an `Endpoint` object share its connections, and wait together while the server is down.
     """
 
     url: str | Callable[[], str]  # without /chat/completions; a function (used for the run's own servers) is called before each request
@@ -142,7 +148,10 @@ class Endpoint:
         object.__setattr__(self, "_live", AnswerLiveness(self._where(), fix=fix, first_s=self.timeout_s, clock=self.clock.monotonic))
 
     def identity(self) -> dict[str, Any]:
-        """Returns the settings that determine the replies and, if this run starts the server, the weights' hash, but not the address."""
+        """Returns the settings that determine the replies, without the address.
+
+        If this run starts the server, includes the hash of the weights.
+        """
         weights = {"weights": self.url.weights} if isinstance(self.url, ServedUrl) else {}
         names = ("model", "revision", "temperature", "max_tokens", "seed", "structured")
         return weights | {name: getattr(self, name) for name in names} | {"options": dict(self.options)}
@@ -150,15 +159,17 @@ class Endpoint:
     async def ask(
         self, messages: Sequence[Mapping[str, Any]], *, schema: Mapping[str, Any] | None = None, more: Mapping[str, Any] | None = None
     ) -> Reply:
-        """Returns the model's reply, even if it is unreadable. `more` contains additional keys of this request; they override `options`.
+        """Returns the model's reply, even if the reply is unreadable.
 
-        The following failures are retried, after the wait that the server requests, if any: status 408, 425, 429 or 5xx, such an error in
-        the body of a response with status 200, a failed connection, a timeout, and a truncated response. All queries to an endpoint wait
-        together, and then one of them probes the server. If a requested wait exceeds `patience_s`, the query that received it fails, and
-        the other queries wait at most `PROBE_S`.
+        `more` contains additional keys of this request, which override `options`. The following failures are retried, after the wait that
+        the server requests, if any: status 408, 425, 429 or 5xx, an error with one of these statuses in the body of a response with status
+        200, a failed connection, a timeout, and a truncated response. While the server is down, all queries to the endpoint wait, and then
+        one query probes the server. If a requested wait exceeds the time that is left to a query, this query fails. The other queries wait
+        at most `PROBE_S` seconds if the requested wait exceeds `patience_s`.
 
         Raises:
-            JudgeError: there was no usable response within `patience_s`, or the server rejects requests of this kind.
+            JudgeError: there was no usable response within `patience_s` seconds, the server rejects or redirects the request, or the API
+                key or a header has no valid value.
         """
         with nullcontext() if isinstance(self.url, ServedUrl) else self._live.question():  # the run's own servers are monitored elsewhere
             schema = None if self.structured == "never" or self._takes_no_schema else schema
@@ -218,16 +229,16 @@ class Endpoint:
         return replace(result, tries=query.tries)
 
     def _overdue(self, query: _PendingQuery) -> JudgeError:
-        return JudgeError(f"{self._where()} did not answer within {self.patience_s:g} s{query.why and ': ' + query.why}")
+        return JudgeError(f"{self._where()} did not respond within {self.patience_s:g} s{query.why and ': ' + query.why}")
 
     async def close(self) -> None:
-        """Closes the connections of this event loop. The next query opens new connections."""
+        """Closes the connections of the running event loop. The next query opens new connections."""
         wire = self._wires.pop(asyncio.get_running_loop(), None)
         if wire is not None:
             await wire.http.aclose()
 
     def _pause(self, wire: _Wire, tries: int, later: _Later, *, first: bool) -> None:
-        """Delays all queries. `first` says whether this is the first rejection among the concurrent requests."""
+        """Delays all queries to the endpoint. `first`: whether this is the first failure among the concurrent requests."""
         was_down = wire.down
         wire.refused += first
         seconds = backoff_s(tries, later.wait_s, refused=wire.refused if later.from_server else 1)
@@ -281,7 +292,7 @@ class Endpoint:
         return parse_completion(content, self.max_bytes, messages)
 
     def _refusal(self, status: int, headers: Mapping[str, str], text: str, schema: Mapping[str, Any] | None) -> _Later:
-        """Returns how to handle a status other than 200. Raises `JudgeError` if a retry would not help."""
+        """Returns the retry for a response with a status other than 200. Raises `JudgeError` if a retry would not help."""
         if status in _SCHEMA_REFUSED and schema is not None and self.structured == "auto":
             return _Later(why=f"status {status}: {text}", without_schema=True)
         if status in TRANSIENT:
@@ -328,7 +339,7 @@ class Endpoint:
         return secrets.register(key)
 
     def _where(self) -> str:
-        """Returns the model and the host for use in messages, without anything that may be secret."""
+        """Returns the model and the host for error messages, without the path and query of the URL, which may contain secrets."""
         host = urlsplit(self.url).netloc if isinstance(self.url, str) else "a server of the run"
         return f"judge {printable(self.model, 80)} at {host}"
 
@@ -337,7 +348,8 @@ class Endpoint:
 class _Later:
     """A failure after which a retry may succeed.
 
-    `wait_s` is the requested wait, if any. The server requests it if `from_server`, otherwise the process that starts the server.
+    `wait_s` is the requested wait in seconds; None means that no wait was requested. If `from_server` is true, the server requested the
+    wait, otherwise the process that is starting the server.
     """
 
     why: str
@@ -348,7 +360,7 @@ class _Later:
 
 @dataclass(slots=True, kw_only=True)
 class _PendingQuery:
-    """A query, and the state of its requests."""
+    """A query that has no response yet, and the state of its requests."""
 
     messages: Sequence[Mapping[str, Any]]
     more: Mapping[str, Any]
@@ -360,7 +372,7 @@ class _PendingQuery:
 
 
 async def _acquired(lock: asyncio.Lock, within_s: float) -> bool:
-    """Whether the lock was acquired in time."""
+    """Acquires a lock. Returns False if the lock cannot be acquired within `within_s` seconds."""
     try:
         async with asyncio.timeout(within_s):
             return await lock.acquire()
@@ -369,9 +381,10 @@ async def _acquired(lock: asyncio.Lock, within_s: float) -> bool:
 
 
 def error_in(content: bytes) -> tuple[int, str] | None:
-    """Returns the status and text of an error in the body of a 200 response, which some proxies send; None if there is no such error.
+    """Returns the status and text of an error in the body of a 200 response, as some proxies send it; None if the body contains no error.
 
-    An error without a status counts as 503 if its text reports an overload or a server fault. Any other body counts as a reply.
+    An error without a status is treated as status 503 if its text reports an overload or a server fault. Otherwise, the body is treated as
+    a reply.
     """
     if b'"error"' not in content:
         return None
@@ -392,7 +405,7 @@ def error_in(content: bytes) -> tuple[int, str] | None:
 
 
 def parse_completion(content: bytes, most: int, messages: Sequence[Mapping[str, Any]]) -> Reply:
-    """Parses the reply in the body of a 200 response. Unreadable content is returned as text, with the problem."""
+    """Parses the reply in the body of a 200 response. If the content is unreadable, returns it as `Reply.text` with `Reply.problem` set."""
     prompt_tokens = sum(len(message["content"]) for message in messages) // CHARS_PER_TOKEN
     text = content[:most].decode(errors="replace")
     guess: dict[str, Any] = {"prompt_tokens": prompt_tokens, "completion_tokens": len(text) // CHARS_PER_TOKEN, "counted": False}
@@ -414,7 +427,7 @@ def parse_completion(content: bytes, most: int, messages: Sequence[Mapping[str, 
 
 
 def token_usage(reported: Any, prompt_tokens: int, answer: Any) -> dict[str, Any]:
-    """Returns the server's token counts if they are credible, otherwise an estimate."""
+    """Returns the token counts that the server reports if they are plausible, otherwise an estimate from the number of characters."""
     counts = [reported.get(name) for name in ("prompt_tokens", "completion_tokens")] if isinstance(reported, dict) else []
     if counts and all(type(count) is int and 0 <= count < _MOST_TOKENS for count in counts):
         return {"prompt_tokens": counts[0], "completion_tokens": counts[1]}
@@ -423,5 +436,5 @@ def token_usage(reported: Any, prompt_tokens: int, answer: Any) -> dict[str, Any
 
 
 def _without(key: str, text: str) -> str:
-    """Removes the key from a server's text, because a server may quote the key that it rejects."""
+    """Removes the API key from the text of a response, because a server may quote a key that it rejects."""
     return secrets.redact(text.replace(key, "[key]") if key else text)

@@ -43,9 +43,9 @@ class Ensemble:
         judges         the number of members with a score
 
     The episode is unscored, never 0, if fewer than `quorum` members returned a score, if the disagreement exceeds `max_disagreement`, or if
-    a majority vote is tied. A missing quorum is blamed on the infrastructure if the quorum would be reached with the scores of the members
-    that were down. Otherwise it is blamed on the policy if the quorum would also need, and be reached with, the scores of the members that
-    failed on the episode's text.
+    a majority vote is tied. A missing quorum is blamed on the infrastructure if the scores of the members that were down would complete the
+    quorum. Otherwise it is blamed on the policy if the quorum would be complete with these scores and the scores of the members that failed
+    because of the episode's text.
     """
 
     judges: dict[str, Verifier]
@@ -83,7 +83,7 @@ class Ensemble:
 
     @property
     def identity(self) -> str:
-        """Hash of the members' identities and of the ensemble's settings; empty if a member has no identity."""
+        """Hash of the members' identities and the ensemble's settings; empty if a member has no identity."""
         members = {name: getattr(judge, "identity", "") for name, judge in self.judges.items()}
         settings: dict[str, Any] = {"aggregate": self.aggregate, "threshold": self.threshold, "quorum": self._needed}
         settings |= {"max_disagreement": self.max_disagreement, "members": members}
@@ -108,7 +108,7 @@ class Ensemble:
         self._state.ready = True
 
     def without_calibration(self, *, ledger: str | None = None) -> Self:
-        """Returns a copy without required calibrations, for measuring the ensemble."""
+        """Returns a copy in which neither the ensemble nor a member requires a calibration, for measuring the ensemble."""
         members = {
             name: judge.without_calibration(ledger=ledger) if hasattr(judge, "without_calibration") else judge
             for name, judge in self.judges.items()
@@ -171,7 +171,7 @@ class Ensemble:
         return None if 2 * yes == len(values) else float(2 * yes > len(values))
 
     async def _member_score(self, name: str, task: Task, episode: Episode) -> Score:
-        """Returns a member's score. If the member fails, its score has no value, and the other members still count."""
+        """Returns a member's score. If the member fails, returns a score without a value."""
         judge = self.judges[name]
         try:
             return await call_verifier(judge, f"judge {name}", task, episode, None, timeout_s=timeout_of(judge, _TIMEOUT_S))
@@ -180,6 +180,6 @@ class Ensemble:
 
 
 def mean_difference(values: Sequence[float]) -> float:
-    """Returns the mean absolute difference over all pairs (Gini's mean difference); 0 for a single value."""
+    """Returns the mean absolute difference over all pairs of values (Gini's mean difference); 0 for a single value."""
     pairs = list(itertools.combinations(values, 2))
     return math.fsum(abs(a - b) for a, b in pairs) / len(pairs) if pairs else 0.0

@@ -1,4 +1,6 @@
-"""A judge that classifies failures that no rule can classify. It reports the class of the first failure, its turn and a confidence.
+"""A judge that classifies traces that no triage rule can classify.
+
+For the first error in a trace, it reports the class, the turn and a confidence.
 
 # triage/reader.py
 from agentrl.judge import Endpoint
@@ -32,8 +34,8 @@ _MOST_TURN = 100_000
 class FailureJudge(JudgeBase):
     """An `agentrl.failure.triage.TriageJudge` that queries a model.
 
-    Replies are cached by content and counted in judges.sqlite in the run folder. `budget` limits the usage. Unreadable verdicts and
-    verdicts with a confidence below `least` count as abstentions. The author of the judge's tags is judge:NAME.
+    Replies are cached by content and counted in judges.sqlite in the run folder. `budget` limits the calls, tokens and cost. An unreadable
+    verdict, or a verdict with a confidence below `least`, counts as an abstention. Tags from the judge have the author judge:NAME.
     """
 
     classes: Mapping[str, str] = field(default_factory=dict)  # additional classes -> description; see `TAXONOMY`
@@ -55,7 +57,7 @@ class FailureJudge(JudgeBase):
         return digest({**kind, "instructions": self._instructions(), "least": self.least})
 
     def prepare(self, folder: Path) -> None:
-        """Opens the ledger in the run folder. Call it before the first trace."""
+        """Uses the ledger in the run folder. Call this method before the judge reads the first trace."""
         self._state.ledger = JudgeLedger(folder / FILE)
 
     async def __call__(self, text: str) -> Tag | None:
@@ -98,7 +100,7 @@ class FailureJudge(JudgeBase):
 
 
 def load_failure_judge(reference: str) -> FailureJudge:
-    """Loads a `FailureJudge` by reference. Raises `PluginError` if the reference resolves to anything else."""
+    """Loads the `FailureJudge` to which a plug-in reference refers. Raises `PluginError` if the reference resolves to any other object."""
     judge = resolve(reference)
     if not isinstance(judge, FailureJudge):
         raise PluginError(f"{reference!r} is not a FailureJudge", fix="refer to an object such as FailureJudge(endpoint=Endpoint(...))")

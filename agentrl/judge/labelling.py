@@ -1,4 +1,7 @@
-"""Interactive labelling of a run's answers in random order, one key per label. Labels are saved at once, so a session can be resumed."""
+"""Interactive labelling of a run's answers in random order, one key per label.
+
+Each label is saved immediately, so a session can be resumed.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +37,10 @@ def labels_file(run: Path, by: str) -> Path:
 
 
 def run_answers(run: Path, *, phase: str = "") -> list[AnswerItem]:
-    """Returns the distinct answers of a run, in a random but deterministic order. Raises `UserError` if there are none.
+    """Returns the distinct answers of a run, in a random but deterministic order. Raises `UserError` if there are no answers.
 
     Args:
-        phase: phase to which the answers are limited, such as "after". Phases are the names of files in `episodes/`.
+        phase: return only the answers of this phase, such as "after"; empty means all phases. A phase is the name of a file in `episodes/`.
     """
     folder = run / "episodes"
     if not folder.is_dir():
@@ -50,7 +53,7 @@ def run_answers(run: Path, *, phase: str = "") -> list[AnswerItem]:
 
 @dataclass(slots=True, kw_only=True)
 class LabellingSession:
-    """One session of one labeller."""
+    """A session in which one labeller labels answers."""
 
     items: list[AnswerItem]
     path: Path
@@ -64,10 +67,10 @@ class LabellingSession:
         self._order = list(self.done)
 
     def run(self, keys: Iterable[str], show: Callable[[str], None]) -> None:
-        """Shows answers until all are labelled, `keys` is exhausted, or the labeller quits. Each label is saved before it is shown.
+        """Shows answers until all are labelled, `keys` is exhausted, or the labeller quits. Each label is saved before it is confirmed.
 
         Args:
-            keys: single characters; white space is ignored.
+            keys: the keys that the labeller presses, as single characters; white space is ignored.
         """
         pressed = iter(keys)
         while (item := next((candidate for candidate in self.items if candidate.id not in self.done), None)) is not None:
@@ -115,7 +118,7 @@ class LabellingSession:
 
 
 def _conversation(item: AnswerItem) -> Iterator[tuple[str, str]]:
-    """Yields the part of the conversation after the question."""
+    """Yields pairs (role, text) for the messages of a conversation after the question."""
     started = False
     for message in item.messages:
         role = str(message.get("role", "?"))
@@ -135,7 +138,7 @@ def _safe(text: str) -> str:
 
 
 def _items(path: Path) -> Iterator[AnswerItem]:
-    """Yields the answers in a file of episodes. Skips unreadable lines, such as lines written by a newer version."""
+    """Yields the answers in a file of episodes. Skips unreadable lines, such as lines written by a newer version of agentrl."""
     for raw in complete_lines(path):
         if len(raw) > _LONGEST_LINE:
             continue

@@ -31,7 +31,7 @@ _MOST_MESSAGES = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextPreference:
-    """The inputs of a reward model for a correct and a wrong answer to one task."""
+    """The input texts of a reward model for a correct and a wrong answer to the same question."""
 
     chosen: str
     rejected: str
@@ -39,7 +39,7 @@ class TextPreference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerItem:
-    """An answer to a question, with its context."""
+    """An answer to a question, with the reference answer, the conversation and the task data."""
 
     id: str
     task_id: str
@@ -50,7 +50,7 @@ class AnswerItem:
     data: Mapping[str, Any] = field(default_factory=dict)  # additional task data for verifiers that need it
 
     def task(self, *, reference_keys: Iterable[str] = ("answer",)) -> Task:
-        """Returns a task for a verifier. It contains the question and the truth, and no tools or sandbox."""
+        """Returns a task for a verifier, with the question and the reference answer but without tools or a sandbox."""
         truth = {} if self.reference is None else dict.fromkeys(reference_keys, self.reference)
         return Task(
             id=self.task_id,
@@ -64,34 +64,37 @@ class AnswerItem:
         )
 
     def episode(self) -> Episode:
-        """Returns an episode that submitted `answer`. It contains the conversation in `messages` and no tokens."""
+        """Returns an episode in which the agent submitted `answer`. It contains the conversation in `messages`, but no tokens."""
         task = self.task()
         turns = tuple(_turns(self.messages))
         trajectories = (Trajectory(agent="main", turns=turns),) if turns else ()
         return Episode(id=self.id, task_id=task.id, task_key=task.key, trajectories=trajectories, answer=self.answer)
 
     def to_line(self) -> dict[str, Any]:
-        """Returns the fields that represent this answer in a line of a label file."""
+        """Returns the fields of a line in a label file that describe this answer."""
         fields = {name: getattr(self, name) for name in ("id", "task_id", "question", "answer", "reference")}
         return {**fields, "messages": list(self.messages), **({"data": dict(self.data)} if self.data else {})}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelledAnswer:
-    """An answer and its labels."""
+    """An answer and the labels that labellers gave it."""
 
     item: AnswerItem
     votes: Mapping[str, bool]  # labeller -> whether the answer is labelled right
 
     @property
     def right(self) -> bool | None:
-        """The majority's label; None means a tie."""
+        """Whether the majority of the labellers labelled the answer right; None means a tie."""
         yes = sum(self.votes.values())
         return None if 2 * yes == len(self.votes) else 2 * yes > len(self.votes)
 
 
 def read_labels(paths: Sequence[Path]) -> list[LabelledAnswer]:
-    """Returns the labelled answers in the files, in order. Raises a `UserError` that names the file, the line and the problem."""
+    """Returns the labelled answers in the files, in order.
+
+    If a line is invalid, raises a `UserError` that contains the file, the line number and the problem.
+    """
     items: dict[str, AnswerItem] = {}
     votes: dict[str, dict[str, bool]] = {}
     for path in paths:
@@ -105,7 +108,10 @@ def read_labels(paths: Sequence[Path]) -> list[LabelledAnswer]:
 
 
 def merge_duplicates(labelled: Sequence[LabelledAnswer]) -> list[LabelledAnswer]:
-    """Merges copies of an answer and their votes. A judge returns the same verdict on copies, so they add no evidence."""
+    """Merges copies of an answer and their votes.
+
+    A judge returns the same verdict on all copies of an answer, so the copies add no evidence.
+    """
     merged: dict[str, tuple[AnswerItem, dict[str, bool]]] = {}
     for answer in labelled:
         item = answer.item
@@ -116,7 +122,7 @@ def merge_duplicates(labelled: Sequence[LabelledAnswer]) -> list[LabelledAnswer]
 
 
 def preference_pairs(labelled: Sequence[LabelledAnswer], shows: Sequence[PromptField], *, per_task: int) -> list[TextPreference]:
-    """Returns pairs of a correct and a wrong answer to the same question, as inputs of a reward model. No answer is in two pairs.
+    """Returns pairs of a correct and a wrong answer to the same question, as inputs of a reward model. Each answer is in at most one pair.
 
     Args:
         shows: see `agentrl.judge.reward_model.RewardRecord`.
@@ -143,7 +149,7 @@ def current_labels(path: Path) -> dict[str, str]:
 
 
 def parse_item(line: Mapping[str, Any]) -> AnswerItem:
-    """Parses the answer in a line. Raises `ValueError` if the line is invalid."""
+    """Parses the answer in a line of a label file. Raises `ValueError` if the line is invalid."""
     question, answer = _text(line, "question"), _text(line, "answer")
     reference = line.get("reference", line.get("truth"))
     messages = line.get("messages") or []
@@ -163,7 +169,7 @@ def parse_item(line: Mapping[str, Any]) -> AnswerItem:
 
 
 def _labels(path: Path) -> Iterator[tuple[AnswerItem, str, str]]:
-    """Yields a triple for each line: the answer, the label and the labeller. Raises `UserError` if a line is invalid."""
+    """Yields a triple for each line of a label file: the answer, the label and the labeller. Raises `UserError` if a line is invalid."""
     try:
         lines = complete_lines(path)
     except OSError as error:
@@ -195,7 +201,10 @@ def _labels(path: Path) -> Iterator[tuple[AnswerItem, str, str]]:
 
 
 def _turns(messages: Sequence[Mapping[str, Any]]) -> Iterator[Turn]:
-    """Yields the agent's messages, each with its tool results. Messages before the agent's first message are skipped."""
+    """Yields a turn for each message of the agent, with the tool results that follow it.
+
+    Messages before the agent's first message are skipped.
+    """
     turns: list[tuple[Message, list[ToolResult]]] = []
     for message in messages:
         content = text(message.get("content") or "")

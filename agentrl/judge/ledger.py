@@ -1,7 +1,7 @@
 """Cache and usage counters of judges, in one SQLite file that several processes may share.
 
-The key of the cache is a hash of the content: the same query to the same model returns the stored reply at no cost. Only readable replies
-are stored. Usage is counted per judge, and each judge's budget limits it.
+The key of a cached reply is a hash of the query and the model's settings, so a repeated query returns the stored reply at no cost. Only
+readable replies are stored. Usage is counted per judge, and is limited by the judge's budget.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ _SCHEMA = (
 class Budget:
     """Limits on a judge's usage in one ledger, that is, in one run: `Budget(calls=10_000, money=5.0)`. None means no limit.
 
-    A query starts only if no limit is reached. The limit on calls is exact. The tokens and the cost of a query are known only after the
-    reply, so the queries in flight when a limit is reached (at most `Endpoint.concurrency`) may exceed it.
+    A query is sent only if no limit has been reached. The limit on calls is exact. The tokens and the cost of a query are known only after
+    the reply, so the limits on tokens and cost may be exceeded by the queries in flight when a limit is reached (at most
+    `Endpoint.concurrency` queries).
     """
 
     calls: int | None = None
@@ -47,12 +48,12 @@ class Budget:
         for limit in fields(self):
             value = getattr(self, limit.name)
             if value is not None and not value > 0:
-                raise UserError(f"Budget.{limit.name} must be positive, got {value}", fix="remove it for no limit")
+                raise UserError(f"Budget.{limit.name} must be positive, got {value}", fix="omit it to set no limit")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeUsage:
-    """The usage of one judge."""
+    """The queries, tokens and cost of one judge, or of several judges in total."""
 
     calls: int = 0  # queries that were sent
     answered: int = 0
@@ -68,20 +69,20 @@ class JudgeUsage:
 
     @classmethod
     def from_figures(cls, figures: Mapping[str, float]) -> JudgeUsage:
-        """Creates the usage from a mapping of field names to figures, as stored in a run's summary."""
+        """Returns the usage in a mapping from field names to figures, as stored in a run's summary."""
         counts = {name: int(figures.get(name, 0)) for name in _NAMES if name != "money"}
         return cls(**counts, money=figures.get("money", 0.0))
 
     def plus(self, other: JudgeUsage) -> JudgeUsage:
-        """Returns the sum of the two usages."""
+        """Returns the sum of this usage and `other`."""
         return JudgeUsage(**{name: getattr(self, name) + getattr(other, name) for name in _NAMES})
 
     def minus(self, before: JudgeUsage) -> JudgeUsage:
-        """Returns the usage since `before`."""
+        """Returns this usage minus the usage `before`."""
         return JudgeUsage(**{name: getattr(self, name) - getattr(before, name) for name in _NAMES})
 
     def summary(self) -> str:
-        """Returns a one-line summary for people."""
+        """Returns a one-line summary of the usage."""
         money = f", money {self.money:.4g}" if self.money else ""
         lost = ", ".join(f"{getattr(self, name)} {name}" for name in ("abstained", "unreadable", "failed") if getattr(self, name))
         tokens = self.prompt_tokens + self.completion_tokens
@@ -92,7 +93,7 @@ _NAMES = tuple(figure.name for figure in fields(JudgeUsage))
 
 
 def usage_in(folder: Path) -> JudgeUsage | None:
-    """Returns the total usage of all judges in a run, from the ledger in the run folder; None if no judge was called.
+    """Returns the total usage of all judges in a run, from the ledger in the run folder; None if no query was made.
 
     Raises `StoreError` if the ledger cannot be read.
     """
@@ -107,9 +108,9 @@ def usage_in(folder: Path) -> JudgeUsage | None:
 
 
 class JudgeLedger:
-    """A thread-safe cache with usage counters, opened on first use. If `path` is None, it is kept in memory.
+    """A thread-safe cache of replies with usage counters. The database is opened on first use, in memory if `path` is None.
 
-    Methods block. They raise `StoreError` if the file cannot be used.
+    The methods block. They raise `StoreError` if the database cannot be read or written.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -118,14 +119,14 @@ class JudgeLedger:
         self._open: sqlite3.Connection | None = None
 
     def reserve(self, judge: str, budget: Budget) -> None:
-        """Counts a query that is about to be sent. Raises `JudgeError` if the budget of `judge` is exhausted."""
+        """Counts a query of `judge` before it is sent. Raises `JudgeError` if the budget is exhausted."""
         limits = {"calls": budget.calls, "prompt_tokens + completion_tokens": budget.tokens, "money": budget.money}
         limits = {figure: limit for figure, limit in limits.items() if limit is not None}
         self.count(judge)
         where = "".join(f" AND {figure} < ?" for figure in limits)
         if self._do(f"UPDATE spent SET calls = calls + 1 WHERE judge = ?{where} RETURNING calls", (judge, *limits.values())) is None:
             texts = ", ".join(f"{limit.name} {value:g}" for limit in fields(budget) if (value := getattr(budget, limit.name)) is not None)
-            raise JudgeError(f"the judge's budget is exhausted ({texts}); raise it and resume the run")
+            raise JudgeError(f"the judge's budget is exhausted ({texts}); increase the budget and resume the run")
 
     def count(self, judge: str, **figures: float) -> None:
         """Adds `figures` to a judge's counters."""
@@ -135,12 +136,12 @@ class JudgeLedger:
         self._do(f"INSERT INTO spent ({columns}) VALUES ({marks}) ON CONFLICT (judge) {then}", (judge, *figures.values()))
 
     def cached_answer(self, key: str) -> str | None:
-        """Returns the reply stored under a key; None if there is none."""
+        """Returns the reply stored under a key; None if no reply is stored."""
         row = self._do("SELECT text FROM answers WHERE key = ?", (key,))
         return str(row[0]) if row else None
 
     def cache_answer(self, key: str, text: str) -> None:
-        """Stores a reply. If the key already has a reply, the stored reply is not replaced."""
+        """Stores a reply under a key, unless a reply is already stored under this key."""
         self._do("INSERT OR IGNORE INTO answers (key, text) VALUES (?, ?)", (key, text))
 
     def spent(self, judge: str) -> JudgeUsage:
@@ -152,7 +153,7 @@ class JudgeLedger:
         return self._usage(self._do(f"SELECT {', '.join(f'sum({name})' for name in _NAMES)} FROM spent", ()))
 
     def _usage(self, row: Sequence[object] | None) -> JudgeUsage:
-        """Returns the usage in a row. Raises `StoreError` if a value has the wrong type, because SQLite stores values of any type."""
+        """Returns the usage in a row of the database. Raises `StoreError` if a value has the wrong type, which SQLite does not prevent."""
         values = [0 if value is None else value for value in row or [0] * len(_NAMES)]
         figures: dict[str, Any] = dict(zip(_NAMES, values, strict=True))
         for name, value in figures.items():

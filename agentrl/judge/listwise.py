@@ -25,10 +25,10 @@ _MAX_ANSWERS = 40_000  # maximum total length of all answers, in characters
 class Listwise(ModelJudge):
     """A `GroupJudge` that ranks the answers of a group several times, in shuffled orders.
 
-    The value of an answer is its mean rank, scaled from 0 (last) to 1 (first). Answers with the same text share a rank. If there is only
-    one distinct answer, its value is 0.5. The part `disagreement` of every score is 1 - W. W is Kendall's coefficient of concordance of the
-    rankings, so a disagreement of 0 means that all rankings agree. If the disagreement exceeds `max_disagreement`, the group is unscored.
-    Values are comparable only within a group.
+    The value of an answer is its mean rank, scaled from 0 (last) to 1 (first). Answers with the same text share a rank. Answers without
+    content have the value 0. If all answers have the same text, their value is 0.5. The part `disagreement` of every score is 1 - W, where
+    W is Kendall's coefficient of concordance of the rankings. A disagreement of 0 means that all rankings agree. If the disagreement
+    exceeds `max_disagreement`, the group is unscored. The values of answers are comparable only within a group.
     """
 
     orders: int = 2
@@ -73,7 +73,10 @@ class Listwise(ModelJudge):
         return (self._unscored(answer),) * len(episodes)
 
     async def _rank(self, problem: str, texts: Sequence[str]) -> tuple[list[list[int]] | None, JudgeAnswer]:
-        """Returns a pair: the rank of each answer in each ranking (0 is best), or None if a ranking is missing; and a query's result."""
+        """Returns a pair: the rank of each answer in each ranking (0 is best), and the reasoning of the first query.
+
+        If a ranking is missing, returns None and the result of the query that failed.
+        """
         count = len(texts)
         if count < 2:
             return [[0] * count] * self.orders, JudgeAnswer()
@@ -110,10 +113,12 @@ class Listwise(ModelJudge):
 
 
 def rank_disagreement(rankings: Sequence[Sequence[int]]) -> float:
-    """Returns 1 - W, where W is Kendall's coefficient of concordance (Kendall and Babington Smith 1939). It is 0 if all rankings are equal.
+    """Returns 1 - W, where W is Kendall's coefficient of concordance (Kendall and Babington Smith 1939).
+
+    The result is 0 if all rankings are equal.
 
     Args:
-        rankings: [rankings][answers] ranks without ties. If there are fewer than two answers, the result is 0.
+        rankings: [rankings][answers] the rank of each answer in each ranking, without ties. For fewer than two answers, the result is 0.
     """
     count, orders = len(rankings[0]), len(rankings)
     if count < 2:
@@ -125,7 +130,10 @@ def rank_disagreement(rankings: Sequence[Sequence[int]]) -> float:
 
 
 def _shuffles(count: int, orders: int, *, seed: str) -> list[list[int]]:
-    """Returns the orders in which the answers are shown. Each order is followed by its reverse, which cancels position bias."""
+    """Returns the orders in which the answers are shown.
+
+    Each random order is followed by its reverse, so that position bias cancels out.
+    """
     rng = random.Random(seed)
     shuffles: list[list[int]] = []
     for number in range(orders):
@@ -134,5 +142,5 @@ def _shuffles(count: int, orders: int, *, seed: str) -> list[list[int]]:
 
 
 def _mean_rank(index: int, rankings: Sequence[Sequence[int]], count: int) -> float:
-    """Returns the scaled mean rank: 0 if the answer is always ranked last, 1 if it is always ranked first."""
+    """Returns the scaled mean rank of an answer: 0 if it is always ranked last, 1 if it is always ranked first."""
     return 1.0 - sum(ranks[index] for ranks in rankings) / (len(rankings) * (count - 1)) if count > 1 else 1.0

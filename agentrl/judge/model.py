@@ -1,4 +1,4 @@
-"""Base classes of judges that query one model, with an endpoint, a ledger, a budget and a required calibration."""
+"""Base classes of judges that query one model. A judge has an endpoint, a ledger, a budget and, optionally, a required calibration."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _State:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class JudgeBase(ABC):
-    """Base class of verifiers and group judges that query a judge model. It holds the endpoint, the budget and the ledger."""
+    """Base class of verifiers, group judges and triage judges that query a model, with the endpoint, the budget and the ledger."""
 
     endpoint: Endpoint
     name: str = "judge"
@@ -41,11 +41,11 @@ class JudgeBase(ABC):
 
     @property
     def timeout_s(self) -> float:
-        """Deadline of a verdict in seconds. It includes the wait for a server that is down."""
+        """Deadline of a verdict in seconds, including the wait for a server that is down."""
         return self.endpoint.patience_s + _CLOSING_S
 
     def spent(self) -> JudgeUsage:
-        """Returns the judge's usage from its ledger."""
+        """Returns the usage that the ledger has counted for this judge."""
         return self._ledger().spent(self.identity)
 
     async def close(self) -> None:
@@ -65,7 +65,7 @@ class JudgeBase(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModelJudge(JudgeBase):
-    """Base class of judges that query one model about an episode."""
+    """Base class of judges that query one model about episodes."""
 
     bounds: ClassVar[tuple[float, float]] = (0.0, 1.0)
     asks_reward_model: ClassVar[bool] = False
@@ -87,7 +87,8 @@ class ModelJudge(JudgeBase):
     def prepare(self, *, root: Path, folder: Path | None) -> None:
         """Prepares the judge. Call it once before the first verdict.
 
-        Raises `UserError` if the required calibration is missing or stale, or does not meet the minimums.
+        Raises `UserError` if the required calibration is missing, is for other settings, or does not meet the minimums, or if the recipe
+        does not start the judge server in `endpoint.url`.
 
         Args:
             root: the project folder.
@@ -123,10 +124,10 @@ class ModelJudge(JudgeBase):
         return JudgeBase._ledger(self)
 
     def _non_answer(self, task: Task, episode: Episode) -> str:
-        """Returns the reason why the answer is wrong without querying the model; empty if the model must judge it."""
+        """Returns the reason why an answer is wrong, determined without querying the model; empty if the model must judge the answer."""
         return non_answer_reason(episode.answer, question=user_text(task), reference=reference_text(task, self.reference))
 
     def _unscored(self, answer: JudgeAnswer) -> Score:
-        """Returns a score without a value. It contains the reason, and the model's reply as evidence."""
+        """Returns a score without a value. Its reason is the reason in `answer`, and its evidence is the model's reply."""
         blame = Blame.INFRASTRUCTURE if answer.unavailable else None
         return Score(value=None, reason=f"{self.name}: {answer.reason}", evidence=answer.text[:MAX_KEPT], blame=blame)

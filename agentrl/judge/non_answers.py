@@ -31,10 +31,10 @@ _AROUND = re.compile(rf"(?<![{_MARKS}])[{_MARKS}]++(?=\s|$)|(?<!\S)[{_MARKS}]++"
 
 
 def non_answer_reason(answer: str | None, *, question: str = "", reference: str | None = None) -> str:
-    """Returns the reason why the answer cannot be correct for any question; empty if a judge must judge it.
+    """Returns the reason why an answer has no content; empty if the answer must be judged.
 
-    An answer that equals the reference is always judged. Any other answer is judged if it contains a letter, digit or symbol, unless it is
-    a known opening phrase or repeats the question.
+    An answer that equals the reference is always judged. Any other answer is judged if it contains a letter, digit or symbol, unless the
+    answer is a known opening phrase or repeats the question.
     """
     if answer is None:
         return "no answer was submitted"

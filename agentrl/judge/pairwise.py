@@ -1,4 +1,4 @@
-"""A judge that compares two answers, presented in both orders."""
+"""A judge that compares two answers. The model sees the two answers in both orders."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pairwise(ModelJudge):
-    """Compares two answers. As a verifier, it compares the agent's answer with the reference: 1 means better, 0.5 equal, 0 worse.
+    """Compares two answers. As a verifier, it compares the agent's answer with the reference answer: 1 means better, 0.5 equal, 0 worse.
 
-    Each comparison consists of two queries. The second shows the answers in the reverse order. If the two verdicts contradict each other,
-    for example because of position bias, the episode is unscored.
+    Each comparison consists of two queries, of which the second shows the answers in the reverse order. If the two verdicts contradict each
+    other, for example because of position bias, the episode is unscored.
     """
 
     criteria: str = "Prefer the answer that is right and does what the question asks; length and tone do not count."
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
-        """Compares the episode's answer with the task's reference."""
+        """Compares the episode's answer with the task's reference answer."""
         reference = reference_text(task, self.reference)
         if reference is None:
             return Score(value=None, reason=f"{self.name}: the task has no reference in data[{self.reference!r}]")
@@ -53,7 +53,7 @@ class Pairwise(ModelJudge):
         return Score(value=_VALUES[comparison.better], evidence=f"{self.name}: {comparison.better}; {comparison.reasons}")
 
     async def compare(self, problem: str, first: str, second: str) -> Comparison:
-        """Compares two answers to a question and returns which is better."""
+        """Compares two answers to the question `problem`, and returns which answer is better."""
         client = self._client()
         queries = self._query(problem, first, second), self._query(problem, second, first)
         answers = await asyncio.gather(*(client.ask(query, _read) for query in queries))

@@ -1,4 +1,4 @@
-"""A player of `rollout.agent=players` that is a model behind an endpoint."""
+"""A player for the agent `players` (`rollout.agent=players`) whose moves come from a model behind an endpoint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentrl.judge.endpoint import Endpoint
 class EndpointPlayer:
     """Plays roles of games: `rival = EndpointPlayer(endpoint=Endpoint(url=..., model=...))`, in a recipe `opponent="mine:rival"`.
 
-    The model sees all observations of its role. Its reply must name exactly one of the allowed actions.
+    The model sees all observations of its role. The model's reply must name exactly one of the allowed actions.
     """
 
     endpoint: Endpoint

@@ -1,4 +1,4 @@
-"""Queries to a judge model: trusted instructions, untrusted data, caching, budgets and the parsing of replies."""
+"""Sends queries to a judge model: separates trusted instructions from untrusted data, caches replies, counts usage and parses verdicts."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ class ChatQuery:
         return [{"role": "system", "content": rules}, {"role": "user", "content": f"{data}\n\n{last}"}]
 
     def shorter(self) -> ChatQuery | None:
-        """Returns a query with each untrusted string shortened in the middle; None if all strings are already short."""
+        """Returns a copy of the query with each untrusted string shortened in the middle; None if all strings are already short."""
         data = {name: truncate_middle(text, max(len(text) // SHORTER, LEAST)) for name, text in self.data.items()}
         return replace(self, data=data) if sum(map(len, data.values())) < sum(map(len, self.data.values())) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeAnswer:
-    """The result of a query: the `verdict`, or None with the reason and the text of the reply."""
+    """The result of a query: the verdict, or the reason why there is none, and the text of the reply."""
 
     verdict: Any = None
     reason: str = ""
@@ -69,7 +69,7 @@ class JudgeAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeClient:
-    """Sends queries to an endpoint, with a cache, counters and a budget."""
+    """Sends a judge's queries to an endpoint, caches the replies, counts the usage and enforces the budget."""
 
     endpoint: Endpoint
     ledger: JudgeLedger
@@ -77,11 +77,14 @@ class JudgeClient:
     judge: str  # the judge's identity, which is the key of its counters in the ledger
 
     async def ask(self, query: ChatQuery, read: Callable[[dict[str, Any]], T], *, draw: int = 0) -> JudgeAnswer:
-        """Returns the verdict that `read` parses from the reply. Failures of the server or the model are returned, not raised.
+        """Returns the verdict that `read` parses from the reply.
+
+        If the server or the model fails, returns the reason instead of raising an exception.
 
         Args:
             read: parses the reply; it raises `Unreadable` or `Abstained` if there is no verdict.
-            draw: number of the repetition if a query is repeated intentionally. Queries with different numbers do not share a cached reply.
+            draw: number of the repetition if a query is repeated intentionally. Repetitions with different numbers do not share a cached
+                reply.
         """
         key = self._key(query, draw)
         if (text := await asyncio.to_thread(self.ledger.cached_answer, key)) is not None:
@@ -117,7 +120,11 @@ class JudgeClient:
         await asyncio.to_thread(self.ledger.count, self.judge, **figures)
 
     async def _send(self, query: ChatQuery) -> Reply:
-        """Returns the endpoint's reply. Shortens a rejected prompt and retries, because the judged agent chooses the length of its text."""
+        """Returns the endpoint's reply.
+
+        If the server rejects the prompt, shortens the untrusted text and retries, because an agent could otherwise avoid a verdict by
+        writing much.
+        """
         for attempt in range(TIMES_SHORTER + 1):
             try:
                 return await self.endpoint.ask(query.messages(new_nonce(query.data)), schema=query.schema)
@@ -128,7 +135,7 @@ class JudgeClient:
         raise AssertionError("unreachable")
 
     def _key(self, query: ChatQuery, draw: int) -> str:
-        """Returns the cache key: a hash of the model, the parameters and the full prompt, with a placeholder for the nonce."""
+        """Returns the cache key of a query: a hash of the model, the parameters and the full prompt, with a placeholder for the nonce."""
         messages = query.messages(NONCE_PLACEHOLDER)
         return digest({"endpoint": self.endpoint.identity(), "messages": messages, "schema": query.schema, "draw": draw})
 

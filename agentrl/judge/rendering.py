@@ -36,24 +36,24 @@ def render_field(name: PromptField, task: Task, episode: Episode, *, reference: 
 
 
 def question_text(task: Task) -> str:
-    """Returns the text of the prompt; if it has several messages, they are marked with their roles."""
+    """Returns the text of the task's prompt. If the prompt has several messages, each starts with its role."""
     if len(task.prompt) == 1:
         return truncate_middle(task.prompt[0].content, MAX_ANSWER)
     return truncate_middle("\n\n".join(f"{message.role}: {message.content}" for message in task.prompt), MAX_ANSWER)
 
 
 def user_text(task: Task) -> str:
-    """Returns the user's part of the prompt."""
+    """Returns the text of the user messages in the task's prompt."""
     return "\n".join(message.content for message in task.prompt if message.role == "user") or task.question
 
 
 def answer_text(episode: Episode) -> str:
-    """Returns the submitted answer; empty if there is none."""
+    """Returns the answer submitted in an episode; empty if no answer was submitted."""
     return truncate_middle(episode.answer or "", MAX_ANSWER)
 
 
 def reference_text(task: Task, key: str) -> str | None:
-    """Returns `task.data[key]` as text; None if it is missing or null."""
+    """Returns `task.data[key]` as text; None if the key is missing or its value is null."""
     if key not in task.data or task.data[key] is None:
         return None
     value = task.data[key]
@@ -61,13 +61,16 @@ def reference_text(task: Task, key: str) -> str | None:
 
 
 def transcript_text(episode: Episode) -> str:
-    """Returns the agent's messages, tool calls and tool results, in order. Those of sub-agents follow those of the main agent."""
+    """Returns the agent's messages, tool calls and tool results, in order.
+
+    The main agent's messages come before those of its sub-agents.
+    """
     lines = (line for number, trajectory in enumerate(episode.trajectories) for line in _trajectory_lines(trajectory, number))
     return truncate_middle("\n".join(lines) or "(the agent did nothing)", MAX_TRANSCRIPT)
 
 
 def outputs_text(episode: Episode) -> str:
-    """Returns the text of the agent's output files."""
+    """Returns the text of an episode's output files."""
     files = list(episode.outputs.items())[:_MAX_FILES]
     parts = [
         f"file {path}, {len(data)} bytes:\n{truncate_middle(data[: 4 * _MAX_FILE].decode(errors='replace'), _MAX_FILE)}"

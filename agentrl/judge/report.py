@@ -1,4 +1,4 @@
-"""Renders the measurements of a judge as text, JSON data and SVG."""
+"""Renders a judge's calibration report as text, JSON data and SVG."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from agentrl.judge.calibration import IntervalEstimate
 
 
 def render_report(report: CalibrationReport) -> str:
-    """Returns the report for a terminal."""
+    """Returns the calibration report as text for a terminal."""
     return "\n".join(_lines(report))
 
 
 def report_data(report: CalibrationReport) -> dict[str, Any]:
-    """Returns the report as JSON data, for the calibration file."""
+    """Returns the report, without the calibration, as JSON data for the calibration file."""
     data = asdict(report)
     del data["calibration"]
     data["reliability"] = data.pop("bins")
@@ -91,7 +91,7 @@ _STYLE = (
 
 
 def render_svg(report: CalibrationReport) -> str:
-    """Returns an SVG that shows the reliability curve, and the measurements with their intervals."""
+    """Returns an SVG image that shows the reliability curve and the measured figures with their intervals."""
     calibration = report.calibration
     width, height = _EDGE + _SIDE + 60 + _BARS + 20, _SIDE + 2 * _EDGE + 10
     parts = [

@@ -1,12 +1,14 @@
-"""A judge that is a reward model. It returns one number for an episode, scaled to a value from 0 to 1. vLLM serves it at `/classify`.
+"""A judge that is a reward model.
+
+The model returns one number for an episode, which is scaled to a value from 0 to 1. vLLM serves it at `/classify`.
 
 mine = RewardModel(endpoint=ScoreEndpoint(url=served("mine"), model="mine"))     # judge_servers={"mine": {"model": "models/reward"}}
 
-The record of a reward model is the file `reward_model.json` next to its weights. It describes the model's input and the scale of its
-output.
+The record of a reward model is the file `reward_model.json` next to its weights. The record describes the model's input and the scale of
+the model's output.
 
-`agentrl tune reward` writes the record, and the judge `RewardModel` reads it. The model therefore receives the same text in training and in
-judging.
+`agentrl tune reward` writes the record, and the judge `RewardModel` reads it. Because of the record, the model receives the same input in
+training and in judging.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ _ANSWERS = ("answer", "transcript", "outputs")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardRecord:
-    """The input of a reward model, and the scale that turns its number into a value: 1 / (1 + exp(-(number - offset) / scale))."""
+    """The input of a reward model, and the scale that maps the model's number to a value: 1 / (1 + exp(-(number - offset) / scale))."""
 
     shows: tuple[PromptField, ...]  # fields shown in this order, each with a heading; empty means that the model reads the episode's tokens
     offset: float  # number that corresponds to a value of 0.5
@@ -57,7 +59,7 @@ class RewardRecord:
             raise ValueError("offset must be finite, and scale and max_tokens must be above 0")
 
     def value(self, number: float) -> float:
-        """Scales a number to a value from 0 to 1."""
+        """Scales a number that the model returned to a value from 0 to 1."""
         steps = (number - self.offset) / self.scale
         return 1 / (1 + math.exp(-steps)) if steps >= 0 else math.exp(max(steps, -700.0)) / (1 + math.exp(max(steps, -700.0)))
 
@@ -78,7 +80,7 @@ def validate_shows(names: tuple[str, ...]) -> tuple[PromptField, ...]:
 
 
 def reward_model_text(shows: Sequence[PromptField], task: Task, episode: Episode, *, reference: str) -> str:
-    """Returns the input text of a reward model, for training and judging. Control tokens are broken up (`neutralize`).
+    """Returns the input text of a reward model, for training and judging. Control tokens in the text are broken up (`neutralize`).
 
     Args:
         reference: key of `Task.data` that holds the reference answer.
@@ -103,7 +105,10 @@ def save_record(folder: Path, *, shows: tuple[PromptField, ...], offset: float, 
 
 
 def load_record(folder: Path) -> RewardRecord:
-    """Reads a model's record. Raises `UserError` if the record is missing or invalid, or does not match the weights next to it."""
+    """Reads a reward model's record.
+
+    Raises `UserError` if the record is missing or invalid, or does not match the weights in the folder.
+    """
     path, fix = folder / FILE, "use a folder that agentrl tune reward has written"
     try:
         record = _ADAPTER.validate_json(read_bytes(path, most=_LARGEST))
@@ -126,7 +131,7 @@ _MOST = 1e30  # a larger number is invalid
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ScoreEndpoint(Endpoint):
-    """The address of a reward model: the route `/classify` of a vLLM server. `url` may end in `/v1` but does not have to.
+    """The address of a reward model: the route `/classify` of a vLLM server. A `/v1` at the end of `url` is optional.
 
     Timeouts, back-off, connections and limits work as in `Endpoint`. Sampling settings are rejected, because they would have no effect.
     """
@@ -154,10 +159,12 @@ class ScoreEndpoint(Endpoint):
 
 
 def parse_classification(content: bytes, most: int, *, query_tokens: int) -> Reply:
-    """Parses the body of a 200 response from `/classify` into the JSON text `{"number": ...}`. Returns unreadable content with the problem.
+    """Parses the body of a 200 response from `/classify` into the JSON text `{"number": ...}`.
+
+    If the content is unreadable, returns it as `Reply.text` with `Reply.problem` set.
 
     Args:
-        most: maximum size in bytes.
+        most: maximum size of the body in bytes.
         query_tokens: estimated number of tokens in the query.
     """
     text = content[:most].decode(errors="replace")
@@ -179,7 +186,7 @@ def parse_classification(content: bytes, most: int, *, query_tokens: int) -> Rep
 
 
 def parse_reward(fields: Mapping[str, Any]) -> float:
-    """Returns the number in a reply. Raises `Unreadable` if there is none."""
+    """Returns the number in a reply. Raises `Unreadable` if the reply contains no finite number."""
     number = fields.get("number")
     if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
         raise Unreadable("has no number")
@@ -188,7 +195,7 @@ def parse_reward(fields: Mapping[str, Any]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RewardQuery(ChatQuery):
-    """The model's input without instructions: text, or token ids."""
+    """A query that consists only of a reward model's input: text, or token ids."""
 
     instructions: str = ""
     data: Mapping[str, str] = field(default_factory=dict)
@@ -205,11 +212,11 @@ class _RewardQuery(ChatQuery):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RewardModel(ModelJudge):
-    """A verifier that queries a reward model from `agentrl tune reward`. The value is from 0 to 1; the part `number` is the raw output.
+    """A verifier that queries a reward model from `agentrl tune reward`.
 
-    The record next to the model's weights determines the model's input, so the input is the same as in training. A model that reads tokens
-    can score only episodes with tokens from the policy on which the model is based. Answers without content score 0 without a call to the
-    model.
+    The value of the score is from 0 to 1, and the part `number` is the model's raw output. `reward_model.json` in the model folder
+    determines the model's input, so the input is the same as in training. A model that reads tokens can score only episodes with tokens
+    from the policy on which the model is based. Answers without content score 0 without a call to the model.
     """
 
     asks_reward_model: ClassVar[bool] = True
@@ -227,7 +234,7 @@ class RewardModel(ModelJudge):
             raise UserError(f"RewardModel {self.name}: {'folder is set twice' if served else 'folder is missing'}", fix=fix)
 
     def prepare(self, *, root: Path, folder: Path | None) -> None:
-        """See `ModelJudge.prepare`. Also raises `UserError` if the model has no valid record."""
+        """See `ModelJudge.prepare`. Also raises `UserError` if `reward_model.json` in the model folder is missing or invalid."""
         url = self.endpoint.url
         if isinstance(url, ServedUrl):
             model_folder = url.server(reward_model=True).folder

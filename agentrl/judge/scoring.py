@@ -1,6 +1,6 @@
-"""A judge that fills in a form of whole numbers for a few weighted criteria, and ready-made forms.
+"""A judge that rates an episode with a whole number for each of a few weighted criteria, and ready-made forms with such criteria.
 
-If a judge's form changes, the judge needs a new calibration.
+A judge whose form has changed needs a new calibration.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Criterion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """The instructions and criteria of a judge, and the fields that it sees."""
+    """The instructions and criteria of a judge, and the fields that the judge sees."""
 
     instructions: str
     criteria: tuple[Criterion, ...]
@@ -52,14 +52,14 @@ class Form:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """Returns the JSON schema of a verdict."""
+        """The JSON schema of a verdict that fills in this form."""
         numbers = {criterion.name: {"type": "integer", "minimum": 0, "maximum": criterion.high} for criterion in self.criteria}
         scores = {"type": "object", "properties": numbers, "required": list(numbers), "additionalProperties": False}
         return verdict.schema({"scores": scores})
 
     @property
     def text(self) -> str:
-        """Returns the instructions with the criteria."""
+        """The instructions of the form, followed by its criteria."""
         criteria = "\n".join(
             f"- {criterion.name}, from 0 (worst) to {criterion.high} (best): {criterion.asks}" for criterion in self.criteria
         )
@@ -68,11 +68,11 @@ class Form:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Judge(ModelJudge):
-    """A verifier in which a model fills in a form: `Judge(endpoint=Endpoint(...), form=forms.CORRECT)`.
+    """A verifier whose model rates the criteria of a form: `Judge(endpoint=Endpoint(...), form=forms.CORRECT)`.
 
-    The value is the weighted mean of the criteria, each scaled to the range from 0 to 1. The criteria are the parts of the score. The
-    episode is unscored if the verdict is unreadable, the judge abstains, the server stays down or the budget is exhausted. Answers without
-    content score 0 without a call to the model.
+    The value is the weighted mean of the criteria, each scaled to the range from 0 to 1. The parts of the score are the scaled numbers of
+    the criteria. The episode is unscored if the verdict is unreadable, the judge abstains, the server stays down or the budget is
+    exhausted. Answers without content score 0 without a call to the model.
     """
 
     form: Form = field(kw_only=True)
@@ -99,7 +99,7 @@ class Judge(ModelJudge):
         return Score(value=value, parts=parts, evidence=f"{self.name}: {reasons}")
 
     def question(self, task: Task, episode: Episode) -> ChatQuery:
-        """Returns the query about an episode."""
+        """Returns the query that asks the model to rate an episode."""
         data: dict[str, str] = {field: render_field(field, task, episode, reference=self.reference) for field in self.form.shows}
         return ChatQuery(instructions=self.form.text, data=data, schema=self.form.schema)
 

@@ -17,7 +17,7 @@ from agentrl.errors import JudgeError, UserError
 
 @dataclass(slots=True, kw_only=True)
 class JudgeServer:
-    """A server that has been or will be started."""
+    """A judge server that this process has started or will start."""
 
     folder: Path  # model folder
     weights: str  # sha256 of its weight files
@@ -28,17 +28,20 @@ class JudgeServer:
 
 
 class ServerStarting(Exception):
-    """The server does not respond yet, but it is starting."""
+    """The judge server is starting and does not respond yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedUrl:
-    """An endpoint's `url` that looks up the server with this name before each request."""
+    """A value for `Endpoint.url` that looks up the judge server with this name before each request."""
 
     name: str
 
     def __call__(self) -> str:
-        """Returns the server's address. Raises `ServerStarting` while the server is starting, and `JudgeError` if no process starts it."""
+        """Returns the server's address.
+
+        Raises `ServerStarting` while the server is starting, and `JudgeError` if there is no such server or it failed for good.
+        """
         server = _registered.get(self.name)
         if server is None:
             raise JudgeError(f"there is no judge server {self.name!r}: the recipe has no judge_servers.{self.name}")
@@ -55,12 +58,15 @@ class ServedUrl:
 
     @property
     def weights(self) -> str:
-        """sha256 of the server's weights; empty before it is registered."""
+        """sha256 of the server's weights; empty before the server is registered."""
         return _registered[self.name].weights if self.name in _registered else ""
 
     def server(self, *, reward_model: bool) -> JudgeServer:
-        """Returns the registered server. Raises `UserError` if the recipe does not start it, or if it is a reward model
-        and `reward_model` is False, or the reverse."""
+        """Returns the registered server.
+
+        Raises `UserError` if the recipe does not start a server with this name, or if the server's model is a reward model and
+        `reward_model` is False, or a chat model and `reward_model` is True.
+        """
         server = _registered.get(self.name)
         if server is None:
             others = f"; its servers are {', '.join(_registered)}" if _registered else ""
@@ -81,22 +87,22 @@ _used: set[str] = set()
 
 
 def served(name: str) -> ServedUrl:
-    """Returns the judge server `name` of the recipe's `judge_servers`, as the url of an endpoint."""
+    """Returns a value for `Endpoint.url` that refers to the server `name` of the recipe's `judge_servers`."""
     _used.add(name)
     return ServedUrl(name)
 
 
 def register_servers(servers: Mapping[str, JudgeServer]) -> None:
-    """Registers the servers of this process, replacing all earlier servers."""
+    """Registers the judge servers of this process. Earlier registrations are removed."""
     _registered.clear()
     _registered.update(servers)
 
 
 def registered_servers() -> Mapping[str, JudgeServer]:
-    """Returns the registered servers by name. The code that starts them sets `url`, `key` and `refused`."""
+    """Returns the registered servers by name. The code that starts the servers sets `url`, `key` and `refused` in them."""
     return _registered
 
 
 def unused_servers() -> list[str]:
-    """Returns the registered servers that no judge has used so far."""
+    """Returns the names of the registered servers to which no judge refers."""
     return sorted(set(_registered) - _used)

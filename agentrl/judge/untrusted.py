@@ -1,6 +1,6 @@
 """Puts untrusted text into a judge's prompt as data.
 
-The text is enclosed in random delimiters and contains nothing that looks like a delimiter or a control token of a chat template.
+The text is enclosed in random delimiters. Anything in it that looks like a delimiter or a control token of a chat template is broken up.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ _JOINERS = frozenset("\u200c\u200d")  # part of Persian words and of emoji
 
 
 def neutralize(text: str) -> str:
-    """Neutralises control tokens, delimiters and control characters in text, in linear time.
+    """Breaks up control tokens and delimiters in text, and replaces control characters, in linear time.
 
-    A middle dot breaks up control tokens and delimiters. U+FFFD replaces control characters, bidirectional overrides and invisible tags.
+    A middle dot is inserted into control tokens and delimiters. Control characters, bidirectional overrides and invisible tags are replaced
+    with U+FFFD.
     """
     if not text.isascii() or not text.isprintable():
         text = text.translate(_VISIBLE)
@@ -51,7 +52,7 @@ def truncate_middle(text: str, most: int) -> str:
 
 
 def new_nonce(texts: Mapping[str, str]) -> str:
-    """Returns a nonce for the delimiters of one call: 128 random bits that occur in none of the strings."""
+    """Returns a nonce for the delimiters of one query: 128 random bits, as hex digits that occur in none of the strings."""
     while True:
         nonce = secrets.token_hex(16)
         if not any(nonce in text for text in texts.values()):
@@ -59,17 +60,17 @@ def new_nonce(texts: Mapping[str, str]) -> str:
 
 
 def delimited(name: str, text: str, *, nonce: str) -> str:
-    """Returns the text between named delimiters."""
+    """Returns the neutralized text between two delimiters that contain `name` and `nonce`."""
     return f"{begin_marker(name, nonce)}\n{neutralize(text)}\n{end_marker(name, nonce)}"
 
 
 def begin_marker(name: str, nonce: str) -> str:
-    """Returns the opening delimiter."""
+    """Returns the delimiter before the text `name`."""
     return f"<<<BEGIN {name.upper()} {nonce}>>>"
 
 
 def end_marker(name: str, nonce: str) -> str:
-    """Returns the closing delimiter."""
+    """Returns the delimiter after the text `name`."""
     return f"<<<END {name.upper()} {nonce}>>>"
 
 

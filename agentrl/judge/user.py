@@ -1,4 +1,4 @@
-"""A simulated user for `agentrl.environment.dialogue` that is a model behind an endpoint."""
+"""A simulated user for `agentrl.environment.dialogue` whose messages come from a model behind an endpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class EndpointUser:
     """Plays the user: `customer = EndpointUser(endpoint=Endpoint(url=..., model=...))`, with the option `user="mine:customer"`.
 
     In the model's prompt, the brief is the system message, the agent's messages are user messages, and the model's own messages are
-    assistant messages. Use a temperature above 0 so that users differ.
+    assistant messages. Use a temperature above 0 so that the users in different episodes differ.
     """
 
     endpoint: Endpoint

@@ -20,17 +20,17 @@ _QUOTES = re.compile(r"(?:[\"'`:(\[{<>=\u201c\u2018\u00ab]|[^\s.!?\u2026)][ \t]+
 
 
 class Unreadable(ValueError):
-    """A judge's reply is not a verdict; the message contains the reason."""
+    """Raised if a judge's reply is not a verdict. The message contains the reason."""
 
 
 class Abstained(ValueError):
-    """The judge abstains."""
+    """Raised if the judge abstains from a verdict."""
 
 
 def json_object(text: str, *, thought_apart: bool = False) -> dict[str, Any]:
     """Parses text that consists of one JSON object, either bare or as the only fenced block.
 
-    Skips reasoning before the object, even if the prompt opened the reasoning block.
+    Skips reasoning before the object, even if the reasoning block was opened in the prompt.
 
     Args:
         thought_apart: whether the server returned the reasoning separately, so that `text` contains none.
@@ -55,7 +55,9 @@ def json_object(text: str, *, thought_apart: bool = False) -> dict[str, Any]:
 
 
 def _after_thought(text: str) -> str:
-    """Returns the text after the judge's outermost reasoning block. Raises `Unreadable` if it is not closed, or only quoted.
+    """Returns the text after the judge's outermost reasoning block.
+
+    Raises `Unreadable` if the reasoning block is not closed, or if its end is only quoted.
 
     The judged text may contain `</think>` and a verdict, and a judge may quote it.
     """
@@ -76,7 +78,10 @@ def _after_thought(text: str) -> str:
 
 
 def whole_number(value: Any, *, low: int, high: int, name: str) -> int:
-    """Returns a whole number within its range. Raises `Unreadable` for any other value, including strings, booleans and fractions."""
+    """Returns `value` if it is a whole number from `low` to `high`.
+
+    Raises `Unreadable` for any other value, such as a string or a boolean.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise Unreadable(f"has no number for {name}")
     if not low <= value <= high:
@@ -87,10 +92,12 @@ def whole_number(value: Any, *, low: int, high: int, name: str) -> int:
 
 
 def numbers(verdict: Mapping[str, Any], wanted: Mapping[str, tuple[int, int]]) -> dict[str, int]:
-    """Returns a mapping from criterion to number. Raises `Abstained` or `Unreadable` if there is no valid verdict.
+    """Returns the numbers in a verdict, as a mapping from criterion to number.
+
+    Raises `Abstained` or `Unreadable` if there is no valid verdict.
 
     Args:
-        wanted: criterion -> (lowest, highest) number.
+        wanted: criterion -> (lowest, highest) allowed number.
     """
     _may_abstain(verdict)
     scores = verdict.get("scores")
@@ -100,7 +107,10 @@ def numbers(verdict: Mapping[str, Any], wanted: Mapping[str, tuple[int, int]]) -
 
 
 def choice(verdict: Mapping[str, Any], key: str, among: Sequence[str]) -> str:
-    """Returns the value of `key`, which must be one of `among`. Raises `Abstained` or `Unreadable` if there is no valid verdict."""
+    """Returns the value of `key` in a verdict, which must be one of `among`.
+
+    Raises `Abstained` or `Unreadable` if there is no valid verdict.
+    """
     _may_abstain(verdict)
     if verdict.get(key) not in among or not isinstance(verdict[key], str):
         raise Unreadable(f"has none of {', '.join(among)} for {key}")
@@ -108,7 +118,10 @@ def choice(verdict: Mapping[str, Any], key: str, among: Sequence[str]) -> str:
 
 
 def ranking(verdict: Mapping[str, Any], count: int) -> tuple[int, ...]:
-    """Returns the numbers 1 to `count`, each once, the best first. Raises `Abstained` or `Unreadable` if there is no valid verdict."""
+    """Returns the ranking in a verdict: the numbers 1 to `count`, each once, the best first.
+
+    Raises `Abstained` or `Unreadable` if there is no valid verdict.
+    """
     _may_abstain(verdict)
     order = verdict.get("ranking")
     if not isinstance(order, list) or len(order) != count:
@@ -120,7 +133,7 @@ def ranking(verdict: Mapping[str, Any], count: int) -> tuple[int, ...]:
 
 
 def reasoning(verdict: Mapping[str, Any]) -> str:
-    """Returns the reasoning of a verdict; empty if there is none."""
+    """Returns the reasoning in a verdict; empty if the verdict contains no reasoning."""
     text = verdict.get("reasoning")
     return text[:MAX_REASONING] if isinstance(text, str) else ""
 

@@ -44,7 +44,7 @@ class FolderAccess:
         self._setbacks = UpdateFailureLog(folder)
 
     def prepare(self, alert: Callable[[str], None], ranks: Ranks) -> None:
-        """Makes the newest intact checkpoint available in `folder`. Calls `alert` if a newer one is damaged. Must be called on all
+        """Makes the newest intact checkpoint available in `folder`. Calls `alert` if a newer checkpoint is damaged. Must be called on all
         ranks."""
 
     def need_checkpoint(self, number: int, ranks: Ranks) -> None:
@@ -56,7 +56,7 @@ class FolderAccess:
 
     def prune_checkpoints(self, keep: int, spare: Spare) -> None:
         """Deletes the driver's checkpoints, except the newest `keep` and those that `spare` returns. In a run folder,
-        `agentrl.learner.checkpoint.save` has already deleted them."""
+        `agentrl.learner.checkpoint.save` has already deleted these checkpoints."""
 
     def version_written(self, folder: Path) -> None:
         """Returns once the servers can fetch the complete version in `folder`."""
@@ -71,7 +71,7 @@ class FolderAccess:
         """
 
     def record_uses(self, uses: StepUses) -> None:
-        """Durably records how the step after the last recorded one used its groups, before the checkpoint of that step is written.
+        """Durably records how the step after the last recorded step used its groups, before the checkpoint of that step is written.
 
         Raises `DiskFull` or `LearnerError` on a write error.
         """
@@ -84,7 +84,7 @@ class FolderAccess:
         Raises `StoreError` if the ledger or the recorded uses do not belong to that checkpoint.
 
         Args:
-            sha256: hash of what the steps consumed (`agentrl.experience.step_uses`).
+            sha256: hash of the uses that the checkpoint recorded (`agentrl.experience.step_uses`).
         """
         uses = step_uses.recorded_steps(self.checkpoints, steps, sha256, self.store.entries())
         try:

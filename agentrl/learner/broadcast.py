@@ -3,7 +3,7 @@
 Rank 0 listens for the server's workers at the address that its host uses to reach the server, so the learner and the server may be on
 different nodes. Every collective has a deadline, because its members would wait forever for a lost member. After the deadline, the
 communicator is aborted. If the server is replaced, a new communicator is created. A broken communicator cannot be repaired in place,
-because other ranks may be in a collective. Instead, the learner exits with an error. When it is restarted from its checkpoint, it
+because other ranks may be in a collective. Instead, the learner exits with an error. When the learner is restarted from its checkpoint, it
 reconnects and updates the server before it continues.
 """
 
@@ -34,7 +34,7 @@ _ABORT_S = 15.0  # seconds that a collective has to return after its communicato
 
 
 class Channel(Protocol):
-    """The result of `agentrl.learner.nccl_source.connect`."""
+    """The channel that `agentrl.learner.nccl_source.connect` returns."""
 
     def send_weights(self) -> None:
         """Sends all weights. A collective."""
@@ -51,7 +51,7 @@ class Broadcaster:
     """Sends versions to the server. Every method is a collective, but only rank 0 communicates with the server."""
 
     def __init__(self, find_server: FindServer, recipe: Recipe, engine: PolicyEngine, *, connect: Connect | None = None) -> None:
-        """`find_server`: returns the running server, or None. `connect`: opens the channel to it."""
+        """`find_server`: returns the running server, or None. `connect`: opens the channel to the server."""
         self._find_server = find_server
         self._serving = recipe.serving
         self._engine = engine
@@ -127,8 +127,8 @@ def _connect(engine: PolicyEngine, server: ServerAddress, timeout_s: float) -> t
 
 
 def rendezvous(server: ServerAddress) -> tuple[str, int]:
-    """Returns the address that this host uses to reach the server, and a free port at that address. Raises `OSError` if there is no
-    route."""
+    """Returns the address that this host uses to reach the server, and a free port at that address. Raises `OSError` if this host has no
+    route to the server."""
     address = address_towards(urlsplit(server.url).hostname or "")
     with socket.socket() as probe:
         probe.bind((address, 0))
@@ -137,7 +137,8 @@ def rendezvous(server: ServerAddress) -> tuple[str, int]:
 
 @contextmanager
 def deadline(what: str, seconds: float, *, abort: Callable[[], None], grace_s: float = _ABORT_S) -> Iterator[None]:
-    """Context for a collective, which its own thread cannot interrupt. Raises `LearnerError` if the block takes longer than `seconds`.
+    """Context manager for a collective, which its own thread cannot interrupt. Raises `LearnerError` if the block takes longer than
+    `seconds`.
 
     After that time, `abort` is called in a different thread. If the block has not finished `grace_s` seconds later, the process exits with
     code 1.

@@ -82,7 +82,7 @@ def save(
     user may pin a version while the checkpoint is being written. If `spread` is True, the ranks' hosts share no disk: the folder on each
     host contains the files of that host's ranks, and every rank calls `written`.
 
-    Raises `DiskFull` or `LearnerError` on a write error. Earlier checkpoints are kept.
+    Raises `DiskFull` or `LearnerError` on a write error. Earlier checkpoints are then kept.
     """
     ranks = engine.ranks
     final = root / f"{meta.step:06d}"
@@ -125,7 +125,8 @@ def _manifest(part: Path, ranks: Ranks) -> dict[str, str]:
 
 
 def newest(root: Path, *, alert: Callable[[str], None] = log.warning) -> Checkpoint | None:
-    """Returns the newest intact checkpoint below `root`, or None if there is no checkpoint. Calls `alert` for each damaged newer one.
+    """Returns the newest intact checkpoint below `root`, or None if there is no checkpoint. Calls `alert` for each newer checkpoint that is
+    damaged.
 
     Raises `LearnerError` if every checkpoint is damaged, because only the user can decide to restart from the base policy.
     """
@@ -195,7 +196,8 @@ def _prune(root: Path, keep: int, spare: Collection[int]) -> None:
 
 
 def _make_room(root: Path, spare: Callable[[], Collection[int]]) -> None:
-    """Deletes all checkpoints except the newest and those that `spare` returns if the disk has no space for another of the same size."""
+    """If the disk has no space for another checkpoint of the same size, deletes all checkpoints except the newest and those that `spare`
+    returns."""
     folders = _folders(root)
     if len(folders) < 2:
         return

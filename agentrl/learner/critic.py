@@ -69,7 +69,7 @@ class Critic:
         return loss.detach().double()
 
     def step(self, number: int) -> tuple[bool, float]:
-        """Applies the accumulated gradient. Returns what `PolicyEngine.step` returns."""
+        """Applies the accumulated gradient. Returns whether the gradient was applied, and its global norm before clipping."""
         return apply_gradient(self.deepspeed, self.optimizer, learning_rate(self._learner, self._steps, number))
 
 
@@ -98,13 +98,13 @@ class SharedCritic:
         return expanded
 
     def learn(self, batch: MicroBatch, returns: Tensor, old: Tensor, *, denominator: float) -> Tensor:
-        """Does what `Critic.learn` does, but only for the head."""
+        """Adds the gradient of a micro-batch's value loss for the head only; see `Critic.learn`."""
         loss = value_loss(self.values(batch), old, returns).sum() / denominator
         self.engine.backward(loss)
         return loss.detach().double()
 
     def step(self, number: int) -> tuple[bool, float]:
-        """Applies only the head's accumulated gradient. Returns what `PolicyEngine.step` returns."""
+        """Applies only the head's accumulated gradient. Returns whether the gradient was applied, and its global norm before clipping."""
         result = self.engine.step(number, head_alone=True)
         for state in self.engine.optimizer.state.values():
             if not state["exp_avg"].any():  # it has received no gradient yet, so its bias correction must not count this step
@@ -133,7 +133,7 @@ def critic_metrics(pairs: Sequence[tuple[Tensor | None, Tensor | None]], ranks: 
 
 
 def _moments(tensors: Sequence[Tensor], ranks: Ranks) -> tuple[float, float, float]:
-    """Returns the number, the mean and the variance (divided by n) of all elements on all ranks."""
+    """Returns the number, the mean and the population variance of all elements on all ranks."""
     sums = torch.zeros(3, dtype=torch.float64)
     for tensor in tensors:
         values = tensor.detach().double().cpu()

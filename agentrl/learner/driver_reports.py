@@ -1,11 +1,11 @@
 """Reports from the learner to its driver: progress through a pipe on which neither side blocks, and the exit reason through a file in
 memory. The pipe and the file are on the learner's host (`agentrl.protocols.cluster`).
 
-Rank 0 reports progress for all ranks. Rank 0 waits for the others in collectives, so its reports stop if any rank is stuck. The exit reason
-arrives even if the disk is full.
+Rank 0 reports progress for all ranks. Rank 0 waits for the other ranks in collectives, so its reports stop if any rank is stuck. The exit
+reason arrives even if the disk is full.
 
 This module also reads and writes the log `failures/updates.jsonl` in the run folder (groups and optimizer steps excluded from training),
-and converts the learner's disk errors.
+and converts disk errors in the learner to `DiskFull` or `LearnerError`.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class ExitReason:
 
 
 def best_reason(lines: bytes) -> ExitReason | None:
-    """Returns the most informative reason in `lines`, or None if they contain none. If one rank fails, the others report only that it is
-    missing."""
+    """Returns the most informative reason in `lines`, or None if no line contains a reason. If one rank fails, the other ranks report only
+    that it is missing."""
     reasons = list(_reasons(lines))
     for kinds in (("user", "halted", "disk"), ("failed",)):
         for reason in reasons:
@@ -130,7 +130,7 @@ SILENT = ProgressReporter()
 
 
 class ProgressLines:
-    """Receives the reports of one learner in the driver. The lines arrive in pieces."""
+    """Receives the reports of one learner in the driver. A line may arrive in several pieces."""
 
     def __init__(self) -> None:
         self._rest = b""

@@ -72,7 +72,7 @@ class PolicyEngine:
         return score_tokens(self.deepspeed, batch, self.temperature)
 
     def probe(self, rows: tuple[tuple[int, ...], ...]) -> Probe:
-        """Returns the current weights' logprobs for token rows, and those of the most likely next tokens after each row."""
+        """Returns the logprobs of token rows under the current weights, and the logprobs of the most likely next tokens after each row."""
         logprobs, next_logprobs, next_ids = zip(*map(self._row, rows), strict=True)
         return Probe(token_ids=rows, logprobs=logprobs, next_ids=next_ids, next_logprobs=next_logprobs, temperature=self.temperature)
 
@@ -81,10 +81,11 @@ class PolicyEngine:
         self.deepspeed.backward(loss * self.ranks.size)
 
     def step(self, number: int, *, head_alone: bool = False, refuse_above: float = math.inf) -> tuple[bool, float]:
-        """Clips and applies the accumulated gradient with the learning rate of step `number`, then clears it.
+        """Clips and applies the accumulated gradient with the learning rate of step `number`, then clears the gradient.
 
-        Returns whether the gradient was applied, and its global norm before clipping. A gradient whose norm is not finite or exceeds
-        `refuse_above` is not applied: weights and optimizer state stay unchanged. If `head_alone` is True, only the value head is trained.
+        Returns whether the gradient was applied, and the gradient's global norm before clipping. A gradient whose norm is not finite or
+        exceeds `refuse_above` is not applied: weights and optimizer state stay unchanged. If `head_alone` is True, only the value head is
+        trained.
         """
         rate = learning_rate(self.recipe.learner, self.recipe.step_limit, number)
         return apply_gradient(self.deepspeed, self.optimizer, rate, head_alone=head_alone, refuse_above=refuse_above)
@@ -164,7 +165,7 @@ def _deepspeed() -> Any:
 
 
 def make_optimizer(parameters: list[Tensor], recipe: Recipe, *, head: Sequence[Tensor] = ()) -> torch.optim.AdamW:
-    """Returns an AdamW optimizer that never applies a non-finite gradient. From ZeRO stage 1 on, DeepSpeed ensures this.
+    """Returns an AdamW optimizer that never applies a non-finite gradient. At ZeRO stages above 0, DeepSpeed itself skips such gradients.
 
     `head`: parameters of a value head, which form a group with the critic's learning rate and without weight decay.
     """
@@ -218,8 +219,8 @@ def kl_reference_for(engine: PolicyEngine) -> Callable[[MicroBatch], Tensor]:
     """Returns a function that computes the KL reference model's logprobs [N] of a batch's trained tokens, as `PolicyEngine.logprobs` does.
 
     The KL reference model is version 0. In a run that trains adapters, it is the policy without its adapters, which needs no extra memory,
-    and the function is a collective under ZeRO-3. Otherwise, each rank holds the unsharded weights of the engine's folder, and the function
-    is a collective only in teams.
+    and the function is a collective under ZeRO-3. Otherwise, each rank holds the unsharded weights in the engine's folder, and the function
+    is a collective only if ranks form teams (`learner.sequence_parallel`).
     """
     if engine.recipe.learner.lora is not None:
 

@@ -28,7 +28,7 @@ _BLOCK = 128  # FlexAttention's tile
 
 
 class ForestLayout:
-    """The data that attention needs about one forest, on one device. It is built once and used by every layer."""
+    """The data that attention needs about one forest, on one device. The data is built once per forest and used by every layer."""
 
     def __init__(self, forest: Forest, device: torch.device, shard: TokenShard | None = None) -> None:
         """`shard`: the part of the tokens that this rank holds and that `positions` covers; None means all tokens."""
@@ -84,7 +84,7 @@ class _Batch:
         """Returns the mask [B, 1, heads * L, K] to add to the scores: 0 if the query sees the key, else -inf.
 
         Padding queries see the keys of the real queries. A mask with more than `_FLOAT_MASK` elements is boolean, and the kernel converts
-        it in every layer, in the forward and in the backward pass.
+        it to floats in every layer, in the forward and in the backward pass.
         """
         if (heads, window, dtype) not in self._masks:
             at = self.shared[:, None] + torch.arange(self.queries.shape[1], device=self.queries.device)
@@ -100,7 +100,7 @@ class _Batch:
 
 
 def _pieces(branches: Sequence[Branch]) -> list[Branch]:
-    """Cuts long branches into pieces. The row of a piece ends with the piece, so less of the row is masked."""
+    """Cuts long branches into pieces. The keys of a piece end with its last token, so fewer keys of each row are masked."""
     pieces = []
     for branch in branches:
         for at in range(0, branch.new, _PIECE):

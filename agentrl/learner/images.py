@@ -80,7 +80,8 @@ class ImageInputs:
 
     @torch.no_grad()
     def largest_gap(self, lm: Any) -> float:
-        """Returns the largest difference between logprobs computed here and by the model's own forward pass, for a text with an image."""
+        """Returns the largest difference between the logprobs computed by this module and by the model's own forward pass, for a text with
+        an image."""
         from PIL import Image
 
         image = Image.effect_noise(_SIZE, 80.0).convert("RGB")

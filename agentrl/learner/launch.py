@@ -4,8 +4,8 @@ each rank dies with the process.
 If there are several hosts, `RANKS` is `RANKS/NODE/NODES@HOST:PORT` on each: the number of ranks on this host, the host's index, the
 number of hosts, and the address at which host 0 listens.
 
-If there are several ranks, torchrun starts them. A single rank needs neither torchrun nor a store. Without importing them, this process
-saves a second of CPU time at startup and uses 40 MB of memory instead of 220 MB.
+If there are several ranks, torchrun starts them. A single rank needs neither torchrun nor a store. Not importing torchrun saves this
+process a second of CPU time at startup and reduces its memory use from 220 MB to 40 MB.
 
 Several ranks find each other through a store that torchrun hosts. By default, the store listens on every network interface, and the dynamic
 rendezvous unpickles its contents, so any process that can reach the port could run a program. Here, the store listens on one address, which
@@ -110,14 +110,14 @@ def _run_torchrun(placement: Placement, worker: list[str]) -> None:
 
 
 def address_towards(host: str) -> str:
-    """Returns the local address from which packets to `host` are sent. Raises `OSError` if there is no route."""
+    """Returns the local address from which packets to `host` are sent. Raises `OSError` if there is no route to `host`."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # sends nothing
         return str(probe.getsockname()[0])
 
 
 def interface_of(address: str) -> str:
-    """Returns the name of the network interface with the given IPv4 address. Raises `OSError` if there is none."""
+    """Returns the name of the network interface with the given IPv4 address. Raises `OSError` if no interface has this address."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # the interface has no address

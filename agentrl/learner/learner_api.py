@@ -5,7 +5,7 @@
     POST /learner/group     {"index": ...}: one group of the ledger
     PUT  /updates/STEP/RANK     the tokens that a rank recorded (`agentrl.experience.token_records`), for readers
 
-Calls are executed one at a time, in the order of their arrival. The key is checked again when a call's turn comes, so after a
+Calls are executed one at a time, in the order of their arrival. The key is checked again immediately before a call is executed, so after a
 call from a new learner, no call from the learner that it replaced is executed.
 """
 
@@ -50,8 +50,8 @@ class LearnerApi:
     """The routes for one run.
 
     Args:
-        store: the driver's store. Calls that use it run on its thread.
-        registry: used from several threads.
+        store: the driver's store. Calls that use the store run on the store's thread.
+        registry: the driver's registry, which is used from several threads.
     """
 
     def __init__(self, folder: Path, store: DriverStore, registry: VersionRegistry) -> None:

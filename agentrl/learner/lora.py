@@ -58,7 +58,7 @@ def disabled(lm: Any) -> Iterator[None]:
 def exclude_frozen_weights(module: nn.Module) -> None:
     """Limits the module's state dict to trained parameters.
 
-    Loading such a state dict leaves frozen parameters unchanged, and fails if a trained parameter is missing.
+    Loading this state dict leaves frozen parameters unchanged, and fails if a trained parameter is missing.
     """
 
     def saved(owner: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:

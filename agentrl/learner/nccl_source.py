@@ -23,21 +23,22 @@ _POLL_S = 0.005
 
 
 class PausedServerClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]  # vLLM's types are not followed
-    """vLLM's client with the server's key. It starts an update only while the server is paused, and sets the version when the update
-    is finished.
+    """vLLM's client with the server's key. The client starts an update only while the server is paused, and sets the version when the
+    update is finished.
 
     Pass it to `NCCLTrainerWeightTransferEngine` and set `version` before each `send_weights()`.
     """
 
     def __init__(self, base_url: str, *, key: str, timeout_s: float, waiting: Callable[[], None] = lambda: None) -> None:
-        """`waiting` is called after each check that finds the server not yet paused."""
+        """`waiting` is called after each check that finds that the server is not yet paused."""
         super().__init__(base_url, timeout=timeout_s)
         self._headers = access(key)
         self.version = 0
         self._waiting = waiting
 
     def start_weight_update(self) -> None:
-        """Waits until the server is paused, then starts the update. Raises `TimeoutError` after the timeout."""
+        """Waits until the server is paused, then starts the update. Raises `TimeoutError` if the server is not paused within the
+        timeout."""
         deadline = time.monotonic() + self.timeout
         with self._client() as http:
             while not http.get("/is_paused").raise_for_status().json()["is_paused"]:
@@ -70,7 +71,7 @@ class DeepSpeedWeightSource(WeightSource):  # type: ignore[misc]  # vLLM's types
         self._aliases = _aliases(engine)
 
     def metadata(self) -> list[ParamMeta]:
-        """Returns the name, the dtype and the full shape of each tensor, without gathering it."""
+        """Returns the name, the dtype and the full shape of each tensor, without gathering the tensors."""
         return [ParamMeta(name, parameter.dtype, shape) for name, parameter, shape in self._entries()]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:

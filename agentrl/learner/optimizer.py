@@ -1,7 +1,7 @@
 """Optimizer steps that skip gradients that are too large or not finite, and the learning rate schedule.
 
-DeepSpeed computes the norm and applies the gradient in one call. At every ZeRO stage, it discards a gradient cleanly if the norm is not
-finite, so `skip_steps_above` reports the norm of a gradient to skip as infinite.
+DeepSpeed computes the norm and applies the gradient in one call. At every ZeRO stage, DeepSpeed discards a gradient cleanly if the norm is
+not finite, so `skip_steps_above` reports the norm of a gradient to skip as infinite.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def learning_rate(learner: LearnerConfig, steps: float, step: int) -> float:
 
 @contextmanager
 def skip_steps_above(optimizer: Any, *, above: float) -> Iterator[list[float]]:
-    """Context in which a ZeRO optimizer (stage 1, 2 or 3) skips a step whose gradient norm exceeds `above`.
+    """Context manager within which a ZeRO optimizer (stage 1, 2 or 3) skips a step whose gradient norm exceeds `above`.
 
     Yields a list to which the norm over all ranks, before clipping, is appended. The entry is NaN if the norm is not finite.
     """
@@ -105,7 +105,7 @@ def _infinite(like: Any) -> Any:
 
 
 def _combined(measured: Any) -> float:
-    """Returns the model's norm.
+    """Returns the gradient norm of the model.
 
     Stage 3 reports one norm per group, the other stages a single norm. A negative number stands for a norm that is not finite.
     """

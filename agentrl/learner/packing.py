@@ -37,11 +37,12 @@ def split_minibatches(batch: Batch, count: int) -> list[Batch]:
 
 
 def plan_micro_batches(samples: Sequence[Sample], *, rank: int, ranks: int, max_tokens: int) -> list[Rows]:
-    """Returns the micro-batches of one rank, with at most `max_tokens` tokens each. Shared tokens count once.
+    """Returns the micro-batches of one rank, with at most `max_tokens` tokens each. Tokens in shared prefixes count once.
 
     Samples in lexicographic order share the longest prefixes with their neighbours, so consecutive runs become micro-batches. All ranks
-    have the same number of micro-batches, as ZeRO's collectives require, so the last micro-batch of a rank may be empty. The sizes of the
-    runs differ as little as that allows. A sample longer than `max_tokens` becomes a micro-batch by itself.
+    have the same number of micro-batches, as ZeRO's collectives require, so the last micro-batch of a rank may be empty. The runs are
+    balanced: the largest run is as small as the number of micro-batches allows. A sample longer than `max_tokens` becomes a micro-batch by
+    itself.
     """
     if not samples:
         return []

@@ -39,8 +39,8 @@ class LearnerProcess:
     """`recipe.learner.ranks` workers (`agentrl.learner.main`) and the process that starts them.
 
     The learner's progress has a deadline (`liveness`): a learner that makes no progress is killed and counts as failed. Output is appended
-    to `run_dir/logs/learner.log`. The processes die with the driver, even if it is killed. Call `start` from a thread that lives as long as
-    the learner should, because the parent death signal is sent when that thread exits.
+    to `run_dir/logs/learner.log`. The processes die with the driver, even if the driver is killed. Call `start` from a thread that lives as
+    long as the learner should, because the parent death signal is sent when that thread exits.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class LearnerProcess:
         sessions: LearnerSessions | None = None,
         alert: Callable[[str], None] = log.warning,
     ) -> None:
-        """`root`: project root, for user-supplied parts. `launcher`: None starts the learner on this machine. `sessions`: keys for
+        """`root`: project root, for user-supplied parts. `launcher`: if None, the learner starts on this machine. `sessions`: keys for
         a learner that does not share the driver's disk. `alert`: called with the learner's messages for the user.
         """
         self._sessions = sessions
@@ -80,7 +80,8 @@ class LearnerProcess:
         return None if self._process is None else self._process.returncode
 
     async def start(self) -> None:
-        """Starts the processes and returns at once. Raises `LearnerError` if they are already running or no host can start them."""
+        """Starts the processes and returns at once. Raises `LearnerError` if the processes are already running or no host can start
+        them."""
         if self.alive:
             raise LearnerError("the learner is already running")
         self._progress = ProgressLines()
@@ -117,8 +118,8 @@ class LearnerProcess:
     async def wait(self, *, timeout_s: float | None = None) -> None:
         """Waits until the learner exits, and kills it if it makes no progress.
 
-        Raises `LearnerHalted` if it stopped at a limit, `UserError` if it rejected the model or the recipe, `DiskFull` if the disk is full,
-        `LearnerError` with the cause for any other failure, and `TimeoutError` if it is still running after `timeout_s`.
+        Raises `LearnerHalted` if the learner stopped at a limit, `UserError` if it rejected the model or the recipe, `DiskFull` if the disk
+        is full, `LearnerError` with the cause for any other failure, and `TimeoutError` if the learner is still running after `timeout_s`.
         """
         if self._process is None:
             raise LearnerError("the learner was never started")
@@ -148,9 +149,7 @@ class LearnerProcess:
             raise LearnerError(f"the learner is lost: {process.lost}")
         cause, fix = cause_in_log(self.log_tail())  # it sent no reason: it was killed or failed early
         advice = f"\n  fix: {fix}" if fix else ""
-        raise LearnerError(
-            f"the learner ended with exit code {code}: {cause or 'it gave no reason'}{advice}\n  full output: {self.log_path}"
-        )
+        raise LearnerError(f"the learner exited with code {code}: {cause or 'it gave no reason'}{advice}\n  full output: {self.log_path}")
 
     async def stop(self, *, grace_s: float = 60.0) -> None:
         """Signals the workers to finish the current step, waits up to `grace_s` seconds, then kills all processes. Idempotent."""

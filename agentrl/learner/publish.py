@@ -141,7 +141,8 @@ def gather_weights(engine: PolicyEngine) -> dict[str, Tensor]:
 
 
 def _shrink(part: Path, version: PolicyVersion, parent: PolicyVersion | None, *, whole: bool) -> None:
-    """Replaces the weights with a delta if it is at most half their size, and keeps a copy of the weights for the next version's delta.
+    """Replaces the weights with a delta if the delta is at most half the size of the weights, and keeps a copy of the weights for the next
+    version's delta.
 
     An existing copy may belong to a different version, or be incomplete after a power failure, so a delta is used only if its base has the
     parent's checksum.

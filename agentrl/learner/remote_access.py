@@ -2,7 +2,7 @@
 
 The driver has the ledger, the registry, and the newest checkpoints and versions. The learner writes into its mirror and sends what is
 complete, in the same order in which a learner on the driver's disk writes: checkpoint, commit, version, registration. A local checkpoint
-that the driver does not have is deleted at the next start. Its step is repeated, with the same result.
+that the driver does not have is deleted at the next start. The step of a deleted checkpoint is repeated, with the same result.
 """
 
 from __future__ import annotations

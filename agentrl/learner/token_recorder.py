@@ -1,4 +1,4 @@
-"""Records what an update computes for each trained token, for readers (`agentrl.experience.token_records`)."""
+"""Records what an update computes for each trained token, for later inspection (`agentrl.experience.token_records`)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class TokenRecorder:
         self._parts.append((samples, sequence, torch.stack([column.detach().float() for column in columns])))
 
     def save(self, step: int) -> None:
-        """Writes the step's tokens and discards them. An error does not stop the run, and only the first error is logged.
+        """Writes the step's tokens, then removes them from memory. An error does not stop the run, and only the first error is logged.
 
         Args:
             step: number of the version that the step produces.

@@ -112,13 +112,14 @@ class LogprobHead(nn.Module):
 
 
 class _Chunked(torch.autograd.Function):
-    """Processes a few rows at a time in both passes, so that at most a few times `rows` x vocabulary floats are in memory at once.
+    """Processes a few rows at a time in the forward and in the backward pass, so that at most a few times `rows` x vocabulary floats are in
+    memory at once.
 
     With z the logits divided by the temperature, p = softmax(z) over the whole vocabulary or a support, and H its entropy,
 
         d logprob / d z_j = [j = target] - p_j        d H / d z_j = -p_j (log p_j + H)
 
-    Both derivatives are 0 outside the support. Tokens with supports always take this path.
+    Both derivatives are 0 outside the support. Tokens with supports are always processed by this function.
     """
 
     @staticmethod
@@ -226,8 +227,8 @@ def check_scorer(scorer: TokenScorer, *, tolerance: float) -> None:
     """Checks that the scorer agrees with the model's forward pass over plain sequences.
 
     Raises `UserError` if the model's logits are not its output embedding times the last hidden state, or if its layers mix tokens by
-    anything other than attention. Samples are laid out without padding and with shared prefixes stored once, so only attention may mix
-    them.
+    anything other than attention. Samples are laid out without padding and with shared prefixes stored once, so no layer other than
+    attention may mix tokens.
     """
     config = scorer.lm.config
     device = scorer.head.weight.device
@@ -257,7 +258,7 @@ def check_scorer(scorer: TokenScorer, *, tolerance: float) -> None:
 
 
 def value_head(lm: Any) -> nn.Linear:
-    """Returns a linear layer with one output. Its weights start at zero, so the first gradient does not reach the trunk."""
+    """Returns a linear layer with one output. The layer's weights start at zero, so the first gradient does not reach the trunk."""
     head = nn.Linear(lm.config.get_text_config().hidden_size, 1, dtype=lm.dtype, device=lm.device)
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)

@@ -1,7 +1,7 @@
 """Sequence parallelism as in Ulysses (https://arxiv.org/abs/2309.14509): a team of ranks shares every forest of sequences.
 
-Each rank embeds, projects and transforms a shard of the tokens. DeepSpeed's all-to-all before attention gives each rank all tokens
-for some of the heads, and a second all-to-all after attention reverses this. The team's logprobs are gathered, and each rank computes the
+Each rank embeds, projects and transforms a shard of the tokens. DeepSpeed's all-to-all before attention gives each rank all tokens for some
+of the heads, and a second all-to-all after attention reverses the exchange. The team's logprobs are gathered, and each rank computes the
 same loss. The gradient on a rank covers only its own shard, so the sum over all ranks is the complete gradient, as without teams.
 """
 
@@ -22,7 +22,7 @@ from agentrl.learner.ranks import COLLECTIVE_TIMEOUT_S, Ranks, Team
 
 
 def form_teams(ranks: Ranks, size: int) -> Ranks:
-    """Returns the same ranks in teams of `size` neighbours. Every rank must call this function."""
+    """Returns the same ranks, grouped into teams of `size` neighbours. Every rank must call this function."""
     if size == 1:
         return ranks
     for first in range(0, ranks.size, size):
@@ -46,7 +46,7 @@ def check_heads(config: Any, team: Team) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenShard:
-    """A rank's shard of a forest of `length` tokens. A shard has `width` tokens from `start` on; the last shards may have fewer."""
+    """A rank's shard of a forest of `length` tokens. A shard has `width` tokens from `start` on; the last shards may have fewer tokens."""
 
     team: Team
     length: int

@@ -2,8 +2,8 @@
 
 This module uses DeepSpeed's universal format: a folder per parameter with its unsharded float32 weights, two moments and step count.
 DeepSpeed converts checkpoints of stages 1 to 3 to this format and loads it into engines of those stages. This module splits and joins the
-single file of stage 0. It also adds what DeepSpeed 0.19.8 lacks for a change of stage: stage 3's step counts, and the file names and
-headers of the other stage.
+single file of stage 0. This module also adds what DeepSpeed 0.19.8 lacks for a change of stage: stage 3's step counts, and the file names
+and headers of the new stage.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # read by torch at each load; it overr
 def tensors_only(what: str) -> Iterator[None]:
     """Within the block, every `torch.load` of this process and its children accepts only tensors and plain values.
 
-    Raises `LearnerError`, which includes `what`, if a file contains anything else.
+    Raises `LearnerError`, whose message includes `what`, if a file contains anything else.
     """
     from deepspeed.runtime.fp16.loss_scaler import LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
@@ -125,7 +125,8 @@ def _to_universal(source: Path, target: Path, engine: Any) -> str | None:
 
 
 def _split(saved: dict[str, Any], target: Path, engine: Any) -> str | None:
-    """Splits a stage 0 checkpoint. The checkpoint's optimizer numbers the parameters in the same order as `engine`."""
+    """Splits the file of a stage 0 checkpoint into the folders of the universal format. The checkpoint's optimizer numbers the parameters
+    in the same order as `engine`."""
     groups, names_of = saved["optimizer"]["param_groups"], _names(engine)
     if [len(group["params"]) for group in groups] != [len(names) for names in names_of]:
         return "its optimizer has different parameter groups; resume with the learner.weight_decay and the critic of the run that wrote it"
@@ -171,7 +172,8 @@ def _add_steps(optimizer: Path, model: Path, target: Path) -> None:
 
 
 def _complete(folder: Path) -> None:
-    """Adds the state of a new optimizer if there is none, and writes every file in the same form."""
+    """Completes the folder of a parameter: adds zero moments and a step count of 0 if they are missing, and rewrites the other files in one
+    format."""
     weights = _tensor(folder / "fp32.pt")
     moments = {moment: _tensor(folder / f"{moment}.pt") for moment in _MOMENTS if (folder / f"{moment}.pt").is_file()}
     _write(folder, weights, {moment: moments.get(moment, torch.zeros_like(weights)) for moment in _MOMENTS})

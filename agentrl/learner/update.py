@@ -43,7 +43,7 @@ class PreparedMicroBatch:
     values: Tensor | None = None  # [N] before the step
 
     def whitened(self, mean: float, scale: float) -> PreparedMicroBatch:
-        """Returns a copy whose advantages have mean 0 and standard deviation 1 over the batch."""
+        """Returns a copy whose advantages are whitened with the mean and the standard deviation over the whole batch."""
         return replace(self, batch=replace(self.batch, advantages=(self.batch.advantages - mean) / scale))
 
     def value_loss(self, values: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ Plan = list[tuple[Batch, list[PreparedMicroBatch]]]  # the micro-batches of each
 
 
 class Updater:
-    """Applies batches to an engine. Its `guard` checks each optimizer step and records skipped steps.
+    """Applies batches to an engine. `guard` checks each optimizer step and records skipped steps.
 
     `recorder` records the tokens of each step; None disables recording.
     """
@@ -131,7 +131,8 @@ class Updater:
         return dict(penalties)
 
     def _schedule_step(self, step: int) -> int:
-        """Returns the step number in the schedules of the learning rate and the entropy weight. A rollback also sets this number back."""
+        """Returns the step number that determines the learning rate and the entropy weight. Steps that a rollback has undone are not
+        counted."""
         return step - self.guard.counts.undone
 
     def _progress(self, step: int) -> float:
@@ -148,8 +149,8 @@ class Updater:
         return [build_micro_batch(rows, ranks.device, [numbers[id(row)] for row in rows], team=ranks.team) for rows in planned]
 
     def _prepare(self, parts: list[Batch]) -> Plan:
-        """Returns each optimizer step's micro-batches, in the order of the critic's smaller steps, with results computed before the
-        step."""
+        """Returns the micro-batches of each optimizer step, in the order of the critic's optimizer steps within it, with the results that
+        are computed before the step."""
         recomputes = self._objective.off_policy.recomputes(len(parts))
         critic_steps = 1 if self.critic is None else self.critic.config.minibatches
         return [
@@ -166,9 +167,9 @@ class Updater:
 
     @torch.no_grad()
     def _before(self, batch: MicroBatch, critic_step: int, piece: Batch, recomputes: bool) -> PreparedMicroBatch:
-        """Returns a micro-batch of `piece` with the results of the policy, the critic and the KL reference model.
+        """Returns a micro-batch of `piece` with the logprobs of the policy and the KL reference model and the values of the critic.
 
-        If the policy and the critic share a trunk, it runs once for both."""
+        If the policy and the critic share a trunk, the trunk runs once for both."""
         self.engine.ranks.report_progress("computing reference logprobs", batch.layout.length)
         in_loss = self._reference if self._objective.kl != "k1_reward" else None
         proximal, values = None, None
@@ -207,7 +208,8 @@ class Updater:
 
     @torch.no_grad()
     def _with_returns(self, micros: list[PreparedMicroBatch], critic: Critic | SharedCritic) -> list[PreparedMicroBatch]:
-        """Returns the micro-batches of one critic step with the advantages of complete episodes, whose samples may be on several ranks.
+        """Returns the micro-batches of one critic step with their advantages and returns, computed over complete episodes, whose samples
+        may be on several ranks.
 
         A collective."""
         samples, config = micros[0].samples, critic.config

@@ -71,9 +71,9 @@ class UpdateGuard:
         return setbacks
 
     def exclude_groups(self, step: int, groups: Sequence[Group], dropped: Mapping[int, str]) -> int:
-        """Records the groups that `assemble` dropped because a number was not finite, and returns their number.
+        """Records the groups that `assemble` dropped because of a non-finite value, and returns how many there are.
 
-        Raises `LearnerHalted` once there are `MAX_BAD_GROUPS` of them within `BUDGET_STEPS` steps.
+        Raises `LearnerHalted` once `MAX_BAD_GROUPS` groups have been dropped within `BUDGET_STEPS` steps.
         """
         bad = [group for group in groups if dropped.get(group.index, "").startswith("non_finite")]
         for group in bad:
@@ -105,7 +105,7 @@ class UpdateGuard:
         return math.inf if limit is None else limit.at
 
     def record_policy_step(self, part: Batch, metrics: Mapping[str, float], *, applied: bool) -> None:
-        """Records an optimizer step of the policy. `metrics` include `grad_norm`, NaN if it is not finite.
+        """Records an optimizer step of the policy. `metrics` include `grad_norm`, which is NaN if the norm is not finite.
 
         Raises `LearnerHalted` if a limit demands a halt, or if `MAX_BAD_UPDATES` steps in a row were skipped.
         """

@@ -1,8 +1,8 @@
 """One rank of a run's learner process.
 
 A step selects its groups in the store, builds the batch, updates the weights, writes a checkpoint, commits the use of the groups and
-publishes the new version. Renaming the checkpoint folder completes the step. If the process dies after that, the rest is redone from the
-checkpoint. If the driver's gate or a user rejected a version, the next step is a rollback instead of an update.
+publishes the new version. Renaming the checkpoint folder completes the step. If the process dies after that, the remaining work is repeated
+from the checkpoint. If the driver's gate or a user rejected a version, the next step is a rollback instead of an update.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Worker:
         )
 
     def _train(self, step: int, groups: tuple[Group, ...]) -> tuple[int, dict[str, float], dict[int, GroupUse]]:
-        """Updates the weights, or rolls back if a limit of the recipe requires it.
+        """Updates the weights, or rolls back if a limit of the recipe requires a rollback.
 
         Returns the parent of the new version, the metrics, and a mapping from group index to how the group was used.
         """
@@ -199,7 +199,7 @@ class Worker:
         return assembled, metrics, setbacks
 
     def _roll_back(self, step: int, to: int) -> int:
-        """Undoes all steps since checkpoint `to`, and returns its number.
+        """Undoes all steps after checkpoint `to` and returns `to`.
 
         The groups of the undone steps stay consumed. The old weights are published under the next number, so the server and the
         rollouts switch to them as to any other version.
@@ -245,7 +245,7 @@ class Worker:
         return folder.name
 
     def _spared_checkpoints(self) -> set[int]:
-        """Returns the numbers of the checkpoints to which the run may have to return."""
+        """Returns the numbers of the checkpoints that a rollback may need."""
         spared = {self.good} if self.recipe.learner.rolls_back else set()
         if (request := self.access.pending_rollback()) is not None:
             spared.add(request.to)
@@ -296,7 +296,8 @@ class Worker:
         self._mark_rolled_back()
 
     def _mark_rolled_back(self) -> None:
-        """Marks the undone versions. Called when their successor is published, because until then a bad version is better than none."""
+        """Marks the undone versions. Called when their successor is published, because until then the servers need a version, even a bad
+        one."""
         if self.ranks.is_first:
             for number in self.rolled_back:
                 version = self.registry.get(number)
@@ -319,7 +320,7 @@ class Worker:
     def _gate_checkpoints(self) -> set[int]:
         """Returns the numbers of the checkpoints that the gate may request.
 
-        These belong to the last promoted version, and to later versions on which the gate has yet to decide."""
+        These checkpoints belong to the last promoted version, and to later versions on which the gate has yet to decide."""
         gate = self.recipe.gate
         if gate is None or not gate.rolls_back:
             return set()
@@ -353,7 +354,7 @@ class Worker:
                 return self.store.groups(indices)
 
     def _look(self, step: int) -> int:
-        """Assigns groups to the step if there are enough. Returns `_GO`, `_WAIT` or `_STOP`."""
+        """Assigns groups to the step if the store contains enough of them. Returns `_GO`, `_WAIT` or `_STOP`."""
         if self.stopping:
             return _STOP
         entries = self.store.entries(first=self.order.block(self._open_block).start)

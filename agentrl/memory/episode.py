@@ -1,4 +1,4 @@
-"""One episode's access to the memory of a run. The episode's notes are stored only if it counts."""
+"""One episode's access to the memory of a run. The episode's notes are stored only if the episode counts."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ NOTE_CHARS = 400  # maximum length of a note: a few sentences, so that five of t
 
 
 def scope_of(task: Task, by: str) -> str:
-    """Returns the scope of a task's notes. Raises `TaskError` if scopes are projects and the task has no project."""
+    """Returns the scope of a task's notes. Raises `TaskError` if `by` is `project` and the task has no valid project."""
     if by == "family":
         return f"family:{task.family}"
     project = task.data.get("project")
     if not isinstance(project, str) or not 0 < len(project) <= MAX_PROJECT_CHARS:
         raise TaskError(
-            f"task {task.id!r} has no project, which memory.scope=project needs",
+            f"task {task.id!r} has no project, which memory.scope=project requires",
             fix=f'add "project" to its data, a string of at most {MAX_PROJECT_CHARS} characters, or set memory.scope=family',
         )
     return f"project:{project}"
@@ -66,7 +66,7 @@ class StoreView:
 
 
 class EpisodeNotes:
-    """An `EpisodeMemory`. Its notes and reads are in `memo`, which becomes part of the episode's record."""
+    """An `EpisodeMemory`. The episode's notes and reads are in `memo`, which becomes part of the episode's record."""
 
     def __init__(self, view: StoreView, memo: Memo) -> None:
         self._view = view
@@ -79,7 +79,7 @@ class EpisodeNotes:
         return self._memo
 
     def note(self, text: str) -> tuple[bool, str]:
-        """Adds a note. Returns whether that succeeded, and a message for the agent."""
+        """Adds a note. Returns whether the note is saved, and a message for the agent."""
         config, cleaned_text = self._view.store.config, printable_note(text)
         with self._lock:
             if not cleaned_text:
@@ -94,7 +94,7 @@ class EpisodeNotes:
             return True, "noted"
 
     def recall(self, query: str, own: Sequence[str] = (), most: int | None = None) -> tuple[bool, str]:
-        """Searches notes from earlier episodes. Returns whether that succeeded, and the result for the agent. See `EpisodeMemory`."""
+        """Searches notes from earlier episodes. Returns whether the query was valid, and the result for the agent. See `EpisodeMemory`."""
         if len(query) > QUERY_CHARS:
             return False, f"the query has {len(query)} characters, but the limit is {QUERY_CHARS}"
         most = RESULTS if most is None else most

@@ -1,7 +1,7 @@
 """Audits a run's memory from the records of its episodes: which notes each episode read, and whether it was allowed to read them.
 
-The audit does not rely on the note store. For training episodes, it looks up the authors of the notes that were read. For
-evaluation episodes, it uses the authors' ids.
+The audit does not rely on the note store. For training episodes, the audit looks up the authors of the notes that were read. For evaluation
+episodes, the audit uses the authors' ids.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ANSWER: Mapping[str, type] = {"episode": str, "task": str, "how": list}
 
 @dataclass(frozen=True, slots=True)
 class _Author:
-    """An episode whose notes count, and the keys of the tasks that it may know about."""
+    """An episode whose notes are stored, and the keys of the tasks whose answers it may know."""
 
     step: int | None
     knows: frozenset[str]
@@ -142,7 +142,7 @@ class _Reads:
         return f"read a note of {name}, which may know the answer to its task" if task_key in author.knows else ""
 
     def add_evaluated(self, line: Mapping[str, Any]) -> None:
-        """Adds an evaluation transcript. Its episode may read only notes from the same evaluation and split."""
+        """Adds an evaluation transcript. An evaluated episode may read only notes from the same evaluation and split."""
         if line["phase"] == "train" or not isinstance(memory := line.get("memory"), dict):
             return
         read = memory.get("read")
@@ -154,7 +154,8 @@ class _Reads:
 
 
 def _lines(paths: Iterable[Path], required: Mapping[str, type]) -> Iterator[dict[str, Any]]:
-    """Yields the JSON objects in files that contain one object per line. Raises `UserError` if a line lacks a required field."""
+    """Yields the JSON objects in files that contain one object per line. Raises `UserError` if a file cannot be read or a line is not an
+    object with the required fields."""
     for path in paths:
         try:
             lines = complete_lines(path)

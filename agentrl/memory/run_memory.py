@@ -1,9 +1,9 @@
 """The memory of a run: which version each group reads, the notes of evaluations, and leaked answers.
 
-Version `v` of the memory contains the notes from all steps before step `v`, the steps that trained version `v` of the policy. A group
-reads the notes in the version that its block starts from (`agentrl.experience.BlockStarts`). All of these notes are stored by then.
-Therefore, the notes that an attempt finds depend only on the group's index: they are the same for all attempts in a group and in a resumed
-run.
+Version `v` of the memory contains the notes from all steps before step `v`, the steps that trained version `v` of the policy. A group reads
+the notes in the version that its block starts from (`agentrl.experience.BlockStarts`). All of these notes are stored before the block
+starts. Therefore, the notes that an attempt finds depend only on the group's index: they are the same for all attempts in a group and in a
+resumed run.
 """
 
 from __future__ import annotations
@@ -204,9 +204,8 @@ def answer_leaks(task: Task, scored: ScoredEpisode) -> list[str]:
 
 
 def record_answer_leaks(folder: Path, task: Task, scored: Sequence[ScoredEpisode], *, phase: str, step: int) -> str:
-    """Records which episodes were shown the answer to their task. Returns an alert, or "".
-
-    An error in the search becomes an alert.
+    """Records which episodes were shown the answer to their task. Returns an alert if there are such episodes or the search fails;
+    otherwise an empty string.
     """
     try:
         lines = [

@@ -120,8 +120,8 @@ class NoteStore:
         version already exists, else True.
 
         Args:
-            oldest_read: oldest version that may still be read; None means the new version. Notes that neither this version
-                nor a later one shows are deleted.
+            oldest_read: oldest version that may still be read; None means the new version. Notes that neither version `oldest_read` nor a
+                later version shows are deleted.
 
         Raises `StoreError` if `step` does not directly follow the last stored step.
         """
@@ -233,7 +233,7 @@ def _version(db: sqlite3.Connection) -> int:
 
 
 def _add(db: sqlite3.Connection, step: int, written: WrittenNotes) -> None:
-    """Stores the sources and the notes of one episode. Skips notes that the scope already has."""
+    """Stores the notes of one episode, and its sources: the episodes whose notes it read. Skips notes that the scope already has."""
     writer = db.execute("INSERT INTO writers (episode, task_key) VALUES (?, ?)", (written.episode, written.task_key)).lastrowid
     sources = [db.execute("SELECT id FROM writers WHERE episode = ?", (episode,)).fetchone() for episode in written.memo.read]
     if None in sources:

@@ -7,7 +7,6 @@ import fcntl
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -23,6 +22,7 @@ from agentrl.agent.template import SHIPPED_TEMPLATES, probe_template, probe_toke
 from agentrl.base import files
 from agentrl.base.error_text import disk_full_error
 from agentrl.base.installation import install_command
+from agentrl.base.scratch import ScratchFolder
 from agentrl.errors import UserError
 from agentrl.model.gguf import GgufHeader, check_data, read_header
 from agentrl.model.source import Source, find_source
@@ -74,7 +74,7 @@ def import_model(
         on_stage: called with the name of each stage.
 
     Raises `UserError` if the model cannot be served or trained exactly, if a package is missing, if the disk has too little space, if
-    `target` may not be replaced, or if another import is writing it.
+    `target` may not be replaced, or if another import is writing `target`.
     """
     try:
         return _import(source, target, chat_template, dtype, force, root or Path.cwd(), on_stage)
@@ -115,7 +115,7 @@ def _import(
 
 @contextlib.contextmanager
 def _alone(target: Path) -> Iterator[None]:
-    """Allows one process at a time to build a folder. Raises `UserError` if another process is building it."""
+    """Allows one process at a time to build a folder. Raises `UserError` if another process is building the folder."""
     path = target.with_name(f".{target.name}.lock")
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
@@ -125,7 +125,7 @@ def _alone(target: Path) -> Iterator[None]:
         except (BlockingIOError, FileNotFoundError):  # not found: the holder has just finished and removed it
             there = None
         if there is None or there.st_ino != os.fstat(handle).st_ino:
-            raise UserError(f"another import is writing {target}", fix="wait until it ends, or choose a different folder")
+            raise UserError(f"another import is writing {target}", fix="wait until it finishes, or choose a different folder")
         try:
             yield
         finally:
@@ -184,7 +184,7 @@ def _make(source: Source, part: Path, text: str | None, named: str | None, dtype
     """Fills the folder `part` and returns the record of the import."""
     if text is not None and source.is_gguf:
         probe_template(text)
-    with tempfile.TemporaryDirectory(prefix="agentrl-import-") as work:
+    with ScratchFolder() as work:
         header, kinds = None, dict[str, int]()
         folder = source.path
         if source.is_gguf:
@@ -192,7 +192,7 @@ def _make(source: Source, part: Path, text: str | None, named: str | None, dtype
             kinds = check_data(header)
             _check_header(header)
             values = header.values
-            folder = Path(work)  # contains no other file from the source's folder
+            folder = work  # contains no other file from the source's folder
             (folder / source.path.name).symlink_to(source.path.resolve())
         else:
             check_model_files(folder, chat_template=False)
@@ -269,7 +269,8 @@ def _check_disk(part: Path, weights: int) -> None:
 
 
 def _save_tokenizer(folder: Path, header: GgufHeader | None, part: Path, text: str | None, config: Any) -> dict[str, Any]:
-    """Writes the tokenizer with its chat template and returns the template's record. Raises `UserError` if the two do not fit together."""
+    """Writes the tokenizer with its chat template and returns the template's record. Raises `UserError` if the template does not fit the
+    tokenizer."""
     from transformers import AutoTokenizer
 
     from agentrl.agent.chat import ChatFormat

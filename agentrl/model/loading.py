@@ -25,7 +25,7 @@ _NEUTRAL = {"rope.scaling.type": "none", "rope.scaling.factor": 1.0, "rope.scali
 
 
 def read_config(folder: Path, file: str | None, header: GgufHeader | None) -> Any:
-    """Returns the configuration of the model in a folder or in a GGUF file there. Raises `UserError` if the architecture is not
+    """Returns the configuration of the model in a folder or of a GGUF file in the folder. Raises `UserError` if the architecture is not
     supported."""
     from transformers import AutoConfig
 
@@ -94,7 +94,7 @@ def check_size(config: Any, *, values: int, exact: bool) -> int:
 
 
 def load_model(folder: Path, config: Any, dtype: str, *, file: str | None = None) -> Any:
-    """Loads the model of a folder, or of a GGUF file in it, with the learner's attention. Raises `UserError` unless the files
+    """Loads the model of a folder, or of a GGUF file in the folder, with the learner's attention. Raises `UserError` unless the files
     contain exactly the model's tensors."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -158,7 +158,7 @@ def fingerprints(model: Any) -> dict[str, str]:
 
 
 def check_saved(folder: Path, dtype: str, prints: Mapping[str, str]) -> None:
-    """Loads a written folder as the learner does. Raises `UserError` unless its weights are bit-identical to the saved model's
+    """Loads a written folder as the learner does. Raises `UserError` unless the folder's weights are bit-identical to the saved model's
     (`prints`) and the learner's logprobs agree with the model's."""
     from transformers import AutoConfig
 
@@ -183,7 +183,7 @@ _KEY = "tokenizer.ggml.pre"
 
 
 def load_tokenizer(folder: Path, header: GgufHeader) -> Any:
-    """Loads the tokenizer of the GGUF file in `folder`. Raises `UserError` if its splitting rule is unknown."""
+    """Loads the tokenizer of the GGUF file in `folder`. Raises `UserError` if the rule by which the tokenizer splits text is unknown."""
     from tokenizers import pre_tokenizers
     from transformers import PreTrainedTokenizerFast
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS

@@ -40,7 +40,7 @@ class Source:
 
 
 def find_source(text: str) -> Source:
-    """Returns the source that `text` describes. Raises `UserError` if there is none."""
+    """Returns the source that `text` describes. Raises `UserError` if there is no such source."""
     if text.startswith(PACKAGE):
         return _in_package(text.removeprefix(PACKAGE))
     path = Path(text)

@@ -130,7 +130,8 @@ def _drop_reason(scores: Mapping[int, float], min_group_size: int) -> str:
 
 
 def load_estimator(objective: ObjectiveConfig) -> AdvantageEstimator:
-    """Returns the estimator that a recipe selects. Raises `PluginError` if it cannot be resolved or does not implement the protocol."""
+    """Returns the estimator that a recipe selects. Raises `PluginError` if the estimator cannot be resolved or does not implement the
+    protocol."""
     function = parts.load_part(parts.ADVANTAGE, objective.advantage)
     shipped = objective.advantage.ref in parts.ADVANTAGE.shipped
     estimator: AdvantageEstimator = partial(function, normalize_std=objective.divides_by_std) if shipped else function
@@ -138,7 +139,8 @@ def load_estimator(objective: ObjectiveConfig) -> AdvantageEstimator:
 
 
 def check_advantages(result: object, groups: Groups) -> list[list[float]]:
-    """Returns an estimator's result for these groups as lists of floats. Raises `ValueError` if the shape or a type is wrong."""
+    """Returns an estimator's result for these groups as lists of floats. Raises `ValueError` if the shape or a type in the result is
+    wrong."""
     if not isinstance(result, Sequence) or len(result) != len(groups):
         raise ValueError(f"{len(groups)} groups need {len(groups)} lists, not {_shape(result)}")
     for number, (values, scores) in enumerate(zip(result, groups, strict=True)):

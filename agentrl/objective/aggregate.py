@@ -37,7 +37,7 @@ class Segments:
 
     @classmethod
     def of(cls, sequence: Tensor) -> Segments:
-        """Returns the segments for any numbering [N] of sequences."""
+        """Returns the segments for sequence numbers [N], one per token; the numbers need not be consecutive."""
         _, index, tokens = torch.unique(sequence, return_inverse=True, return_counts=True)
         return cls(index=index, tokens=tokens)
 
@@ -70,8 +70,8 @@ def token_weights(aggregation: Aggregation, segments: Segments, dtype: torch.dty
 
 
 def loss_denominator(samples: Sequence[Sample], aggregation: Aggregation, *, length: int) -> float:
-    """Returns D over all ranks and micro-batches of an optimizer step. `length` is the constant that `constant` uses, in
-    tokens.
+    """Returns D over all ranks and micro-batches of an optimizer step. `length` is the constant in tokens by which the `constant`
+    aggregation multiplies the number of rollouts.
 
     D is 0.0 if the batch has no trained tokens. No optimizer step is performed for such a batch.
     """

@@ -1,25 +1,26 @@
 """Decides which episode trains the turns that several episodes share, and with what advantage.
 
-Episodes that branched from one state start with the same turns, which were sampled once. If each episode trained them, a shared turn would
-be counted once per episode. Therefore, only the first counted episode trains a shared turn, with the mean advantage of the episodes that
-share it. In the other episodes, the turn is context.
+Episodes that branched from one state start with the same turns, which were sampled once. If each episode trained these turns, a shared turn
+would be counted once per episode. Therefore, only the first counted episode trains a shared turn, with the mean advantage of the episodes
+that share it. In the other episodes, the turn is context.
 
 Why the mean: let s be the shared turns and b = 1..B the counted continuations, with advantages A_b. Given s, continuations are
 exchangeable, so for a surrogate that is linear in the advantage
 
     E[A_1 grad log pi(s)] = E[(1/B) sum_b A_b grad log pi(s)].
 
-Both estimators are unbiased, but A_1 has the variance of one continuation, while the mean averages out what happened after s. This matters
-with a group baseline: if all N episodes come from one state, nothing shows whether s was good. In that case, the mean is 0, as it should
-be, but A_1 is noise. If there are several stems, the mean is the stem's mean score minus the group's mean score, as in a GRPO group whose
-attempts are the stems. In GRPO, a stem is part of its own baseline, which multiplies its advantage by 1 - 1/stems (with RLOO by
-(N - B)/(N - 1)).
+Both estimators are unbiased, but A_1 has the variance of one continuation, while the mean averages out what happened after s. The
+difference matters with a group baseline: if all N episodes come from one state, no comparison shows whether s was good. In that case, the
+mean is 0, as it should be, but A_1 is noise. If there are several stems, the mean is the stem's mean score minus the group's mean score, as
+in a GRPO group whose attempts are the stems. In GRPO, a stem is part of its own baseline, which multiplies its advantage by 1 - 1/stems
+(with RLOO by (N - B)/(N - 1)).
 
 The tokens after the branch point are unaffected: given s, the siblings' scores do not depend on them, so a baseline may include siblings.
 
-In a sequence mean (`aggregation=sequence_mean`, `loss=gspo`, a preset of `off_policy` per sequence), the shared turns belong to the first
-episode's sequence. With a critic (`advantage=gae`), they keep the first episode's rewards, and the critic's values replace the mean. A
-penalty on scores (`kl=k1_reward`) covers all of an episode's tokens, including inherited ones, because they are part of what is scored.
+In a sequence mean (`aggregation=sequence_mean`, `loss=gspo`, or an `off_policy` preset that works per sequence), the shared turns belong to
+the first episode's sequence. With a critic (`advantage=gae`), the shared turns keep the first episode's rewards, and the critic's values
+replace the mean. A penalty on scores (`kl=k1_reward`) covers all of an episode's tokens, including the tokens of shared turns, because the
+score depends on all of them.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class CountedEpisode:
 def branch_credit(rollouts: Sequence[CountedEpisode], objective: ObjectiveConfig) -> Credit:
     """Returns the credit of every turn of a group's rollouts; NaN if the arithmetic overflows.
 
-    Raises `RecipeError` if a score lacks what `objective.credit` needs.
+    Raises `RecipeError` if a score lacks a value that `objective.credit` needs.
     """
     try:
         if objective.credit == "siblings":

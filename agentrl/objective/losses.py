@@ -2,7 +2,7 @@
 
 All tensors are [N], sampled tokens only. `ppo`, `gspo` and `cispo` are the values of `objective.loss` (`agentrl.protocols.Loss`). With A
 the advantage and r an importance ratio whose gradient is r * grad log pi, each function returns the term to maximize and a mask of the
-tokens whose gradient its bound removed.
+tokens whose gradient the function's bound removed.
 
 The decoupled objective (Hilton et al. 2022, arXiv:2110.00641; for language models Fu et al. 2025, arXiv:2505.24298) clips around a
 proximal policy pi_prox, the weights at the start of the step, and multiplies the surrogate by a weight for pi_prox / mu, with mu the
@@ -44,7 +44,7 @@ class LossInput:
 
     @classmethod
     def from_config(cls, objective: ObjectiveConfig, **tensors: Any) -> LossInput:
-        """Combines the four tensors with the recipe's bounds."""
+        """Combines the four tensors with the clip bounds of the recipe."""
         bounds: dict[str, Any] = {"clip_low": objective.clip_low, "clip_high": objective.clip_high, "dual_clip": objective.dual_clip}
         return cls(**tensors, **bounds, cap=objective.ratio_cap)
 
@@ -142,19 +142,21 @@ Estimator = Literal["k1", "k2", "k3"]
 
 
 def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """Returns d, which is unbiased and of either sign. Its expected gradient on pi's own tokens is zero, so it belongs in the reward."""
+    """Returns d, which is unbiased and of either sign. The expected gradient of d on tokens sampled from pi is zero, so this estimator
+    belongs in the reward."""
     return logprobs - reference
 
 
 def k2(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """Returns d^2 / 2, which is biased and never negative. Its expected gradient on pi's own tokens is that of KL(pi || pi_ref)."""
+    """Returns d^2 / 2, which is biased and never negative. The expected gradient of this estimator on tokens sampled from pi is that of
+    KL(pi || pi_ref)."""
     return 0.5 * (logprobs - reference).square()
 
 
 def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
     """Returns exp(-d) - 1 + d, which is unbiased and never negative: the term in GRPO (Shao et al. 2024, arXiv:2402.03300, eq. 4).
 
-    Its expected gradient on pi's own tokens is that of the reverse divergence, KL(pi_ref || pi).
+    The expected gradient of this estimator on tokens sampled from pi is that of the reverse divergence, KL(pi_ref || pi).
     """
     gap = reference - logprobs
     return gap.expm1() - gap  # for small gaps, exp(gap) - 1 would lose all float32 digits
@@ -166,7 +168,8 @@ def kl_term(estimator: Estimator, logprobs: Tensor, reference: Tensor) -> Tensor
 
 
 def sequence_penalty(behaviour: Tensor, reference: Tensor, sequence: Tensor, count: int) -> Tensor:
-    """Returns k1 summed over each sequence, float64 [count]; `objective.kl=k1_reward` subtracts it, times its coefficient, from the score.
+    """Returns k1 summed over each sequence, float64 [count]; `objective.kl=k1_reward` subtracts `objective.kl_coef` times this sum from the
+    score.
 
         s'_i = s_i - coef * sum_t (log mu(y_t) - log pi_ref(y_t))
 
@@ -182,8 +185,8 @@ SECOND_MOMENT = 0.04
 
 
 def second_moment_reach(log_ratio: Tensor, add: Callable[[Tensor], Tensor], *, at_most: float = SECOND_MOMENT) -> float:
-    """Returns the largest |log rho| that `second_moment` keeps. The tokens with the largest values are masked until the
-    mean square of the rest is at most `at_most`.
+    """Returns the largest |log rho| that `second_moment` keeps. The tokens with the largest |log rho| are masked until the mean square over
+    the remaining tokens is at most `at_most`.
 
     The result is infinite if no token has to be masked. Tokens with the same |log rho| are masked together, so the result does not depend
     on their order. `log_ratio`: this rank's tokens [N]. `add`: sums a tensor over all ranks; every rank calls it the same number of times.
@@ -221,9 +224,9 @@ def importance_weights(log_ratio: Tensor, segments: Segments, correction: Correc
         none:      w = 1                                     no correction
 
     Truncated: Ionides 2008; Espeholt et al. 2018, arXiv:1802.01561. Masked token by token: IcePop, Ling Team 2025, arXiv:2510.18855.
-    TRL calls both of them the vLLM importance sampling correction, at both levels. Second moment: M2PO, Zheng et al. 2025,
-    arXiv:2510.01161, with `reach` from `second_moment_reach` over the batch. As in AReaL, it masks tokens on both sides of 1; the authors'
-    code masks only tokens on the side where PPO clips. `log_ratio`: [N] log pi_prox - log mu.
+    TRL calls truncation and masking, at both levels, the vLLM importance sampling correction. Second moment: M2PO, Zheng et al. 2025,
+    arXiv:2510.01161, with `reach` from `second_moment_reach` over the batch. As in AReaL, `second_moment` masks tokens on both sides of 1;
+    the authors' code masks only tokens on the side where PPO clips. `log_ratio`: [N] log pi_prox - log mu.
     """
     if correction.weights == "none":
         return torch.ones_like(log_ratio), torch.zeros_like(log_ratio, dtype=torch.bool)

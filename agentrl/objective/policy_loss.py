@@ -57,13 +57,13 @@ def policy_loss(
     J is the surrogate of the ratio r = pi / pi_prox, w the correction for pi_prox / mu, KL the KL term (`agentrl.objective.losses`) and
     H the entropy. c and the denominator are those of `agentrl.objective.aggregate`.
 
-    If there is no proximal policy, the ratio is pi / mu and w is 1. This is correct for a single optimizer step per batch: with
+    If there is no proximal policy, the ratio is pi / mu and w is 1. Using pi / mu is correct for a single optimizer step per batch: with
     pi_prox = pi, the ratio would be 1 everywhere, and stale tokens would never be clipped. If a batch has several optimizer steps, pass the
     logprobs from the start of the step (the decoupled objective): the clip then bounds the change of this step, and w corrects for
     staleness and for numerical differences between server and learner.
 
-    `surrogate` is `load_loss(objective)`, if the caller has loaded it. `reach` is that of the second-moment mask, computed over the whole
-    batch. `progress` is the argument of `ObjectiveConfig.entropy_weight`.
+    `surrogate`: the result of `load_loss(objective)`; None loads the loss. `reach`: the threshold of the second-moment mask, computed over
+    the whole batch. `progress` is the argument of `ObjectiveConfig.entropy_weight`.
 
     Raises `ValueError` if the denominator is not positive or a required tensor is missing, and `PluginError` if the loss returns the wrong
     shape.
@@ -101,13 +101,13 @@ def policy_loss(
 
 
 def load_loss(objective: ObjectiveConfig) -> Loss:
-    """Returns the loss that a recipe selects. Raises `PluginError` if it cannot be resolved or does not implement the protocol."""
+    """Returns the loss that a recipe selects. Raises `PluginError` if the loss cannot be resolved or does not implement the protocol."""
     loss: Loss = parts.load_part(parts.LOSS, objective.loss)
     return loss
 
 
 def _mismatch(tokens: TrainedTokens) -> Tensor | None:
-    """Returns k3 of KL(server || learner), float64 [N]; NaN for tokens that the two computed with different weights.
+    """Returns k3 of KL(server || learner), float64 [N]; NaN for tokens that server and learner computed with different weights.
 
     The learner's logprobs are those of the proximal policy. If there is no proximal policy, they are those of the policy, and the caller
     sets `on_policy` only while the policy is unchanged.

@@ -25,7 +25,7 @@ _LARGEST = 3.4028234663852886e38  # largest float32, the dtype of the loss
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AssembledBatch:
-    """A batch, and why some of its groups have no samples."""
+    """A batch, and the reason for each of its groups that has no samples."""
 
     batch: Batch
     drop_reasons: Mapping[int, str]  # group index -> reason
@@ -125,7 +125,7 @@ def _with_rollout_tokens(samples: Sequence[Sample]) -> list[Sample]:
 def _group_samples(
     group: Group, estimate: GroupAdvantages, objective: ObjectiveConfig, penalties: Mapping[str, float]
 ) -> tuple[list[Sample], str]:
-    """Returns the samples of a group, and the reason if it has none.
+    """Returns the samples of a group, and the reason if the group has no samples.
 
     A group with equal scores has a signal if turns or branches receive credit, or if there is an entropy bonus: without the bonus,
     a policy that became deterministic in some state would stay deterministic.
@@ -167,9 +167,9 @@ def _group_samples(
 def _earned_rewards(trajectories: Sequence[Trajectory], score: float, following: Sequence[int | None]) -> list[list[float]]:
     """Returns the reward of each turn, [trajectory][turn], from which a critic computes the advantages.
 
-    Rewards from an environment stay at their turns. The rest of the score is the reward of the last turn with a sampled
-    token, in each trajectory that no other trajectory continues. If there is no environment, the rest is the complete score. For a
-    sub-agent, this turn receives the complete score instead.
+    Rewards from an environment stay at their turns. The part of the score that is not an environment's reward goes to the last turn with a
+    sampled token, in each trajectory that no other trajectory continues. If there is no environment, this part is the complete score. For a
+    sub-agent, the last turn with a sampled token receives the complete score instead of this part.
     """
     rewards = [[sum(result.reward or 0.0 for result in turn.tool_results) for turn in trajectory.turns] for trajectory in trajectories]
     rest = score - sum(map(sum, rewards))

@@ -1,4 +1,4 @@
-"""Runs a tracker on a separate thread, so that a tracker that hangs, raises or is slow neither stops nor slows down the run."""
+"""Runs a tracker on a separate thread, so that a tracker that hangs, raises exceptions or is slow neither stops nor slows down the run."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ Event = Callable[[Tracker], None]
 
 
 class BackgroundTracker(Tracker):
-    """A tracker whose methods return at once. A daemon thread opens the wrapped tracker, passes it the events in order, and closes it.
+    """A tracker whose methods return at once. A daemon thread opens the wrapped tracker, calls its methods in order, and closes it.
 
     Args:
         open_tracker: opens the wrapped tracker.
-        name: name of the tracker for messages.
+        name: name of the tracker in log and error messages.
 
     Raises:
-        PluginError: the tracker did not open within `open_s`. Exceptions of `open_tracker` are raised unchanged.
+        PluginError: the tracker did not open within `open_s` seconds. An exception that `open_tracker` raises is raised unchanged.
     """
 
     def __init__(self, open_tracker: Callable[[], Tracker], *, name: str, open_s: float = OPEN_S, close_s: float = CLOSE_S) -> None:
@@ -57,40 +57,40 @@ class BackgroundTracker(Tracker):
             raise self._error
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Passes on the metrics of a finished step."""
+        """Forwards the metrics of a finished step to the wrapped tracker."""
         copied = dict(metrics)
         self._add(lambda one: one.log(step, copied))
 
     def alert(self, text: str) -> None:
-        """Passes on an alert."""
+        """Forwards an alert to the wrapped tracker."""
         self._add(lambda one: one.alert(text))
 
     def stage(self, name: str, detail: str = "") -> None:
-        """Passes on the start of a stage."""
+        """Forwards the start of a stage to the wrapped tracker."""
         self._add(lambda one: one.stage(name, detail))
 
     def progress(self, index: int, group: Group) -> None:
-        """Passes on a finished group."""
+        """Forwards a finished group to the wrapped tracker."""
         self._add(lambda one: one.progress(index, group), most=MAX_GROUPS)
 
     def evaluating(self, done: int, total: int) -> None:
-        """Passes on the progress of an evaluation."""
+        """Forwards the progress of an evaluation to the wrapped tracker."""
         self._add(lambda one: one.evaluating(done, total))
 
     def evaluated(self, phase: str, rates: Mapping[str, Interval]) -> None:
-        """Passes on the success rates from an evaluation."""
+        """Forwards the success rates from an evaluation to the wrapped tracker."""
         self._add(lambda one: one.evaluated(phase, rates))
 
     def swapped(self, report: SwapReport) -> None:
-        """Passes on a weight swap."""
+        """Forwards a weight swap to the wrapped tracker."""
         self._add(lambda one: one.swapped(report))
 
     def judged(self, version: int, outcome: str, reason: str) -> None:
-        """Passes on a decision of the gate."""
+        """Forwards a decision of the gate to the wrapped tracker."""
         self._add(lambda one: one.judged(version, outcome, reason))
 
     def close(self) -> None:
-        """Waits at most `close_s` until the tracker has handled its events and closed. Idempotent."""
+        """Waits at most `close_s` seconds until the wrapped tracker has handled the waiting events and closed. Idempotent."""
         if self._closed:
             return
         self._closed = True

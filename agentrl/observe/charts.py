@@ -23,7 +23,7 @@ MAX_SERIES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """One line, or one set of marks if `line=False`."""
+    """One curve of a chart: a line, or separate marks if `line=False`."""
 
     label: str
     points: Sequence[Point]  # sorted by x
@@ -55,7 +55,7 @@ class Chart:
 
     @property
     def ends(self) -> list[str]:
-        """The first and last point of each series, for a reader without JavaScript."""
+        """The first and last point of each series as text, for a reader without JavaScript."""
         ends = [(curve.label, curve.points[0], curve.points[-1]) for curve in self.series]
         return [
             f"{label}: {y:.4g} at {self.x_name} {x:g}, {end_y:.4g} at {self.x_name} {end_x:g}" for label, (x, y), (end_x, end_y) in ends
@@ -122,10 +122,10 @@ _RARE = frozenset({"attempts_cancelled", "cancelled_tokens_mean", "excluded_poli
 
 
 def reward_chart(table: MetricsTable, rates: Mapping[str, Sequence[Rate | None]]) -> Chart | None:
-    """Returns a chart of the training reward and of success on held-out tasks by step; None if there are no points.
+    """Returns a chart of the training reward and of success on held-out tasks by step; None if neither has values.
 
     Args:
-        rates: `heldout` and `heldout_real` -> success rate before and after training.
+        rates: split (`heldout` or `heldout_real`) -> success rates before and after training.
     """
     reward = table.curve("reward_mean", MAX_POINTS)
     series = [Series(label="mean training reward", points=reward)] if reward else []
@@ -146,7 +146,7 @@ def metric_charts(table: MetricsTable, *, audit: str = "the audit is not used in
     """Returns the small charts of a run. A chart is omitted if its metrics have no values.
 
     Args:
-        audit: note for the chart that compares the reward with its audit.
+        audit: note for the chart that shows the mean reward and the mean audit score.
     """
     specs = [*CHARTS]
     if table.series("audit_mean"):

@@ -1,17 +1,18 @@
 """Drift alerts: changes in the metrics of a run that suggest that the reward no longer measures what it should.
 
-Each rule, except those for the jump, the exclusions and the sample size, compares the newest `WINDOW` steps that have its metrics with the
-`WINDOW` steps before them. A metric has changed if the two means differ by more than `SPREADS` standard errors of their difference (Welch,
+The rules `reward-audit`, `length-audit` and `disagreement` compare the newest `WINDOW` steps that have the rule's metrics with the `WINDOW`
+steps before them. A metric has changed if the two means differ by more than `SPREADS` standard errors of their difference (Welch,
 Biometrika 1947) and by at least the rule's minimum difference. A rule alerts at the first step at which its condition holds, and not again
 while the condition continues to hold.
 
     reward-audit        the mean reward rises while the audit falls
-    reward-audit-jump   the same from two steps to the next two and by a large amount, because a policy may learn to cheat that quickly
+    reward-audit-jump   the mean reward rises and the audit falls by a large amount from two steps to the next two, because a policy may
+                        learn to cheat that quickly
     length-audit        episodes become a fifth longer while the audit rises by less than `LEAST`
-    disagreement        judges disagree more
-    exclusions          a larger share of the attempts ends in a fault that the policy may have provoked
-    sample-size         few tokens determine the update: the effective sample size (`ess`) is below `LEAST_ESS`
-                        (VCPO, arXiv:2602.17616). It misses collapses; see docs/results.md
+    disagreement        the judges disagree more than before
+    exclusions          a larger share of the attempts fails with a fault that the policy may have provoked
+    sample-size         a few tokens dominate the update: the effective sample size (`ess`) is below `LEAST_ESS`
+                        (VCPO, arXiv:2602.17616). This rule misses most collapses; see docs/results.md
 
 The rule for exclusions compares the attempts in the newest `WINDOW` steps with the earlier attempts in the newest `HISTORY` steps with a
 one-sided Fisher exact test. Test number t in a run has the level `EXCLUSION_LEVEL` / (t (t + 1)). The levels add up to `EXCLUSION_LEVEL`,
@@ -44,7 +45,7 @@ EXCLUSION_LEVEL = 0.01
 
 
 def drift_alerts(steps: Steps) -> list[str]:
-    """Returns the drift alerts for the newest step. Each is one sentence that contains the name of the rule."""
+    """Returns the drift alerts for the newest step. Each alert is one sentence that contains the name of the rule."""
     return [f"drift ({name}): {text}" for name, rule in RULES.items() if (text := rule(steps)) and not rule(steps[:-1])]
 
 
@@ -64,14 +65,14 @@ def limit_alerts(steps: Steps, limits: Sequence[Limit]) -> list[str]:
 
 
 def past_alerts(steps: Steps, *, newest: int | None = None, limits: Sequence[Limit] = ()) -> Iterator[tuple[int, str]]:
-    """Yields pairs (step, alert) with the drift and limit alerts of the last `newest` steps (None: all), the oldest first."""
+    """Yields pairs (step, alert) for the drift and limit alerts of the newest `newest` steps (None means all), the oldest first."""
     for end in range(1 if newest is None else max(1, len(steps) + 1 - newest), len(steps) + 1):
         window = steps[max(0, end - HISTORY) : end]
         yield from ((int(window[-1]["step"]), text) for text in (*drift_alerts(window), *limit_alerts(window, limits)))
 
 
 def reward_against_audit(steps: Steps) -> str:
-    """Returns an alert if the mean reward rises while the audit falls."""
+    """Returns an alert if the mean reward rises while the mean audit score falls; otherwise ""."""
     reward, audit = _change(steps, "reward_mean"), _change(steps, "audit_mean")
     if reward is None or audit is None or not (reward.rose(LEAST) and audit.fell(LEAST)):
         return ""
@@ -79,7 +80,7 @@ def reward_against_audit(steps: Steps) -> str:
 
 
 def reward_left_audit(steps: Steps) -> str:
-    """Returns an alert if the mean reward rises and the audit falls by a large amount from `JUMP` steps to the next `JUMP`."""
+    """Returns an alert if the reward rises and the audit falls by `LEAST_AT_ONCE` or more from `JUMP` steps to the next; otherwise ""."""
     reward, audit = _change(steps, "reward_mean", JUMP), _change(steps, "audit_mean", JUMP)
     if reward is None or audit is None or reward.by < LEAST_AT_ONCE or -audit.by < LEAST_AT_ONCE:
         return ""
@@ -90,7 +91,7 @@ def reward_left_audit(steps: Steps) -> str:
 
 
 def length_against_audit(steps: Steps) -> str:
-    """Returns an alert if episodes become longer while the audit hardly rises."""
+    """Returns an alert if episodes become longer while the mean audit score hardly rises; otherwise ""."""
     length, audit = _change(steps, "completion_tokens_mean"), _change(steps, "audit_mean")
     if length is None or audit is None or not length.rose(LONGER * abs(length.before)) or audit.by >= LEAST:
         return ""
@@ -98,7 +99,7 @@ def length_against_audit(steps: Steps) -> str:
 
 
 def judges_disagree(steps: Steps) -> str:
-    """Returns an alert if the disagreement between the judges rises."""
+    """Returns an alert if the mean disagreement between the judges rises; otherwise ""."""
     change = _change(steps, DISAGREEMENT)
     if change is None or not change.rose(LEAST):
         return ""
@@ -106,7 +107,7 @@ def judges_disagree(steps: Steps) -> str:
 
 
 def few_tokens_act(steps: Steps) -> str:
-    """Returns an alert if the effective sample size of the newest update is small."""
+    """Returns an alert if the effective sample size of the newest update is below `LEAST_ESS`; otherwise ""."""
     size = next((step["ess"] for step in reversed(steps) if "ess" in step), None)
     if size is None or size >= LEAST_ESS:
         return ""
@@ -139,8 +140,7 @@ def exclusions_rose(steps: Steps) -> str:
 
 
 def fisher_p_value(hits: int, n: int, other_hits: int, other_n: int) -> float:
-    """Returns the probability that at least `hits` of `n` are hits if `hits + other_hits` hits are distributed at random over `n + other_n`
-    trials (Fisher 1922)."""
+    """Returns the one-sided p-value of Fisher's exact test (1922) for a larger share of hits in `n` trials than in `other_n` trials."""
     total, everything = hits + other_hits, n + other_n
 
     def log_choose(all_: int, some: int) -> float:
@@ -162,7 +162,7 @@ RULES: Mapping[str, Callable[[Steps], str]] = {
 
 
 class _Change:
-    """The earlier and the current mean of a metric, with the standard error of their difference."""
+    """The mean of a metric in an earlier window and in the newest window, with the standard error of the difference."""
 
     def __init__(self, before: Sequence[float], now: Sequence[float]) -> None:
         self.before, self.now = statistics.fmean(before), statistics.fmean(now)

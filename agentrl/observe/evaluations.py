@@ -1,4 +1,4 @@
-"""Evaluations of suites by version, for the gate's section of the report and for the history page."""
+"""Prepares evaluations of suites by version for the gate's section of the report and for the history page."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class GateSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryRow:
-    """One evaluation of a suite. `tokens`, `turns` and `seconds` are means per attempt."""
+    """One evaluation of a suite, as a row of its history. `tokens`, `turns` and `seconds` are means per attempt."""
 
     of: str  # the run or model, with its version
     sha256: str  # shortened hash of the weights
@@ -50,14 +50,14 @@ class HistoryRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuiteHistory:
-    """The evaluations of one suite."""
+    """The evaluations of one suite, as rows of the history page."""
 
     suite: str
     rows: tuple[HistoryRow, ...]
 
     @property
     def by_version(self) -> bool:
-        """Whether the versions of the rows are distinct and in ascending order."""
+        """Whether the version numbers of the rows are distinct and in ascending order."""
         numbers = [row.version for row in self.rows]
         return numbers == sorted(set(numbers))
 
@@ -77,7 +77,7 @@ class SuiteHistory:
 
 
 def write_history_page(path: Path, histories: Sequence[SuiteHistory]) -> None:
-    """Writes a self-contained page with the histories."""
+    """Writes the history page, one HTML file that needs no other files, with the histories of suites."""
     drawn = [(history.suite, history.chart(), history.table()) for history in histories]
     write_atomically(path, render("history.html", histories=drawn))
 
@@ -105,7 +105,7 @@ def read_gate_section(run_dir: Path) -> GateSection:
 def _success_chart(
     title: str, rates: Sequence[tuple[float, float, float, float]], pass_at_k: tuple[tuple[float, float], ...], *, x_name: str
 ) -> Chart | None:
-    """Returns the chart of success. `rates`: for each point, x, pass@1, and the bounds of its interval."""
+    """Returns a chart of pass@1 and pass@k. `rates` contains x, pass@1, and the bounds of its interval for each point."""
     if not rates:
         return None
     points, intervals = tuple((x, rate) for x, rate, _, _ in rates), tuple((x, low, high) for x, _, low, high in rates)
@@ -168,7 +168,7 @@ def _episodes(folder: Path, wanted: set[str], notes: list[str]) -> dict[str, Lin
 
 
 def _figures(verdict: Line, *names: str) -> list[float | None]:
-    """Returns the named figures of a verdict, in order, with None for each figure that is not a finite number."""
+    """Returns the figures `names` of a verdict, in order, with None in place of a figure that is not a finite number."""
     figures = verdict.get("figures")
     values = [figures.get(name) if isinstance(figures, dict) else None for name in names]
     return [value if is_finite(value) else None for value in values]

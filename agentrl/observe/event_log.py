@@ -45,7 +45,9 @@ _NAME = re.compile(r"([0-9]{15})\.jsonl\Z")
 
 
 class EventLog:
-    """Appends the events of one run. `record` only adds to a queue. A thread encodes and writes the waiting events at least every 0.2 s.
+    """Appends the events of one run to its event stream.
+
+    `record` only adds an event to a queue. A thread encodes and writes the waiting events every 0.2 s.
 
     If writing fails, the run continues. `on_fault` is called once, from the thread, and events are dropped until writing succeeds again.
 
@@ -76,14 +78,17 @@ class EventLog:
         self._thread.start()
 
     def record(self, event: Event) -> None:
-        """Adds an event, or drops it if too many events wait. Returns at once and never raises. Any thread may call it."""
+        """Adds an event to the queue, or drops the event if too many events are waiting. Returns at once and never raises.
+
+        Any thread may call it.
+        """
         if len(self._waiting) >= self._max_waiting or self._closing.is_set():
             self._count_dropped(1)
         else:
             self._waiting.append(event)
 
     def close(self) -> None:
-        """Writes the waiting events, for at most 10 s, and closes the file. Idempotent."""
+        """Waits at most 10 s until the waiting events are written and the file is closed. Idempotent."""
         self._closing.set()
         self._thread.join(_CLOSE_S)
 
@@ -98,7 +103,7 @@ class EventLog:
             os.close(self._lock)
 
     def _flush(self) -> None:
-        """Writes the waiting events. Handles every exception."""
+        """Writes the waiting events. Never raises an exception."""
         if time.monotonic() - self._failed_at < _RETRY_S:
             return
         try:
@@ -189,7 +194,7 @@ class EventLog:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventPage:
-    """The events after an offset in the stream."""
+    """A sequence of events that follow an offset in the stream."""
 
     events: tuple[Event, ...]
     offset: int  # offset at which the next page starts
@@ -198,13 +203,12 @@ class EventPage:
 
 
 def read_events(run_dir: Path, *, after: int = 0, limit: int = 1000) -> EventPage:
-    """Returns at most `limit` events that follow offset `after`, in order. A last line that is still being written is returned by a later
-    call.
+    """Returns at most `limit` events that follow offset `after`, in order.
 
-    An empty page with the same offset means that there are no new events. The page is also empty if the run has no events. Reads at most 4
-    MiB.
+    If the last line is still being written, a later call returns its event. A page without events whose offset equals `after` means that
+    there are no new events, or that the run has no events. One call reads at most 4 MiB.
 
-    Raises `OSError` if the folder cannot be read, and `ValueError` if a segment is not a regular file in it.
+    Raises `OSError` if the folder cannot be read, and `ValueError` if a segment is not a regular file in the folder.
     """
     events, skipped, missed = list[Event](), 0, 0
     segments = _segments(run_dir / FOLDER)
@@ -228,7 +232,7 @@ def read_events(run_dir: Path, *, after: int = 0, limit: int = 1000) -> EventPag
 
 
 def newest_offset(run_dir: Path, *, back: int = 256 << 10) -> int:
-    """Returns the offset of the start of a line about `back` bytes before the end of the stream, from which to read the newest events."""
+    """Returns the offset of a line that starts about `back` bytes before the end of the stream, for reading the newest events."""
     segments = _segments(run_dir / FOLDER)
     if not segments:
         return 0
@@ -242,7 +246,7 @@ def newest_offset(run_dir: Path, *, back: int = 256 << 10) -> int:
 
 
 def _segments(folder: Path) -> list[tuple[int, Path]]:
-    """Returns pairs of offset and path for the segments, in order."""
+    """Returns pairs (offset, path) for the segments in a folder, in order."""
     try:
         with os.scandir(folder) as entries:
             names = [match for entry in islice(entries, _MOST_FILES) if (match := _NAME.match(entry.name))]
@@ -263,7 +267,7 @@ def _end(segments: list[tuple[int, Path]]) -> int:
 
 
 def _lines(run_dir: Path, path: Path, *, seek: int, most: int) -> Iterator[tuple[int, bytes]]:
-    """Yields pairs of size and content for the complete lines, at most `most` bytes in total.
+    """Yields pairs (size, content) for the complete lines of a segment after position `seek`, at most `most` bytes in total.
 
     The content of a line that is too long is empty. Yields nothing if the segment was deleted in the meantime.
     """

@@ -2,13 +2,13 @@
 
 One driver writes the stream, and any number of readers follow it. The stream is split into segments, such as
 `events/000000000000000.jsonl`. The name of a segment is the offset of its first byte. Only the newest segments are kept. An offset is a
-position in the whole stream, so it stays valid after segments are deleted and after the run is resumed. The output of agents is untrusted
-and is clipped. The store contains the complete episodes.
+position in the whole stream, so it stays valid after segments are deleted and after the run is resumed. The output of agents and tools is
+untrusted, and is clipped. The experience store contains the complete episodes.
 
     page = read_events(run_dir, after=0)
     page = read_events(run_dir, after=page.offset)   # the events since then
 
-A run folder may come from a third party, so lines have a bounded length. A line that is not a known event is counted and skipped.
+A run folder may come from a third party, so lines have a bounded length. A line that contains no known event is counted and skipped.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStarted(Event):
-    """A driver opened the run. A resumed run has one of these events per driver."""
+    """A driver opened the run. The stream of a resumed run contains one such event per driver."""
 
     name: str  # name of the run folder
     recipe: str
@@ -106,7 +106,7 @@ class ToolEnded(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeEnded(Event):
-    """An attempt ended. It may have failed, and may be retried under a different id."""
+    """An attempt ended. If the attempt failed, it may be retried under a different id."""
 
     episode: str
     stop_reason: str  # "cancelled" if the group did not need the attempt
@@ -119,7 +119,7 @@ class EpisodeEnded(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeScored(Event):
-    """An attempt was scored, was excluded, or is waiting for late parts of its score."""
+    """An attempt was scored or excluded, or is waiting for parts of its score that are computed later."""
 
     episode: str
     score: Number | None
@@ -129,7 +129,7 @@ class EpisodeScored(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupStored(Event):
-    """All attempts of a group have ended, and the group is in the store with its scores."""
+    """All attempts of a group have ended, and the group is stored with its scores."""
 
     group: Count
     task_id: str
@@ -222,7 +222,7 @@ _MOST = 256  # maximum number of entries in a list or object
 
 
 def kind_of(event: Event) -> str:
-    """Returns the name of an event in the stream."""
+    """Returns the name under which an event is stored in the stream."""
     return _NAMES[type(event)]
 
 
@@ -239,7 +239,7 @@ def encode(event: Event) -> bytes:
 
 
 def decode(line: bytes) -> Event | None:
-    """Returns the event in a line; None if its kind is unknown. Raises `ValueError` if the line is not an event."""
+    """Returns the event in a line; None if the event's name is unknown. Raises `ValueError` if the line is not an event."""
     if len(line) > MAX_LINE:
         raise ValueError(f"the line has {len(line)} bytes; an event has at most {MAX_LINE}")
     data = from_json(line, allow_inf_nan=False, cache_strings="keys")
@@ -256,7 +256,7 @@ def decode(line: bytes) -> Event | None:
 
 
 def _limits(kind: type[Event]) -> dict[str, int]:
-    """Returns a mapping field -> maximum number of characters."""
+    """Returns a mapping from the fields of an event to the maximum number of characters in each field."""
     limits = {attribute.name: _LIMITS.get(attribute.name, NAME_CHARS) for attribute in fields(kind)}
     return limits | {"text": PREVIEW_CHARS} if kind is TurnEnded else limits
 

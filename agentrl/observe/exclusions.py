@@ -1,4 +1,4 @@
-"""The reasons why episodes are excluded from all means, and why a run, step or evaluation has no outcome."""
+"""Determines the reasons why episodes are excluded from all means, and why a run, step or evaluation has no result."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _NO_SAMPLE = {
 
 
 def printable_text(text: str) -> str:
-    """Returns the string with replacement characters for unprintable characters other than newlines, such as terminal control sequences."""
+    """Returns the string with U+FFFD in place of each unprintable character other than a newline, such as the escape character."""
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def exclusion_reason(scored: ScoredEpisode) -> str:
     """Returns the reason why an episode is excluded, as one normalized line; empty if the episode is not excluded.
 
-    The reason ends with `REACHABLE` if the policy may have provoked it.
+    The reason ends with `REACHABLE` if the policy may have provoked the exclusion.
     """
     failure = next((failure for failure in reversed(scored.episode.failures) if failure.blame is not Blame.POLICY), None)
     if failure is not None:
@@ -58,7 +58,7 @@ def _reachable(text: str) -> str:
 
 
 def normalize_reason(text: str, *, most: int = LONGEST) -> str:
-    """Normalizes a reason for counting: one printable line of at most `most` characters, with `*` for names of episodes and sandboxes."""
+    """Normalizes a reason for counting: one printable line of at most `most` characters, with `*` in place of episode and sandbox names."""
     line = _NAMES.sub("*", printable_text(" ".join(text[: 4 * LONGEST].split())))
     return line if len(line) <= most else f"{line[: most - 3]}..."
 
@@ -69,14 +69,17 @@ def count_exclusions(episodes: Iterable[ScoredEpisode]) -> dict[str, int]:
 
 
 def most_frequent(counts: Mapping[str, int]) -> dict[str, int]:
-    """Returns the counts of at most `MOST` reasons, the most frequent first. The other reasons are counted together as `OTHERS`."""
+    """Returns the counts of the `MOST` most frequent reasons, the most frequent first.
+
+    The other reasons are counted together as `OTHERS`.
+    """
     ordered = sorted((item for item in counts.items() if item[0] != OTHERS), key=lambda item: (-item[1], item[0]))
     rest = sum(count for _, count in ordered[MOST:]) + counts.get(OTHERS, 0)
     return dict(ordered[:MOST]) | ({OTHERS: rest} if rest else {})
 
 
 def merge_counts(*several: Mapping[str, int]) -> dict[str, int]:
-    """Returns the sum of several per-reason counts."""
+    """Returns the sum of several mappings reason -> count, reduced to the `MOST` most frequent reasons."""
     total: Counter[str] = Counter()
     for counts in several:
         total.update(counts)
@@ -91,7 +94,7 @@ def format_counts(counts: Mapping[str, int], *, first: int = 3) -> str:
 
 
 def run_problems(lines: Sequence[Mapping[str, Any]], left_out: Mapping[str, int], phases: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the reasons why a run has no outcome, one sentence each; empty if the run scored episodes and learned.
+    """Returns the reasons why a run has no result, one sentence each; empty if the run has a result.
 
     Args:
         lines: the lines of `metrics.jsonl`, one for each finished step.

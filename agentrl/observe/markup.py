@@ -1,7 +1,7 @@
-"""Renders the Jinja2 templates of the report. They share the components for charts and styles with `agentrl view`.
+"""Renders the Jinja2 templates of the report. The templates share the components for charts and styles with the pages of `agentrl view`.
 
-Text from sandboxes and models is untrusted. Autoescaping prevents tags, attributes and scripts. Invisible characters and characters that
-change the direction of text are shown as escapes.
+Text from sandboxes and models is untrusted. Autoescaping prevents such text from adding tags, attributes or scripts. Invisible characters
+and characters that change the direction of text are shown as escapes.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ _LINKS = re.compile(r"^(?:import [^\n]*\n|export )", re.MULTILINE)
 
 
 def render(template: str, **values: Any) -> str:
-    """Renders a template of `agentrl/observe/templates`. Raises `jinja2.UndefinedError` if a value is missing."""
+    """Renders a template in `agentrl/observe/templates` with these values. Raises `jinja2.UndefinedError` if a value is missing."""
     return environment().get_template(template).render(**values)
 
 
 def template_file(name: str) -> bytes:
-    """Returns the content of a file in the folder of the templates or the components, without rendering it."""
+    """Returns the content of a file in `templates` or `components`, without rendering it."""
     path = files("agentrl.observe") / "templates" / name
     return (path if path.is_file() else COMPONENTS / name).read_bytes()
 
 
 @cache
 def script() -> str:
-    """Returns one script that contains the modules for drawing the charts of a page."""
+    """Returns one script that contains all JavaScript modules for drawing the charts of a page."""
     return "".join(_LINKS.sub("", (COMPONENTS / name).read_text()) for name in _MODULES)
 
 
@@ -66,17 +66,17 @@ def environment() -> Environment:
 
 
 def visible(text: str) -> str:
-    """Returns the text with escapes for invisible characters."""
+    """Returns the text with an escape sequence in place of each invisible character."""
     return text.translate(_VISIBLE)
 
 
 def _shown(value: object) -> object:
-    """Returns the output of an expression in a template: markup from a macro unchanged, anything else as text with visible escapes."""
+    """Returns the value that a template shows for an expression: markup from a macro unchanged, any other value as `visible` text."""
     return value if isinstance(value, Markup) else visible(str(value))
 
 
 class _Visible(dict[int, str]):
-    """Maps a character to its visible form, computed on first use: `\\xNN` for controls, surrogates and bidirectional overrides."""
+    """Maps a character to its visible form, computed on first use: `\\xNN` or `\\uNNNN` for controls, format characters and surrogates."""
 
     def __missing__(self, number: int) -> str:
         char = chr(number)

@@ -1,6 +1,6 @@
 """Writes `report.html`: the results of a run in one self-contained file that loads nothing from the network.
 
-This module computes the content, and the templates in `agentrl/observe/templates` lay it out.
+This module computes the content of the report, and the templates in `agentrl/observe/templates` define its layout.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Head:
 
     @property
     def gain(self) -> float | None:
-        """The gain in percentage points; None if a rate is missing."""
+        """The rate after training minus the rate before, in percentage points; None if a rate is missing."""
         return 100 * (self.after.value - self.before.value) if self.before and self.after else None
 
     @property
@@ -59,7 +59,7 @@ class Head:
 
     @property
     def now(self) -> str:
-        """The label of `after`; empty if there is no `before`."""
+        """The label of the rate `after`; empty if there is no rate `before`."""
         return "" if self.before is None else "after"
 
     @property
@@ -75,9 +75,9 @@ class Head:
 
 
 def write_report(run_dir: Path) -> Path:
-    """Writes `report.html` into a run folder from the files that exist. It can be called during a run or after an interruption.
+    """Writes `report.html` into a run folder, with the content of the files that exist in the folder.
 
-    Raises `StoreError` if there is no such folder.
+    This function can be called during a run or after an interruption. Raises `StoreError` if the folder does not exist.
     """
     run = read_run(run_dir)
     summary = run.summary
@@ -119,7 +119,7 @@ def write_report(run_dir: Path) -> Path:
 
 
 def _timeline(run: RunData) -> list[tuple[str, list[tuple[str, float]], float]]:
-    """Returns, for each part, the seconds in each state (the busy state first) and their sum. Empty if no step has a timeline."""
+    """Returns, for each part of the run, the seconds in each state (the busy state first) and the sum; empty if no step has a timeline."""
     steps = [{key: value for key, value in line.items() if value > 0} for line in run.metrics.rows()]
     rows = []
     for part, spent in time_by_state(steps).items():
@@ -142,7 +142,7 @@ def _facts(run: RunData) -> list[str]:
 
 
 def _status(summary: Summary | None) -> tuple[str, str]:
-    """Returns the status of the run and the style of the label that shows it."""
+    """Returns the status of the run, and the style of the status label."""
     if summary is None:
         return "no summary yet", ""
     if summary.finished:
@@ -153,8 +153,10 @@ def _status(summary: Summary | None) -> tuple[str, str]:
 
 
 def _sessions(summary: Summary) -> list[tuple[str, ...]]:
-    """Returns a row for each start of a run: number, time, steps done by then, how the session ended, and why. Empty if there was only
-    one."""
+    """Returns a row for each session of a run: number, start time, steps done before, how it ended, and why.
+
+    Empty if there was only one.
+    """
     rows: list[tuple[str, ...]] = [
         (str(number), one.began, str(one.step), one.ended, printable_text(one.why)[:_MAX_WHY])
         for number, one in enumerate(summary.sessions, 1)
@@ -201,7 +203,7 @@ def _nonzero(count: int, label: str) -> list[tuple[str, str]]:
 
 
 def _judge_tiles(usage: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Returns the judges' usage and cost; empty if there are no judges."""
+    """Returns the figures about the judges' usage and cost; empty if the run has no judges."""
     if not usage:
         return []
     tokens = usage.get("prompt_tokens", 0) + usage.get("completion_tokens", 0)
@@ -230,7 +232,7 @@ def _learning_note(run: RunData) -> str:
 
 
 def _sampling(run: RunData, name: str) -> str:
-    """Describes the sampling settings in one section of the recipe."""
+    """Returns a description of the sampling settings in the section `name` of the recipe."""
     section = run.recipe.get(name)
     settings = section.get("sampling") if isinstance(section, dict) else None
     if not isinstance(settings, dict) or not isinstance(settings.get("temperature"), int | float):
@@ -251,8 +253,10 @@ def _kinds(summary: Summary) -> list[tuple[str, Rate | None, Rate | None]]:
 
 
 def _compute(run: RunData) -> list[Chart]:
-    """Returns charts of success against sampled tokens for each split in the last evaluation: one over the token budget of an attempt, and
-    one over the bound on thinking."""
+    """Returns charts of success by sampled tokens for each split in the last evaluation.
+
+    For each split, one chart compares token budgets of an attempt, and one chart compares limits on thinking.
+    """
     note = "share of tasks solved, by sampled tokens per task"
     return [
         *_compute_cards(run.compute, "Within a budget", note),
@@ -270,20 +274,20 @@ def _compute_cards(curves: Curves, title: str, note: str) -> Iterator[Chart]:
 
 
 def _drift_note(run: RunData) -> str:
-    """Returns the note for the audit's chart, with all drift alerts of the run."""
+    """Returns the note for the chart of reward and audit, with all drift alerts of the run."""
     alerts = [f"step {step}: {text}" for step, text in past_alerts(run.metrics.rows())]
     return ". ".join(["mean training reward, and mean audit score, which is not used in training", *alerts])
 
 
 def _excluded(run: RunData) -> list[tuple[str, int, str]]:
-    """Returns triples (where, number of excluded episodes, reason), first for training, then for each evaluation."""
+    """Returns triples (training or evaluation, number of excluded episodes, reason), training first."""
     counts = [("training", run.summary.left_out_reasons if run.summary else {})]
     counts += [(f"{phase}, {split}", reasons) for phase, split, reasons in run.left_out]
     return [(where, count, printable_text(reason)) for where, reasons in counts for reason, count in reasons.items()]
 
 
 def _setbacks(run: RunData) -> list[tuple[str, ...]]:
-    """Returns a row for each of the newest skipped updates and untrained groups, with the reasons."""
+    """Returns a row for each of the newest updates that were skipped and groups that were not trained on, with the reasons."""
     return [
         (
             str(line["step"]),

@@ -1,4 +1,4 @@
-"""Reads a run folder for the report. A missing or damaged part is reported in a note, and all other parts are shown."""
+"""Reads a run folder for the report. A missing or damaged file is reported in a note, and the content of all other files is shown."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SETBACK: Mapping[str, type] = {"step": int, "action": str, "reasons": list, "gro
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunData:
-    """The content of a run folder."""
+    """The content of a run folder that the report shows."""
 
     name: str
     recipe: Line
@@ -42,7 +42,7 @@ class RunData:
 
 
 def read_run(run_dir: Path) -> RunData:
-    """Reads a run folder. Raises `StoreError` if it does not exist."""
+    """Reads a run folder. Raises `StoreError` if the folder does not exist."""
     if not run_dir.is_dir():
         raise StoreError(f"there is no run folder {run_dir}")
     notes: list[str] = []
@@ -76,7 +76,7 @@ def _read_left_out(phases: Line) -> Iterator[tuple[str, str, dict[str, int]]]:
 
 
 def _read_compute(phases: Line) -> Iterator[Curve]:
-    """Yields the curves of success against token budget in the last phase."""
+    """Yields the curves of success by token budget in the last evaluation phase."""
     last = _last(phases)
     for phase, split, result in _results(phases):
         for line in as_list(result.get("compute")) if phase == last else ():
@@ -87,7 +87,7 @@ def _read_compute(phases: Line) -> Iterator[Curve]:
 
 
 def _read_thinking(phases: Line) -> Iterator[Curve]:
-    """Yields a curve per number of attempts in the last phase, with one point per bound on thinking and one without a bound."""
+    """Yields a curve per number of attempts in the last evaluation phase, with one point per limit on thinking and one without a limit."""
     last = _last(phases)
     for phase, split, result in _results(phases):
         bounded = [rate for rate in as_list(result.get("thinking")) if isinstance(rate, dict)] if phase == last else []
@@ -119,13 +119,13 @@ def _results(phases: Line) -> Iterator[tuple[str, str, Line]]:
 
 
 def _read_episodes(path: Path, notes: list[str]) -> tuple[Line, ...]:
-    """Returns the transcripts of one phase. If an evaluation was repeated, only its newest transcripts are returned."""
+    """Returns the transcripts of one phase. If an evaluation was repeated, only the newest transcript of each task is returned."""
     lines = read_lines(path, _EPISODE, notes, inside=path.parent.parent)
     return tuple({(line["split"], line["task_id"], str(line.get("step")) if path.stem == "train" else ""): line for line in lines}.values())
 
 
 def read_summary(run_dir: Path, notes: list[str]) -> Summary | None:
-    """Returns the summary of a run. If it cannot be read, returns None and adds the reason to `notes`."""
+    """Returns the summary of a run. If the summary cannot be read, returns None and adds the reason to `notes`."""
     try:
         return Summary.read(run_dir)
     except FileNotFoundError:

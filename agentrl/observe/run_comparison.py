@@ -1,5 +1,4 @@
-"""Compares runs: the differences between their recipes, their success rates with intervals before and after training and by kind of task,
-and their costs."""
+"""Compares runs: recipe settings that differ, success rates with intervals before and after training and by kind of task, and costs."""
 
 from __future__ import annotations
 
@@ -29,22 +28,24 @@ _RATES = {  # field of the summary -> title
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RateRow:
-    """One success rate per run, and the difference between the last run and the first run with its 95% interval."""
+    """One success rate per run, and the difference between the last and the first run with its 95% interval."""
 
     name: str
     rates: tuple[Rate | None, ...]
 
     @property
     def difference(self) -> tuple[float, float, float] | None:
-        """The difference and the lower and upper bound of its interval; None if either rate is unknown. The runs are treated as
-        independent."""
+        """The rate of the last run minus the rate of the first run, and the bounds of the interval; None if either rate is unknown.
+
+        The two runs are treated as independent.
+        """
         first, last = self.rates[0], self.rates[-1]
         return None if first is None or last is None else (last.value - first.value, *rate_difference(first, last))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunComparison:
-    """The differences between runs. Every tuple of values has one entry per run, in the order of the runs."""
+    """A comparison of runs. Every tuple of values has one entry per run, in the order of the runs."""
 
     names: tuple[str, ...]
     settings: tuple[tuple[str, tuple[Any, ...]], ...]  # dotted key of the recipe, and its value in each run; only keys whose values differ
@@ -97,7 +98,7 @@ def compare_folders(folders: Sequence[Path]) -> RunComparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """The data of one of the compared runs."""
+    """The data of one run in a comparison."""
 
     name: str
     recipe: Line
@@ -134,7 +135,7 @@ def _settings(recipes: Sequence[Line]) -> Iterator[tuple[str, tuple[Any, ...]]]:
 
 
 def flatten(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields pairs of dotted key and value for nested settings. The keys have the format used in overrides."""
+    """Yields pairs (dotted key, value) for nested settings. The keys have the format of overrides, such as `learner.lr`."""
     for key, value in data.items():
         if isinstance(value, dict) and value:
             yield from flatten(value, f"{prefix}{key}.")

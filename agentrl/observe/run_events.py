@@ -1,4 +1,4 @@
-"""Creates the events of a run, with a tracker in the driver and a listener in every process that runs episodes."""
+"""Creates the events of a run: a tracker creates them in the driver, and a listener in every process that runs episodes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Record = Callable[[Event], None]
 
 
 class EventTracker(Tracker):
-    """Records the events that occur in the driver."""
+    """A tracker that records the events that occur in the driver."""
 
     def __init__(self, record: Record) -> None:
         self._record = record
@@ -51,7 +51,7 @@ class EventTracker(Tracker):
         self._record(StageStarted(stage=name, detail=detail))
 
     def progress(self, index: int, group: Group) -> None:
-        """Records a group with its scores."""
+        """Records that a group was stored with its scores."""
         scores = tuple(None if episode.episode.left_out else episode.score.value for episode in group.episodes)
         tokens, cancelled = sampled_tokens(group.episodes), len(group.cancelled)
         self._record(GroupStored(group=index, task_id=group.task_id, kind=group.kind, scores=scores, tokens=tokens, cancelled=cancelled))
@@ -72,7 +72,10 @@ class EventTracker(Tracker):
 
 
 class EpisodeEvents(EpisodeListener):
-    """Records the events of episodes. If an event cannot be built, the error is logged once and does not affect the episode."""
+    """A listener that records the events of episodes.
+
+    If an event cannot be built, the episode is not affected. Only the first such error is logged.
+    """
 
     def __init__(self, record: Record) -> None:
         self._record = record
@@ -150,7 +153,7 @@ class EpisodeEvents(EpisodeListener):
             )
 
     def cancelled(self, attempt: Cancelled) -> None:
-        """Records the end of a cancelled attempt, which has no record."""
+        """Records the end of a cancelled attempt, for which no episode is stored."""
         with self._boundary():
             turns, tokens, seconds = attempt.turns, attempt.tokens, attempt.wall_s
             self._record(EpisodeEnded(episode=attempt.episode_id, stop_reason="cancelled", turns=turns, tokens=tokens, seconds=seconds))

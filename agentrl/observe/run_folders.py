@@ -1,5 +1,4 @@
-"""Finds and reads run folders: whether a folder contains a run, whether a driver is running or how the last session ended, and the newest
-step.
+"""Finds run folders, and reads the state and the newest step of a run.
 
 The folders may come from a third party.
 """
@@ -27,10 +26,10 @@ def is_run(path: Path) -> bool:
 
 
 def find_runs(folder: Path, *, most: int) -> list[Path]:
-    """Returns the run folders in a folder, the most recently changed first, at most `most`. A link is followed if its target is inside the
-    folder. An unreadable run folder is skipped.
+    """Returns at most `most` run folders in a folder, the most recently changed first.
 
-    Raises `OSError` if the folder cannot be read.
+    A link is followed only if its target is in the folder. An unreadable run folder is skipped. Raises `OSError` if the folder cannot be
+    read.
     """
     root, runs = folder.resolve(), []
     with os.scandir(folder) as entries:
@@ -43,17 +42,19 @@ def find_runs(folder: Path, *, most: int) -> list[Path]:
 
 
 def check_runs_folder(path: Path) -> None:
-    """Raises `UserError` if a folder that should be a run or contain runs does not exist."""
+    """Raises `UserError` if `path`, which should be a run folder or a folder of runs, does not exist."""
     if not path.is_dir():
         fix = "give a run folder, such as runs/quickstart, or the folder that contains your runs"
         raise UserError(f"there is no folder {path}", fix=fix)
 
 
 def run_state(path: Path, locks: frozenset[int] | None = None) -> str:
-    """Returns "running", "finished", "interrupted", "failed" or "killed", or "unknown" if the folder has no readable sessions.
+    """Returns "running" if a driver is running, otherwise how the last session ended: "finished", "interrupted", "failed" or "killed".
+
+    Returns "unknown" if the folder has no readable sessions.
 
     Args:
-        locks: inodes of the files that are locked on this machine (`held_locks`); None reads them.
+        locks: inodes of the files that are locked on this machine; None calls `held_locks`.
     """
     try:
         if os.lstat(path / DRIVER).st_ino in (held_locks() if locks is None else locks):
@@ -68,8 +69,10 @@ def run_state(path: Path, locks: frozenset[int] | None = None) -> str:
 
 
 def held_locks() -> frozenset[int]:
-    """Returns the inodes of files that processes on this machine have locked. Testing a driver's lock by acquiring it could prevent a
-    driver from starting."""
+    """Returns the inodes of files that processes on this machine have locked.
+
+    This is used instead of acquiring a driver's lock to test it, which could prevent a driver from starting.
+    """
     try:
         with open("/proc/locks", encoding="ascii") as file:
             fields = [line.split() for line in file if " FLOCK " in line]
@@ -79,7 +82,7 @@ def held_locks() -> frozenset[int]:
 
 
 def last_step(path: Path) -> Line:
-    """Returns the content of the newest line in metrics.jsonl; empty if there is none."""
+    """Returns the content of the newest readable line in metrics.jsonl; empty if there is none."""
     try:
         with open_file(path / "metrics.jsonl", inside=path) as file:
             size = file.seek(0, os.SEEK_END)

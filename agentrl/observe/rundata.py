@@ -1,4 +1,4 @@
-"""Reads JSON files in a run folder, which may come from a third party. A missing or damaged part is reported in a note."""
+"""Reads JSON files in a run folder, which may come from a third party. Damaged files and lines are reported in notes."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ def is_finite(value: Any) -> TypeGuard[float]:
 def read_lines(
     path: Path, required: Mapping[str, type], notes: list[str], *, most: int = _MAX_BYTES, inside: Path | None = None
 ) -> list[Line]:
-    """Returns the lines of a file as `iter_lines` yields them."""
+    """Returns a list of the lines that `iter_lines` yields."""
     return list(iter_lines(path, required, notes, most=most, inside=inside))
 
 
 def iter_lines(
     path: Path, required: Mapping[str, type], notes: list[str], *, most: int = _MAX_BYTES, inside: Path | None = None
 ) -> Iterator[Line]:
-    """Yields the lines of a file whose `required` keys have the required types; none if the file is missing. Only one line is in memory at
-    a time.
+    """Yields those lines of a file in which the `required` keys have the required types; none if the file is missing.
+
+    Only one line is in memory at a time.
 
     Args:
         notes: a note about each problem is appended to this list.
@@ -70,7 +71,7 @@ def _text(path: Path, notes: list[str], most: int, inside: Path | None) -> str |
 
 
 def note_unreadable(path: Path, error: OSError | ValueError, notes: list[str]) -> None:
-    """Adds to `notes` the reason why a file cannot be read. Adds nothing if the file is missing."""
+    """Adds a note with the reason why a file cannot be read. Adds no note if the file is missing."""
     if isinstance(error, ValueError):
         notes.append(f"{path.name} cannot be read, because it {error}")
     elif not isinstance(error, FileNotFoundError):
@@ -78,7 +79,7 @@ def note_unreadable(path: Path, error: OSError | ValueError, notes: list[str]) -
 
 
 def parse_object(text: str) -> Line | None:
-    """Parses a JSON object. Returns None for anything else. Very long integers become floats, which may be infinite."""
+    """Parses a JSON object. Returns None for any other text. Integers of more than 18 digits become floats, which may be infinite."""
     try:
         data = json.loads(text, parse_int=lambda digits: int(digits) if len(digits) <= _MAX_DIGITS else float(digits))
     except (ValueError, RecursionError):
@@ -103,8 +104,10 @@ def read_rate(value: Any) -> Rate | None:
 
 
 def read_object(path: Path, notes: list[str], *, most: int = _MAX_BYTES, inside: Path | None = None) -> Line:
-    """Returns the JSON object in a file; empty if the file is missing or contains anything else. For `most` and `inside`, see
-    `iter_lines`."""
+    """Returns the JSON object in a file; empty if the file is missing, cannot be read, or does not contain a JSON object.
+
+    For `most` and `inside`, see `iter_lines`.
+    """
     text = _text(path, notes, most, inside)
     content = {} if text is None else parse_object(text)
     if content is None:

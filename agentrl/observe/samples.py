@@ -19,7 +19,7 @@ Said = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """An episode as text."""
+    """An episode as text, for trackers that show episodes."""
 
     episode: str
     task: str
@@ -33,12 +33,12 @@ class Sample:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The fields by name, except the messages."""
+        """A mapping from field name to value, without the messages."""
         names = ("episode", "task", "kind", "score", "reason", "stop_reason", "tokens", "seconds")
         return {name: getattr(self, name) for name in names}
 
     def text(self) -> str:
-        """Returns the messages as text, with their roles."""
+        """Returns the messages as one text, in which each message follows its role."""
         lines = []
         for message in self.messages:
             calls = [f"{call['function']['name']} {call['function']['arguments']}" for call in message.get("tool_calls", ())]
@@ -47,15 +47,14 @@ class Sample:
 
 
 class Samples:
-    """Collects the first attempt of the first groups that finish after each step, at most `most` episodes, so that few are sent to a slow
-    service."""
+    """Collects the first attempt of the first `most` groups that finish after each step, so that few are sent to a slow service."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._samples: list[Sample] = []
 
     def add(self, group: Group) -> None:
-        """Adds the first attempt of a group if there are fewer than `most` samples."""
+        """Adds the first attempt of a group if fewer than `most` samples are stored."""
         if len(self._samples) < self._most and group.episodes:
             self._samples.append(sample_of(group, group.episodes[0]))
 

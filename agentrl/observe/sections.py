@@ -1,4 +1,4 @@
-"""Two sections of the report: failures by tag, and which tasks gave a learning signal. Invalid input is ignored."""
+"""Builds two sections of the report: failures by tag, and the tasks with and without a learning signal. Invalid input is ignored."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class FailuresSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Entry:
-    """The counts of episodes and tags in one step, phase or version."""
+    """The number of episodes and the number of failures by tag in one step, phase or version."""
 
     name: str
     value: float  # number of the step or version; 0 for a phase
@@ -38,7 +38,7 @@ class _Entry:
 
 
 def failures_section(failures: Mapping[str, Any]) -> FailuresSection | None:
-    """Builds the section from the content of `failures/failures.json`; None if there are no failures."""
+    """Builds the failures section from the content of `failures/failures.json`. Returns None if there are no failures."""
     tags = _counts(failures.get("tags"))
     if not tags:
         return None
@@ -72,7 +72,7 @@ def _failures_chart(steps: list[_Entry], names: list[str]) -> Chart | None:
 
 
 def _by_tag(title: str, entries: list[_Entry], names: list[str]) -> Table:
-    """Returns a table of the failures by tag, with a column per entry. If there are too many entries, evenly spaced ones are shown."""
+    """Returns a table of failures by tag, with a column per entry, or for `_COLUMNS` evenly spaced entries if there are more."""
     if len(entries) > _COLUMNS:
         step = (len(entries) - 1) / (_COLUMNS - 1)
         entries = [entries[round(step * number)] for number in range(_COLUMNS)]
@@ -98,7 +98,7 @@ def _counts(value: Any) -> dict[str, int]:
 
 @dataclass(slots=True)
 class _GroupCount:
-    """The numbers of groups of a kind or a task, by outcome."""
+    """The number of groups of one kind or task: in total, with different scores, all solved, and all failed."""
 
     groups: int = 0
     differed: int = 0
@@ -113,8 +113,10 @@ class _GroupCount:
 
 
 def learning_tables(lines: Iterable[Mapping[str, Any]]) -> list[Table]:
-    """Returns two tables: groups whose scores differ or are equal, by kind of task, and the tasks that never gave a learning signal. A
-    table without rows is omitted."""
+    """Returns two tables: shares of groups with different and equal scores by kind of task, and tasks that never gave a learning signal.
+
+    A table without rows is omitted.
+    """
     kinds: dict[str, _GroupCount] = {}
     tasks: dict[str, _GroupCount] = {}
     for line in {line["group"]: line for line in lines}.values():  # a group that a resumed run repeated is counted once

@@ -1,8 +1,9 @@
 """Trackers for third-party services: wandb, trackio, MLflow and Prometheus. A recipe selects trackers by name.
 
-The package of a tracker is imported only if a recipe names the tracker. The options are those that the package accepts, such as `project`
-and `mode` for wandb. Environment variables such as WANDB_API_KEY, TRACKIO_DIR and MLFLOW_TRACKING_URI have their normal effect. A resumed
-run continues the same run in the service. The id of that run is stored in `trackers.json` in the run folder.
+The package of a tracker is imported only if a recipe names the tracker. The options of the trackers `wandb` and `trackio` include those of
+the package, such as `project` and `mode` for wandb. Environment variables of the packages, such as WANDB_API_KEY, TRACKIO_DIR and
+MLFLOW_TRACKING_URI, have their normal effect. A resumed run continues the same run in the service. The id of that run is stored in
+`trackers.json` in the run folder.
 """
 
 from __future__ import annotations
@@ -46,15 +47,15 @@ class ExperimentRun(Tracker):
     """A run in wandb or trackio, which have the same interface: the methods `log`, `alert` and `finish` of the object that `init` returns.
 
     Args:
-        show: converts the episodes of a step, which are logged with the step under the key `episodes`.
-        samples: number of episodes per step; 0 logs none.
+        show: converts the sampled episodes of a step to the value that is logged under the key `episodes`.
+        samples: maximum number of episodes logged per step; 0 logs none.
     """
 
     def __init__(self, run: Any, show: Show, *, samples: int) -> None:
         self._run, self._show, self._samples = run, show, Samples(samples)
 
     def progress(self, index: int, group: Group) -> None:
-        """Stores a sample of a finished group until the next step."""
+        """Adds a sample of a finished group to the samples for the next step."""
         self._samples.add(group)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -109,7 +110,7 @@ def open_trackio(run_dir: Path, recipe: Recipe, *, samples: int = SAMPLES, **opt
 
 
 class MlflowRun(Tracker):
-    """A run in MLflow, through the client of the tracking server or store."""
+    """A run in MLflow, which is updated through an `MlflowClient`."""
 
     def __init__(self, mlflow: Any, client: Any, run_id: str) -> None:
         self._mlflow, self._client, self._run_id = mlflow, client, run_id
@@ -129,7 +130,7 @@ class MlflowRun(Tracker):
         self._client.set_tag(self._run_id, "alerts", str(self._alerts))
 
     def close(self) -> None:
-        """Marks the run as finished."""
+        """Marks the run as finished in MLflow."""
         self._client.set_terminated(self._run_id)
 
 
@@ -150,10 +151,10 @@ def open_mlflow(run_dir: Path, recipe: Recipe, *, experiment: str = _TITLE, trac
 
 
 class PrometheusEndpoint(Tracker):
-    """Serves the metrics of the newest step, and the run's counters, at http://127.0.0.1:PORT/metrics in the Prometheus text format.
+    """Serves the metrics of the newest step and the counters of the run at http://127.0.0.1:PORT/metrics, in the Prometheus text format.
 
-    A step's metric `part/x` becomes the gauge `agentrl_part_x`. Only `agentrl_stage`, which has one series, and `agentrl_success`, which
-    has one series per split, have labels. The endpoint has no authentication and listens only on the loopback interface.
+    A step's metric `part/x` becomes the gauge `agentrl_part_x`. Only two metrics have labels: `agentrl_stage`, with one series, and
+    `agentrl_success`, with one series per split. The endpoint has no authentication and listens only on the loopback interface.
     """
 
     def __init__(self, prometheus: Any, port: int) -> None:
@@ -173,7 +174,7 @@ class PrometheusEndpoint(Tracker):
         self.url = f"http://{_LOOPBACK}:{self._server.server_port}/metrics"
 
     def collect(self) -> Iterator[Any]:
-        """Yields the metric families. Called at each scrape, on a thread of the server."""
+        """Yields the metric families. The Prometheus client calls it at each scrape, on a thread of the HTTP server."""
         with self._lock:
             metrics, rates, counts, stage = dict(self._metrics), dict(self._rates), dict(self._counts), self._stage
         for name, value in metrics.items():
@@ -190,7 +191,7 @@ class PrometheusEndpoint(Tracker):
         return family
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Replaces the metrics of the previous step."""
+        """Replaces the metrics of the previous step with those of this step."""
         named = {"step": float(step)} | {_NOT_IN_NAMES.sub("_", key)[:200]: float(value) for key, value in metrics.items()}
         with self._lock:
             self._metrics = dict(list(named.items())[:MAX_METRICS])
@@ -209,7 +210,7 @@ class PrometheusEndpoint(Tracker):
         self._count(groups=1, episodes=len(group.episodes), episodes_excluded=len(group.episodes) - len(group.scored))
 
     def evaluated(self, phase: str, rates: Mapping[str, Interval]) -> None:
-        """Replaces the success rates of the splits."""
+        """Replaces the success rates of the evaluated splits."""
         with self._lock:
             self._rates |= {split: rate.value for split, rate in rates.items()}
 
@@ -225,7 +226,10 @@ class PrometheusEndpoint(Tracker):
 
 
 def open_prometheus(run_dir: Path, recipe: Recipe, *, port: int = 9464) -> PrometheusEndpoint:
-    """Opens the tracker `prometheus`. Port 0 selects a free port. Raises `UserError` if the package is missing or the port is in use."""
+    """Opens the tracker `prometheus`. Port 0 selects a free port.
+
+    Raises `UserError` if `prometheus_client` is not installed, and `PluginError` if the port is in use.
+    """
     import_optional("prometheus_client", "prometheus", needed_for="the tracker prometheus")
     import prometheus_client
     import prometheus_client.core
@@ -234,17 +238,17 @@ def open_prometheus(run_dir: Path, recipe: Recipe, *, port: int = 9464) -> Prome
 
 
 def _config(recipe: Recipe) -> dict[str, Any]:
-    """Returns the recipe as JSON data. Secrets appear as references."""
+    """Returns the recipe as JSON data, which contains references to secrets but not their values."""
     return recipe.model_dump(mode="json")
 
 
 def _mlflow_name(key: str) -> str:
-    """Replaces the characters in a metric's name that MLflow does not allow, and limits its length."""
+    """Returns the name of a metric, with `_` in place of characters that MLflow does not allow, and limited in length."""
     return re.sub(r"[^\w./ -]", "_", key, flags=re.ASCII)[:250]
 
 
 def _read_ids(run_dir: Path) -> dict[str, str]:
-    """Returns a mapping tracker -> id of the run in its service; empty if there is no id yet or the file is damaged."""
+    """Returns a mapping tracker -> id of the run in the tracker's service; empty if `trackers.json` is missing or damaged."""
     try:
         ids = json.loads((run_dir / IDS_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -257,7 +261,7 @@ def _write_id(run_dir: Path, tracker: str, number: str) -> None:
 
 
 def stored_id(run_dir: Path, tracker: str) -> str:
-    """Returns the id of the run in a tracker's service, creating it on first use."""
+    """Returns the id of the run in a tracker's service. On first use, creates and stores the id."""
     number = _read_ids(run_dir).get(tracker) or uuid.uuid4().hex[:12]
     _write_id(run_dir, tracker, number)
     return number

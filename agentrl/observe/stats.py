@@ -26,7 +26,7 @@ class Rate:
     def from_successes(cls, successes: int, n: int) -> Self:
         """Returns the share of successes with the Wilson score interval (Wilson 1927), which is accurate near 0 and 1 and for small n.
 
-        Raises `ValueError` if n is 0 or if successes are not within [0, n].
+        Raises `ValueError` if `n` is 0, or if `successes` is not from 0 to `n`.
         """
         if not 0 <= successes <= n or n == 0:
             raise ValueError(f"a rate needs 0 <= successes <= n and n > 0, got {successes} of {n}")
@@ -50,10 +50,9 @@ class Rate:
 
 
 def rate_difference(before: Rate, after: Rate) -> tuple[float, float]:
-    """Returns the 95% interval of `after.value - before.value`, computed from the intervals of both rates, for any n (MOVER, Zou and Donner
-    2008).
+    """Returns the 95% interval of `after.value - before.value`, computed from the intervals of both rates (MOVER, Zou and Donner 2008).
 
-    Treats the two rates as independent. If both come from the same tasks, the interval is conservative.
+    The two rates are treated as independent. If both rates come from the same tasks, the interval is conservative.
     """
     change = after.value - before.value
     low = math.hypot(after.value - after.ci_low, before.ci_high - before.value)
@@ -67,26 +66,26 @@ def in_unit_interval(rate: Rate | None) -> bool:
 
 
 def format_rate(value: Rate | None) -> str:
-    """Returns text such as `85.0%`; `1.250` for rates outside [0, 1]; `n/a` for None."""
+    """Returns a rate as text such as `85.0%`, or `1.250` if its interval is not within [0, 1]; `n/a` for None."""
     if value is None:
         return "n/a"
     return f"{100 * value.value:.1f}%" if in_unit_interval(value) else f"{value.value:.3f}"
 
 
 def format_interval(value: Rate) -> str:
-    """Returns text such as `80.1-89.2%`; `1.100 to 1.300` for rates outside [0, 1]."""
+    """Returns the interval of a rate as text such as `80.1-89.2%`, or `1.100 to 1.300` if it is not within [0, 1]."""
     if in_unit_interval(value):
         return f"{100 * value.ci_low:.1f}-{100 * value.ci_high:.1f}%"
     return f"{value.ci_low:.3f} to {value.ci_high:.3f}"
 
 
 def format_optional(value: float | None, form: Format) -> str:
-    """Returns the formatted value; `n/a` for None."""
+    """Returns the value formatted with `form`; `n/a` for None."""
     return "n/a" if value is None else form(value)
 
 
 def format_count(value: float) -> str:
-    """Returns text such as `1,234`, `12.3k`, `4.56M`, `7.89B` or `1.2T`."""
+    """Returns a count as text such as `1,234`, `12.3k`, `4.56M`, `7.89B` or `1.2T`."""
     for least, size, unit in ((999.5e9, 1e12, "T"), (999.5e6, 1e9, "B"), (999.5e3, 1e6, "M"), (1e4, 1e3, "k")):
         if value >= least:
             return f"{value / size:.3g}{unit}"
@@ -94,7 +93,7 @@ def format_count(value: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Returns text such as `45 s`, `3 min 20 s` or `2 h 05 min`."""
+    """Returns a duration as text such as `45 s`, `3 min 20 s` or `2 h 05 min`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"

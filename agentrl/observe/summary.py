@@ -1,4 +1,4 @@
-"""The outcome of a run in small files, for users and programs: `summary.json`, and `sessions.jsonl` with the run's sessions.
+"""Stores the outcome of a run in small files for users and programs: `summary.json`, and `sessions.jsonl` with the run's sessions.
 
 `sessions.jsonl` has one line for each start of a driver and one for each exit. If a driver was killed, there is no line for its exit.
 """
@@ -27,7 +27,7 @@ Ended = Literal["finished", "interrupted", "failed", "killed"]
 
 
 class Session(BaseModel):
-    """One session of a run: the first, or one that was started with `--resume`."""
+    """One session of a run: the first session, or a session that was started with `--resume`."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -129,7 +129,7 @@ class Summary(BaseModel):
 
     @classmethod
     def read(cls, run_dir: Path) -> Self:
-        """Reads `summary.json`. Raises `FileNotFoundError` if it is missing, and `StoreError` if it does not validate."""
+        """Reads `summary.json`. Raises `FileNotFoundError` if the file is missing, and `StoreError` if its content is invalid."""
         path = run_dir / SUMMARY_FILE
         try:
             return cls.model_validate_json(read_bytes(path, most=_MAX_BYTES, inside=run_dir))
@@ -138,14 +138,16 @@ class Summary(BaseModel):
 
 
 def record_start(folder: Path) -> None:
-    """Records the start of a driver and the number of learner steps already done."""
+    """Records the start of a driver, and the number of learner steps that are already done."""
     steps = {line["step"] for line in read_json_lines(folder / "metrics.jsonl")}
     append_lines(folder / SESSIONS_FILE, [json_line({"began": datetime.now(UTC).isoformat(timespec="seconds"), "step": len(steps)})])
 
 
 def record_end(folder: Path, how: Ended, *, why: str = "", figures: Mapping[str, float] = MappingProxyType({})) -> None:
-    """Records how the driver exited, unless it is already recorded. `figures` come from `agentrl.failure.FaultRate` and cover the time
-    since the last step."""
+    """Records how the driver exited, unless its exit is already recorded.
+
+    `figures` are the metrics from `agentrl.failure.FaultRate` for the time since the last step.
+    """
     if not any(b'"began"' in line for line in complete_lines(folder / SESSIONS_FILE)[-1:]):
         return
     failed = int(figures.get("attempts_failed", 0))
@@ -155,7 +157,7 @@ def record_end(folder: Path, how: Ended, *, why: str = "", figures: Mapping[str,
 def read_sessions(folder: Path) -> tuple[Session, ...]:
     """Returns the sessions of a run, the oldest first; empty if the file is missing. Invalid lines are ignored.
 
-    Raises `OSError` if the file cannot be read, and `ValueError` if it is not a regular file in its folder or is too large.
+    Raises `OSError` if the file cannot be read, and `ValueError` if it is not a regular file in the run folder or is too large.
     """
     sessions: list[Session] = []
     try:

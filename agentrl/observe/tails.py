@@ -30,7 +30,7 @@ _MAX_LEFT_S = 1e9  # bound on the remaining time, because a third party's run ma
 
 
 class JsonTail(ABC):
-    """Passes each complete line of a file that is a JSON object to `_add`, once.
+    """Reads a growing file, and calls `_add` once for each complete line that is a JSON object.
 
     If the file was replaced or truncated, calls `_clear` and reads the file from its start.
     """
@@ -52,9 +52,10 @@ class JsonTail(ABC):
     def _clear(self) -> None: ...
 
     def refresh(self) -> bool:
-        """Reads the lines that were added.
+        """Reads the lines that were added since the last call. Returns whether the file has changed.
 
-        Returns whether any were added. Raises `OSError` and `ValueError`. A missing file counts as empty.
+        A missing file counts as empty. Raises `OSError` if the file cannot be read, and `ValueError` if it is too large or not a regular
+        file.
         """
         try:
             with open_file(self.path, inside=self.path.parent) as file:
@@ -98,7 +99,7 @@ class JsonTail(ABC):
 
 
 class MetricsTable(JsonTail):
-    """The metrics of a run's steps, as columns of numbers. If a resumed run repeated a step, the newest values are used."""
+    """The metrics of a run's steps, as columns of numbers. If a resumed run repeated a step, the newest values of the step are used."""
 
     _sorted: list[int]
 
@@ -133,7 +134,10 @@ class MetricsTable(JsonTail):
         return [(step, value) for step in self.steps if not math.isnan(value := _at(column, self._rows[step]))]
 
     def curve(self, key: str, most: int) -> list[tuple[int, float]]:
-        """Returns the points of a metric, about `most` or fewer. A longer curve is reduced to the extremes in each interval."""
+        """Returns about `most` points of a metric's curve, or fewer.
+
+        A longer curve is reduced to the minimum and maximum in each interval of steps.
+        """
         points = self.series(key)
         if len(points) <= most:
             return points
@@ -152,12 +156,14 @@ class MetricsTable(JsonTail):
         return {"step": float(step)} | {key: value for key, value in sorted(values) if not math.isnan(value)}
 
     def rows(self, steps: Sequence[int] | None = None) -> list[dict[str, float]]:
-        """Returns the metrics of the given steps. None means all steps."""
+        """Returns the metrics of the given steps, or of all steps if `steps` is None."""
         return [self.row(step) for step in (self.steps if steps is None else steps)]
 
     def seconds_left(self, total: float | None) -> float | None:
-        """Returns the estimated seconds until `total` steps are done, from the median duration of the newest steps; None if `total` or the
-        duration is unknown."""
+        """Returns the estimated seconds until `total` steps are done, from the median duration of the newest steps.
+
+        Returns None if `total` is None or no duration is known.
+        """
         times = [seconds for _, seconds in self.series("step_s")[-_TIMED_STEPS:]]
         if total is None or not times:
             return None
@@ -201,7 +207,7 @@ def _at(column: array[float], row: int) -> float:
 
 
 class TaskTable(JsonTail):
-    """The kind and mean score of each group, from `tasks.jsonl`. The name of a kind is stored once."""
+    """The kind and mean score of each group, from `tasks.jsonl`. Each name of a kind is stored once in memory."""
 
     MAX_GROUPS = 500_000
 
@@ -235,7 +241,7 @@ class TaskTable(JsonTail):
 
 
 def read_new_lines(table: JsonTail, notes: list[str]) -> None:
-    """Reads the lines that were added to a table's file. Adds a note to `notes` if the file cannot be read."""
+    """Reads the lines that were added to a table's file. Adds notes about unreadable files and lines to `notes`."""
     try:
         table.refresh()
     except (OSError, ValueError) as error:

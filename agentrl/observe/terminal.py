@@ -27,9 +27,9 @@ _SPLITS = {"heldout": "held-out", "heldout_real": "real"}
 
 @dataclass(slots=True, kw_only=True)
 class Progress:
-    """The current state of a run.
+    """The current state of a run, as the terminal shows it.
 
-    The tracker writes it and the terminal's refresh thread reads it, so dictionaries are replaced and never changed in place.
+    The tracker writes the fields while the terminal's refresh thread reads them, so dictionaries are replaced and never changed in place.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Progress:
             self.training, self.step_times = True, deque([time.monotonic()], maxlen=_SHOWN_STEPS)
 
     def finished_group(self, group: Group) -> list[str]:
-        """Counts a group. Returns the exclusion reasons that have not occurred before."""
+        """Counts a finished group. Returns the reasons for excluding its episodes that have not occurred before."""
         self.episodes += len(group.episodes)
         known = min(len(self.left_out), _REASONS_REPORTED)
         counts = dict(self.left_out)
@@ -68,7 +68,7 @@ class Progress:
         return list(counts)[known:_REASONS_REPORTED]
 
     def finished_step(self, step: int, metrics: Mapping[str, float]) -> str:
-        """Records the metrics of a step. Returns the reason if this is the first step that learned nothing, otherwise ""."""
+        """Records the metrics of a step. If this is the first step in which nothing was learned, returns the reason; otherwise ""."""
         self.step, self.metrics = step, dict(metrics)
         if self.training:  # otherwise an earlier driver ran the step
             self.step_times.append(time.monotonic())
@@ -95,7 +95,7 @@ class Progress:
 
     @property
     def left_s(self) -> float | None:
-        """The estimated seconds until the last step is done, from the mean duration of the newest steps; None before the first step."""
+        """The estimated seconds until the last step is done, from the mean duration of the newest steps; None if there is no estimate."""
         done = len(self.step_times) - 1
         if done < 1 or not self.steps or self.step >= self.steps:
             return None
@@ -103,7 +103,7 @@ class Progress:
 
 
 class TerminalTracker(Tracker):
-    """Prints a line for each event and, if the output is a terminal, shows a live panel below the lines.
+    """Prints a line for each stage, step, evaluation and alert and, if the output is a terminal, shows a live panel below the lines.
 
     Args:
         steps: number of learner steps in the run, for the progress bar and the time estimate; 0 means unknown.
@@ -189,7 +189,7 @@ class TerminalTracker(Tracker):
 
 
 def _figures(metrics: Mapping[str, float]) -> list[str]:
-    """Formats the main metrics of a step. Metrics that the step does not have are omitted."""
+    """Returns texts with the main metrics of a step. Metrics that the step does not have are omitted."""
     shown: list[str] = []
     if "reward_mean" in metrics:
         shown.append(f"reward {metrics['reward_mean']:.3f}")

@@ -1,4 +1,7 @@
-"""A timeline of the states of a run's parts. For each part, the seconds spent in all states add up to the wall time of the interval."""
+"""Measures the time that the parts of a run spend in each state.
+
+For each part, the seconds spent in all states add up to the wall time of the interval.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ class Timeline:
 
     Args:
         clock: returns the seconds of a monotonic clock.
-        counters: name -> counter. `take_counts` returns the growth of each count, as `NAME/COUNT`.
+        counters: name -> counter. `take_counts` returns the growth of the counts, under the keys `NAME/COUNT`.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic, counters: Mapping[str, Counter] = MappingProxyType({})) -> None:
@@ -53,7 +56,7 @@ class Timeline:
         return self._began is not None
 
     def restart(self) -> None:
-        """Starts an interval now, and discards the previous one."""
+        """Starts an interval now, and discards the interval that is running."""
         self._began = self._newest = self._clock()
         self._spent = {}
         self.take_counts()
@@ -66,7 +69,10 @@ class Timeline:
         self._states |= states
 
     def take(self) -> dict[str, float]:
-        """Ends the interval and starts the next one. Returns the metrics of the interval that ended; empty if no interval had started."""
+        """Ends the running interval and starts the next interval.
+
+        Returns the metrics of the interval that ended; empty if no interval had started.
+        """
         if self._began is None:
             return {}
         self._advance()
@@ -105,7 +111,7 @@ class Timeline:
 
 
 def overlap(states: Mapping[str, str]) -> str:
-    """Returns a short text that names the parts that are busy at the same time.
+    """Returns a short text about which parts are busy at the same time.
 
     The text is `server and learner` if both are busy, otherwise the first busy part among server, learner, sandboxes and scoring. If none
     of these is busy, the text is `swap` during a swap, otherwise `nothing`.
@@ -131,10 +137,11 @@ def time_by_state(steps: list[dict[str, float]]) -> dict[str, dict[str, float]]:
 
 
 def loop_latency(counted: Sequence[ScoredEpisode], now: float) -> dict[str, float]:
-    """Returns the mean over tokens and the maximum of the time from the end of a turn to `now`, when the server starts to serve the version
-    that was trained on the turn.
+    """Returns metrics of the loop latency.
 
-    Both metrics are absent if no turn has a known end time.
+    This is the time from the end of a turn to `now`, when the server starts to serve the version that was trained on the turn.
+
+    The metrics are the mean over sampled tokens and the maximum over turns. Both are absent if no turn has a known end time.
     """
     turns = [
         turn

@@ -1,11 +1,11 @@
 """OpenTelemetry traces of a run: one trace for each training episode, and one span for each learner step.
 
-The traces are built from the records of finished groups, on a tracker's thread, and need no other work in the run. Groups from rollout
-workers are included. `agentrl.session.traces` opens the tracker. Spans and attributes have the names of the OpenTelemetry conventions for
-generative AI.
+The traces are built from the records of finished groups, on the thread of a tracker, so that nothing else in the run does work for them.
+Groups from rollout workers are traced too. `agentrl.session.traces` opens the tracker. Spans and attributes have the names of the
+OpenTelemetry conventions for generative AI.
 
-Span ids are hashes of the identities of the spans, so a span can link to the span of a learner step before that step runs, and also after a
-resume.
+The id of a span is a hash of what the span describes, such as `step 12`. So a span can link to the span of a learner step before that step
+runs, and also after a resume.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ UsesOfStep = Callable[[int], Mapping[int, GroupUse | None]]
 
 
 class EpisodeTraces(Tracker):
-    """Exports spans. Each method may wait for a collector, so run it in an `agentrl.observe.background.BackgroundTracker`."""
+    """A tracker that exports spans. Its methods may wait for a collector, so wrap it in `agentrl.observe.background.BackgroundTracker`."""
 
     def __init__(
         self, provider: Any, exporters: Sequence[Any], *, run_id: str, model: str, uses: UsesOfStep, alert: Callable[[str], None]
@@ -67,7 +67,7 @@ class EpisodeTraces(Tracker):
         self._export((span for scored in group.episodes for span in self._spans.episode(index, scored)), count)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Exports the span of a learner step, and one span per episode that the step used, linked to the step's span."""
+        """Exports the span of a learner step, and one span for each episode that the step used, which links to the step's span."""
         uses = self._uses(step)
         used = [(episode, use) for group, use in uses.items() for episode in self._episodes.pop(group, ())]
         self._export(self._spans.step(step, metrics, used), 1 + len(used))
@@ -81,7 +81,10 @@ class EpisodeTraces(Tracker):
             log.warning("traces: %d of %d spans were not exported", self.dropped, self.dropped + self.exported)
 
     def _export(self, spans: Iterator[Any], count: int) -> None:
-        """Exports spans, which are built only if the collector is expected to accept them. `count`: approximate number of spans."""
+        """Exports spans. After a failed export, spans are dropped without being built for `RETRY_S` seconds.
+
+        `count`: approximate number of spans.
+        """
         if time.monotonic() < self._retry_at or not self._exporters:
             self.dropped += count
             return
@@ -104,7 +107,7 @@ class EpisodeTraces(Tracker):
 
 
 def span_count(scored: ScoredEpisode) -> int:
-    """Returns the number of spans for an episode before the limit is applied: one per agent, turn and call, and one for the score."""
+    """Returns the number of spans for an episode without a limit: one per trajectory, turn and tool call, and one for the score."""
     lines = scored.episode.trajectories
     return 1 + len(lines) + sum(1 + len(turn.tool_results) for line in lines for turn in line.own_turns)
 
@@ -118,7 +121,7 @@ def _succeeds(exporter: Any, spans: Sequence[Any]) -> bool:
 
 
 class _Spans:
-    """Builds spans for the OpenTelemetry SDK from records."""
+    """Builds the spans of episodes and learner steps, as objects of the OpenTelemetry SDK."""
 
     def __init__(self, provider: Any, *, run_id: str, model: str) -> None:
         self._api = import_module("opentelemetry.trace")
@@ -128,7 +131,7 @@ class _Spans:
         self._content = os.environ.get(CONTENT, "").strip().lower() == "true"
 
     def episode(self, group: int, scored: ScoredEpisode) -> Iterator[Any]:
-        """Yields the spans of an episode, at most `MAX_SPANS`. Yields none if the sampler excludes the episode."""
+        """Yields the spans of an episode, at most `MAX_SPANS`. Yields no spans if the sampler excludes the episode."""
         lines, wanted = scored.episode.trajectories, span_count(scored)
         if lines and self._sampled(self._trace_id(scored.episode.id), "invoke_agent"):
             spans = (span for index, line in enumerate(lines) for span in self._agent(scored, index, line, group, wanted))
@@ -140,7 +143,7 @@ class _Spans:
         """Yields the span of the learner step that produced version `step`, and one span in the trace of each episode that the step used.
 
         Args:
-            used: pairs of episode id and how the step used the group of the episode.
+            used: pairs (episode id, how the step used the episode's group).
         """
         key, name = f"step {step}", f"train {step}"
         now = time.time()
@@ -160,7 +163,10 @@ class _Spans:
             yield self._make("train", episode, "train", *times, attributes, parent="trajectory 0", links=[self._context(key, "step")])
 
     def _agent(self, scored: ScoredEpisode, index: int, line: Trajectory, group: int, wanted: int) -> Iterator[Any]:
-        """Yields the spans of a trajectory: its agent, and its turns with their tool calls. `wanted`: number of spans of the episode."""
+        """Yields the spans of a trajectory: one for its agent, and one for each of its turns and tool calls.
+
+        `wanted`: number of spans of the episode before the limit is applied.
+        """
         episode, first = scored.episode, len(line.inherited)
         turns = [turn for turn in line.own_turns if turn.ended_at]  # 0 means unknown
         began = min((turn.ended_at - turn.generate_s for turn in turns), default=time.time())
@@ -261,8 +267,10 @@ class _Spans:
         error: str = "",
         client: bool = False,
     ) -> Any:
-        """Returns a span in the trace `of`. `key` and `parent` identify the span and its parent in that trace. `links` are contexts of
-        other spans."""
+        """Returns a span in the trace `of`. `key` and `parent` identify the span and its parent in that trace.
+
+        `links` are the contexts of other spans to which the span links.
+        """
         kinds, codes = self._api.SpanKind, self._api.StatusCode
         return self._span(
             name=name,
@@ -280,7 +288,7 @@ class _Spans:
 
 
 def _message(turn: Turn) -> str:
-    """Returns a turn's message in the JSON format of the conventions, with clipped strings."""
+    """Returns a turn's message in the JSON format of the OpenTelemetry conventions, with clipped strings."""
     calls = [
         {"type": "tool_call", "id": str(number), "name": _short(call.name), "arguments": _arguments(call)}
         for number, call in enumerate(turn.message.tool_calls)

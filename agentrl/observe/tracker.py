@@ -29,14 +29,15 @@ logger = logging.getLogger(__name__)
 
 
 class RunTracker(Tracker):
-    """Writes `metrics.jsonl`, then notifies each tracker. Use it from one thread, and close it.
+    """Writes `metrics.jsonl`, then calls the other trackers. Use it from one thread only, and close it at the end.
 
-    It also sends alerts about new reasons for excluding episodes and about a step that changed nothing. If a tracker raises, the error is
-    logged, and the tracker is still notified of later events. Only an error while writing `metrics.jsonl` stops the run. The methods of a
-    tracker must return at once. A tracker that may block is wrapped in `agentrl.observe.background.BackgroundTracker`.
+    It also sends alerts about new reasons for excluding episodes and about the first step in which nothing was learned. If a tracker raises
+    an exception, the exception is logged, and the tracker is still called for later events. Only an exception while writing `metrics.jsonl`
+    stops the run. The methods of a tracker must return at once. A tracker that may block is wrapped in
+    `agentrl.observe.background.BackgroundTracker`.
 
     Args:
-        run_dir: the run folder; `metrics.jsonl` is appended to.
+        run_dir: the run folder. Lines are appended to its `metrics.jsonl`.
         trackers: the other trackers; `open_trackers` opens those that a recipe names.
         steps: number of learner steps in the run; 0 means unknown.
     """
@@ -84,7 +85,7 @@ class RunTracker(Tracker):
         self._each(lambda one: one.judged(version, outcome, reason))
 
     def close(self) -> None:
-        """Closes all trackers, `metrics.jsonl` last. Idempotent."""
+        """Closes all trackers, and then `metrics.jsonl`. Idempotent."""
         self._each(lambda one: one.close())
         self._metrics.close()
 
@@ -95,7 +96,7 @@ class RunTracker(Tracker):
 
 
 class MetricsFile(Tracker):
-    """Writes `metrics.jsonl`, which has one line per step. The summary and the report are computed from it."""
+    """Writes `metrics.jsonl`, which has one line per step and from which the summary and the report are computed."""
 
     def __init__(self, run_dir: Path) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -117,7 +118,7 @@ class MetricsFile(Tracker):
 class TensorBoard(Tracker):
     """Writes scalars to a new event file in `logs/tensorboard` in the run folder. If writing fails, logs the error and writes nothing more.
 
-    TensorBoard's writer is not used, because its thread dies when the disk is full, and the buffered data is lost.
+    The writer of the TensorBoard package is not used, because its thread exits when the disk is full, and the buffered data is lost.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -157,9 +158,9 @@ class TensorBoard(Tracker):
 
 
 class StageClock(Tracker):
-    """Measures the seconds spent in each stage. Re-entering a stage adds to its time.
+    """Measures the seconds spent in each stage of a run. If a stage is entered again, the time is added to its earlier time.
 
-    `began` is the start of the stage `prepare` in monotonic seconds; None means that no stage has started.
+    `began` is the start time of the stage `prepare` in monotonic seconds; None means that no stage has started.
     """
 
     def __init__(self, *, began: float | None = None) -> None:

@@ -1,4 +1,7 @@
-"""Episodes for display, such as the same task before and after training. `templates/episode.html` shows them as chat bubbles."""
+"""Prepares episodes for display, such as episodes of the same task before and after training.
+
+`templates/episode.html` shows them as chat bubbles.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ _ROLES = {"system": "instructions", "user": "question", "assistant": "agent", "t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bubble:
-    """A message of a conversation."""
+    """A message of a conversation as a chat bubble."""
 
     style: str
     role: str
@@ -45,8 +48,10 @@ class ShownEpisode:
 
 
 def choose_pairs(before: Sequence[Transcript], after: Sequence[Transcript], wanted: int) -> list[Pair]:
-    """Chooses informative pairs of episodes of the same task: gains, covering each kind and split first, then losses, then tasks that still
-    fail."""
+    """Chooses informative pairs of episodes of the same task before and after training.
+
+    Gains are chosen first, from each kind and split, then losses, then tasks that still fail.
+    """
     first = {_key(item): item for item in before}
     pairs = [(first[_key(item)], item) for item in after if _key(item) in first]
     gained = _one_of_each([pair for pair in pairs if is_above(_value(pair[1]), _value(pair[0]))])
@@ -84,7 +89,7 @@ def show_episode(item: Transcript, title: str = "") -> ShownEpisode:
 
 
 def show_failure(item: Transcript) -> ShownEpisode:
-    """Returns a captured failure, with its tag and the first turn in which the failure is visible, counted from 1."""
+    """Returns a captured failure as the report shows it, with its tag and the first turn in which it is visible, counted from 1."""
     turn = item.get("turn")
     where = f", turn {turn + 1}" if isinstance(turn, int) else ""
     shown = show_episode(item)
@@ -125,7 +130,7 @@ def _badge(item: Transcript) -> tuple[str, str]:
 
 
 def _one_of_each(pairs: list[Pair]) -> list[Pair]:
-    """Orders pairs so that each split and kind occurs early. Within a kind, the longest conversation is first."""
+    """Orders pairs so that each split and kind occurs early. Of the pairs of one kind, the pair with the longest conversation is first."""
     ordered = sorted(pairs, key=lambda pair: len(as_list(pair[1].get("messages"))), reverse=True)
     seen: Counter[str] = Counter()
     rank: dict[int, tuple[int, int]] = {}
@@ -142,7 +147,7 @@ def _key(item: Transcript) -> tuple[str, str]:
 
 
 def _value(item: Transcript) -> float:
-    """Returns the score as a sort key. An unscored episode is sorted below all scored episodes."""
+    """Returns the score of an episode for comparisons; -1 if the episode is unscored."""
     score = item.get("score")
     return float(score) if isinstance(score, int | float) and not item.get("left_out") else -1.0
 

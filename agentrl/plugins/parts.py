@@ -1,7 +1,7 @@
 """The replaceable parts of a run. A recipe selects a built-in part by its name, and a user-supplied part by a plug-in reference.
 
-The name of a built-in part is an alias of a plug-in reference into agentrl. `agentrl.plugins.references` resolves every other name. Before
-a run starts, each part is checked against the protocol for its kind. See docs/parts.md."""
+The name of a built-in part is an alias of a plug-in reference into agentrl. `agentrl.plugins.references` resolves all other names. Before a
+run starts, each part is checked against the protocol for its kind. See docs/parts.md."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def check_part(kind: PartKind, part: Part) -> Part:
     """Returns the part. Raises `ValueError` if the name is unknown, or if a built-in part that accepts no options has options."""
     name = part.ref
     if name in kind.shipped and part.options and name not in kind.with_options:
-        raise ValueError(f"{kind.key}={name} takes no options: remove them")
+        raise ValueError(f"{kind.key}={name} accepts no options: remove them")
     if name in kind.shipped or ":" in name or name in references.installed_plugins():
         return part
     known = [*kind.shipped, *references.installed_plugins()]
@@ -237,7 +237,7 @@ def load_part(kind: PartKind, part: Part) -> Any:
 
 
 def make_part(kind: PartKind, part: Part, *arguments: Any, **named: Any) -> Any:
-    """Creates a part with its factory and checks it against its protocol.
+    """Creates a part with its factory and checks the part against its protocol.
 
     Raises the same errors as `load_part`, and `PluginError` if a user-supplied factory raises anything but an `AgentRLError` or `OSError`.
     """

@@ -42,7 +42,8 @@ def protocol_errors(
 
 
 def signature_error(function: Callable[..., Any], *arguments: Any, **named: Any) -> str:
-    """Returns the reason why `function` cannot be called with these arguments; empty if it can, or if its signature is unknown."""
+    """Returns the reason why `function` cannot be called with these arguments; empty if the call is possible, or if the signature is
+    unknown."""
     try:
         signature = inspect.signature(_constructor(function))
     except (TypeError, ValueError):
@@ -64,7 +65,8 @@ def signature_error(function: Callable[..., Any], *arguments: Any, **named: Any)
 
 
 def _constructor(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the callable whose signature counts. A class that inherits `__init__` from a Protocol accepts no arguments."""
+    """Returns the callable whose signature applies to a call of `function`. A class that inherits `__init__` from a Protocol accepts no
+    arguments."""
     if inspect.isclass(function) and all(getattr(base, "_is_protocol", base is object) for base in _bases_with_init(function)):
         return lambda: None
     return function

@@ -143,7 +143,8 @@ def _load_file(path_text: str, reference: str) -> ModuleType:
 
 
 def _failed(reference: str, error: BaseException) -> PluginError:
-    """Returns the error for an exception during the import of user-supplied code, with its location. Errors of agentrl keep their fix."""
+    """Returns the error for an exception during the import of user-supplied code, with the location of the exception. If the exception is a
+    `UserError`, the returned error has the same fix."""
     at = raise_location(error) or reference
     if isinstance(error, SyntaxError):
         at = at if error.filename is not None else reference  # for a null byte, Python reports neither the file nor the line

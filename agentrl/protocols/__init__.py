@@ -1,4 +1,5 @@
-"""The protocols of agentrl's parts, one file per package. Other packages implement them. Nothing here imports an implementation.
+"""The protocols of agentrl's parts, one file per package. Other packages implement the protocols. No module of this package imports an
+implementation.
 
 Every wait has a deadline in seconds, after which it raises a typed error (`agentrl.errors`).
 """

@@ -1,7 +1,8 @@
-"""The hosts on which the parts of a run are processes: servers, learner, rollout workers and Redis, on this machine or a cluster.
+"""Protocols for the hosts that run the parts of a run as processes: servers, learner, rollout workers and Redis, on this machine or a
+cluster.
 
-The same command can run on any host. It contains slots for values that only the host knows (`RUN`, `PORT` and so on). The host fills the
-slots in the arguments, the environment and the standard input of the process.
+The command that starts a part can run on any host. The command contains slots for values that only the host knows (`RUN`, `PORT` and so
+on). The host fills the slots in the arguments, the environment and the standard input of the process.
 """
 
 from __future__ import annotations
@@ -45,8 +46,6 @@ class PartCommand:
     """Whether the part keeps the variables of the host's environment that contain secrets."""
     stdin: str = field(default="", repr=False)
     """The complete standard input, for secrets that must not be in arguments or files."""
-    scratch: str = ""
-    """Identifies the folder for the slot `SCRATCH`. The next part on the host with the same value receives the same folder, emptied."""
     needs: tuple[str, ...] = ()
     """Files and folders, relative to the run folder, that the host must have before the part starts."""
     exclusive: bool = False
@@ -111,17 +110,18 @@ class PartHandle(Protocol):
         seconds old."""
 
     def read_progress(self) -> bytes:
-        """Returns what the part has written to `PROGRESS` since the last call. The size is bounded by the capacity of the pipe."""
+        """Returns what the part has written to `PROGRESS` since the last call. The result is no longer than the capacity of the pipe."""
 
     @property
     def clock_offset_s(self) -> float:
         """Seconds to add to the host's monotonic clock to obtain the driver's monotonic clock."""
 
     def reasons(self) -> bytes:
-        """Returns what the part has appended to `REASONS`, up to 1 MiB."""
+        """Returns up to 1 MiB of what the part has appended to `REASONS`."""
 
     async def fetch(self, *paths: str) -> None:
-        """Copies these files and folders from the run folder to the host and returns when they are complete. No effect if it is shared.
+        """Copies these files and folders from the run folder to the host and returns when the copies are complete. Has no effect if the run
+        folder is shared.
 
         Raises `LaunchError` if the host cannot fetch them.
         """
@@ -136,7 +136,7 @@ class Launcher(Protocol):
 
     @property
     def shared_folder(self) -> bool:
-        """Whether parts see the run folder at the driver's path. If they do not, each host has a mirror of the run folder."""
+        """Whether parts see the run folder at the driver's path. Without a shared folder, each host has a mirror of the run folder."""
 
     @property
     def driver_host(self) -> str:

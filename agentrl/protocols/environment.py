@@ -15,8 +15,8 @@ class Environment(Protocol):
 
     `actions` defines what an action is:
 
-    - None: any text. The agent's answer is the action.
-    - A sequence of strings, such as `("left", "right")`: one of these strings. Sampling is constrained to them.
+    - None: any text, that is, the agent's answer is the action.
+    - A sequence of strings, such as `("left", "right")`: one of these strings. Sampling is constrained to these strings.
     - A sequence of function schemas: a call of one of these tools. If the environment also has the attribute `takes_text = True`, an answer
       without a call is an action too.
 
@@ -47,12 +47,13 @@ class ResumableEnvironment(Environment, Protocol):
         ...
 
     async def restore(self, state: bytes) -> Observation:
-        """Restores a state and returns the newest observation in that state. Called instead of `reset`."""
+        """Restores a state and returns the newest observation in that state. Called instead of `reset` when an episode resumes."""
         ...
 
 
 class RoleEnvironment(Protocol):
-    """An environment with several agents, one in each role. `actions` and faults are as in `Environment`, but actions are strings.
+    """An environment with several agents, one in each role. `actions` and faults have the same meaning as in `Environment`, but every
+    action is a string.
 
     The roles that receive an observation act next: one role at a time, or several at once. A role's action is not shown to the other roles
     before they act, unless the environment shows it in an observation.
@@ -68,7 +69,7 @@ class RoleEnvironment(Protocol):
         ...
 
     async def step(self, actions: Mapping[str, str]) -> RoleStep:
-        """Applies the actions of all roles that had to act."""
+        """Applies the actions of all roles that received an observation."""
         ...
 
     async def close(self) -> None:

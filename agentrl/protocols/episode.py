@@ -68,7 +68,7 @@ class LiveTrajectory(Protocol):
         Args:
             stop_token_ids: tokens that end the completion.
             max_tokens: maximum length of the completion; None means as many tokens as the limits allow.
-            thinking: how to end thinking. Required if the task sets `Limits.thinking_tokens`.
+            thinking: how to end thinking; required if the task sets `Limits.thinking_tokens`.
             stop: strings that end the completion, after the token that completes one of them.
             constraint: grammar of the completion; see `SamplingParams.constraint`.
 
@@ -134,7 +134,7 @@ class MemoryView(Protocol):
 
 
 class ExternalRequest(Protocol):
-    """A request in `LiveEpisode.external_request`."""
+    """The token limit and the token count of a request that the agent itself sends (`LiveEpisode.external_request`)."""
 
     most: int  # maximum number of tokens that may be requested
     tokens: int | None  # set by the caller to the number of sampled tokens
@@ -190,13 +190,15 @@ class LiveEpisode(Protocol):
         a model that does not stop is cut off instead of running into a timeout."""
 
     async def environment(self) -> Environment:
-        """Returns the task's environment. The first call opens it. It is closed at the end of the episode.
+        """Returns the task's environment. The first call opens the environment, which is closed at the end of the episode.
 
-        Raises `EnvironmentFault`, `TaskError` and `PluginError`."""
+        Raises `EnvironmentFault` if the environment fails, `TaskError` if the task cannot be played, and `PluginError` if the specification
+        does not refer to an environment."""
         ...
 
     async def sandbox(self) -> Sandbox:
-        """Returns the sandbox. The first call opens it. Raises `SandboxError`, or `TaskError` if the sandbox's specification is invalid."""
+        """Returns the sandbox. The first call opens the sandbox. Raises `SandboxError`, or `TaskError` if the sandbox's specification is
+        invalid."""
 
     @property
     def sandbox_opened(self) -> bool:
@@ -212,19 +214,20 @@ class LiveEpisode(Protocol):
     def sub_episode(self, copy: bytes | None) -> AbstractAsyncContextManager[LiveEpisode]:
         """Returns a context manager that yields a view of this episode for a sub-agent, with a separate sandbox opened from `copy`.
 
-        `copy` comes from `working_copy`. The sandbox has the task's specification and is closed at the end. Until then, the episode's state
-        cannot be captured.
+        `copy` comes from `working_copy`. The sandbox has the task's specification and is closed when the context exits. Until then, the
+        episode's state cannot be captured.
         """
 
     def running(self, sandbox: Sandbox | None) -> AbstractContextManager[None]:
-        """Returns a context for a program or tool that the agent called. Its time counts as the agent's time, and the sandbox counts as in
-        use."""
+        """Returns a context for a program or tool that the agent called. The time in the context counts as the agent's time, and the
+        sandbox counts as in use."""
 
     def clip_output(self, output: str) -> str:
-        """Truncates tool output so that the episode's total stays within `Limits.all_output_chars`, and marks the omission."""
+        """Truncates tool output so that the episode's total stays within `Limits.all_output_chars`, and marks the position of the omitted
+        text."""
 
     def add_failure(self, failure: Failure) -> None:
-        """Records a tool's failure. Only an episode's first failures are recorded, up to a maximum."""
+        """Records a tool's failure. After 16 recorded failures, an episode drops further failures."""
 
     async def boundary(self, agent_state: Callable[[], Awaitable[Mapping[str, Any]]]) -> None:
         """Marks a point between two turns at which the state may be captured and branches may start.

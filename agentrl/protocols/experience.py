@@ -1,4 +1,4 @@
-"""Storage of scored groups and of episodes in progress."""
+"""Protocols for storing scored groups and episodes in progress."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class ExperienceStore(Protocol):
         An implementation computes the entry of a new group with `agentrl.experience.new_entry`.
 
         Args:
-            first: smallest index to return; None means all groups. Ignored if `step` is set. Unconsumed groups with late parts, and
-                residuals, are returned regardless of their index.
+            first: smallest index to return; None means all groups. `first` is ignored if `step` is set. Unconsumed groups with late parts,
+                and residuals, are returned regardless of their index.
             step: return only the groups of this learner step; None means all groups.
         """
 
@@ -74,7 +74,7 @@ class ExperienceStore(Protocol):
         `agentrl.experience.late_parts.LatePart.accept` decides whether a score is stored.
 
         Args:
-            now: Unix time in seconds.
+            now: the current Unix time in seconds.
         """
 
     def expire_scores(self, *, now: float) -> tuple[int, ...]:
@@ -120,7 +120,7 @@ class EvaluationStore(Protocol):
         """
 
     def delete_evaluated(self, phase: str) -> None:
-        """Deletes the stored episodes of a phase."""
+        """Deletes the stored episodes of an evaluation phase."""
         ...
 
 

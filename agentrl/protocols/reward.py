@@ -14,7 +14,8 @@ from agentrl.records import Episode, Score, Task
 
 
 class Verifier(Protocol):
-    """Scores a finished episode. It runs on the host, where `task.data` contains the truth, and never has access to the agent's sandbox."""
+    """Scores a finished episode. A verifier runs on the host, can read the ground truth in `task.data`, and has no access to the agent's
+    sandbox."""
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
         """Scores one episode."""
@@ -41,7 +42,8 @@ class SandboxVerifier(Protocol):
     """A verifier that runs the agent's work in new sandboxes, which are opened after the agent's last action.
 
     The verifier sees the work only through `episode.outputs`. Errors in the work lower the score. A fault in the sandbox layer raises
-    `InfrastructureError` (retried, then unscored). If the task's tests are broken, `TaskError` is raised (unscored).
+    `InfrastructureError`: scoring is retried, and the episode remains unscored if the fault persists. Broken tests of the task raise
+    `TaskError`, and the episode remains unscored.
     """
 
     needs_sandboxes: bool  # True; a plain `Verifier` lacks this attribute
@@ -58,7 +60,7 @@ AWAITING_GROUP_JUDGE = "waits for the judge of its group"
 class GroupJudge(Protocol):
     """Scores all attempts at one task together, for example by ranking them. A recipe sets it as `tasks.group_judge`.
 
-    It may also have the members `prepare`, `timeout_s` and `bounds` of a `PreparedVerifier`.
+    A group judge may also have the members `prepare`, `timeout_s` and `bounds` of a `PreparedVerifier`.
     """
 
     async def __call__(self, task: Task, episodes: Sequence[Episode]) -> tuple[Score, ...]:

@@ -16,12 +16,12 @@ OPEN_TIMEOUT_S = 60.0
 
 @runtime_checkable
 class Sandbox(Protocol):
-    """An isolated environment for running programs. One episode uses it, and it is then destroyed.
+    """An isolated environment for running programs. A sandbox is used by one episode and then destroyed.
 
-    Paths are relative to the working directory. A path that leaves this directory raises `ValueError` before anything is run. So does any
-    other invalid argument: a NUL, an unpaired surrogate, the name of an environment variable with `=`, an empty `argv`, an invalid
-    deadline. An argument of the wrong type raises `TypeError`. Callers may therefore pass an agent's text unchecked. Text is converted to
-    bytes as by `os.fsencode`, so that every file name can be expressed. Faults in the sandbox layer raise `SandboxError` or
+    Paths are relative to the working directory. A path that leaves this directory raises `ValueError` before anything is run. Any other
+    invalid argument also raises `ValueError`: a NUL, an unpaired surrogate, a `=` in the name of an environment variable, an empty `argv`,
+    an invalid deadline. An argument of the wrong type raises `TypeError`. Callers may therefore pass an agent's text unchecked. Text is
+    converted to bytes as by `os.fsencode`, so that every file name can be expressed. Faults in the sandbox layer raise `SandboxError` or
     `SandboxTimeout`. If a program fails or exceeds its time limit, an `ExecResult` is returned.
     """
 
@@ -36,15 +36,16 @@ class Sandbox(Protocol):
         output_bytes: int = 65536,
         env: Mapping[str, str] | None = None,
     ) -> ExecResult:
-        """Runs a program. After `timeout_s`, kills its process tree (`reason="timeout"`)."""
+        """Runs a program. After `timeout_s`, kills the program's process tree (`reason="timeout"`)."""
 
     async def python(self, code: str, *, timeout_s: float, output_bytes: int = 65536, session: str = "") -> ExecResult:
         """Runs code like `exec(["python3", "-I", "-c", code])`, but in a process forked from a warm interpreter to save start-up time.
 
         If `session` is set, the code runs in the interpreter of that name, which continues to exist: later calls see the names that earlier
-        calls defined, and the value of a final expression is printed (its `repr`, unless it is None). `sys.exit`, a timeout, or a kill for
-        memory ends the session, as `ExecResult.session_ended` reports; the next call starts a new session. A sandbox has at most four
-        sessions. Raises `ValueError` if the name is invalid, or new and four sessions exist. A snapshot does not include sessions."""
+        calls defined, and the value of a final expression is printed (its `repr`, unless it is None). `sys.exit`, a timeout, or a kill
+        because of memory use ends the session, as `ExecResult.session_ended` reports; the next call starts a new session. A sandbox has at
+        most four sessions. Raises `ValueError` if the name is invalid, or if it is new and four sessions exist. A snapshot does not include
+        sessions."""
 
     async def read(self, path: str, *, max_bytes: int) -> bytes:
         """Reads a regular file. Never follows a link. Raises `FileNotFoundError`, or `ValueError` if the file is too large."""
@@ -79,7 +80,7 @@ class SandboxBackend(Protocol):
     name: str
 
     async def prepare(self, spec: SandboxSpec) -> None:
-        """Builds the image unless it already exists, which may take minutes. Later calls to `open` are fast."""
+        """Builds the image if it does not exist; a build may take minutes. Later calls to `open` are fast."""
 
     async def open(
         self,

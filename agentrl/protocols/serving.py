@@ -17,10 +17,10 @@ class Policy(Protocol):
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
         """Samples one completion from the distribution that `params` describes, with logprobs under that distribution.
 
-        After `timeout_s`, it returns the tokens sampled until then, with the finish reason `CUT`. A policy that cannot return early ignores
-        `timeout_s`. Its call is cancelled when the episode's time runs out, and the tokens of the request are lost. If `params.supports` is
-        true, the completion must include the support of every token. `request_id` consists of the episode's id, a hyphen and a number.
-        Raises `ServingError` if the server fails.
+        After `timeout_s`, the policy returns the tokens sampled until then, with the finish reason `CUT`. A policy that cannot return early
+        ignores `timeout_s`. The call to such a policy is cancelled when the episode's time runs out, and the tokens of the request are
+        lost. If `params.supports` is true, the completion must include the support of every token. `request_id` consists of the episode's
+        id, a hyphen and a number. Raises `ServingError` if the server fails.
         """
 
 
@@ -46,11 +46,12 @@ class PolicyServer(Policy, Protocol):
 
     @property
     def sha256(self) -> str:
-        """Hash of the weights of that version. A learner that has returned to a checkpoint reuses version numbers."""
+        """Hash of the weights that serve requests. The version number does not identify the weights, because a learner that has returned to
+        a checkpoint reuses version numbers."""
 
     @property
     def cache_use(self) -> CacheUse | None:
-        """The newest reading, at most a few seconds old. None means that there is no reading yet."""
+        """The newest reading of the KV cache use, at most a few seconds old; None before the first reading."""
 
     @property
     def accepts_requests(self) -> bool:
@@ -65,7 +66,8 @@ class PolicyServer(Policy, Protocol):
         """Seconds per sampled token for a single request, measured at the start of the server; 0 if unknown."""
 
     async def start(self, version: PolicyVersion, *, await_probe: bool = False) -> None:
-        """Starts serving. Returns when `version` responds and the logprob probe agrees. `await_probe`: wait for the probe of version 0."""
+        """Starts serving. Returns when the server serves `version` and its logprobs agree with the probe. `await_probe`: whether to wait
+        until the learner has written the probe of version 0."""
 
     def episode(self, episode_id: str, task_key: str) -> AbstractContextManager[object]:
         """Returns a context manager for an episode. It allows attempts at the same task, which share a prompt, to use the same server."""
@@ -74,7 +76,8 @@ class PolicyServer(Policy, Protocol):
         """Returns metrics of the servers: the number of waiting requests, and the load of each server if there are several."""
 
     async def swap(self, version: PolicyVersion) -> SwapReport:
-        """Loads a published version. If the probe disagrees, the previous version keeps serving. Raises `SwapError`, `ServingError`."""
+        """Loads a published version. If the server's logprobs disagree with the probe, the previous version continues to serve. Raises
+        `SwapError` if the logprobs disagree, and `ServingError` if the server fails."""
 
     async def fall_back(self, version: PolicyVersion) -> None:
         """Returns to `version`, which was published earlier. Called if the learner retracted or the gate rejected the serving version."""
@@ -83,7 +86,8 @@ class PolicyServer(Policy, Protocol):
         """Waits until version `number` or a newer version serves requests."""
 
     async def watch(self, *, on_loss: Callable[[], Awaitable[None]]) -> None:
-        """Restarts servers that die, until cancelled. Raises `ServingError`. `on_loss` is called if the loss may block the learner."""
+        """Restarts servers that die, until cancelled. Raises `ServingError` if no server can be restarted. `on_loss` is called if the loss
+        of a server may block the learner."""
 
     async def close(self) -> None:
         """Stops all servers."""
@@ -97,7 +101,7 @@ class WeightChannel(Protocol):
     """
 
     async def swap(self, version: PolicyVersion, folder: Path, probe: Probe, *, max_abs_diff: float, timeout_s: float) -> SwapReport:
-        """Loads `version` and compares the probe. Raises `SwapError` if the logprobs disagree."""
+        """Loads `version` and compares the server's logprobs with those in the probe. Raises `SwapError` if the logprobs disagree."""
 
     async def close(self) -> None:
         """Releases the channel's resources. Does not stop the server."""

@@ -35,6 +35,6 @@ class VariedFamily(GoldFamily, Protocol):
     def variants(self, task: Task, *, seed: int) -> Iterator[tuple[str, Task]]:
         """Yields pairs for the same skill: the relation to `task` (alike, harder, easier or the family's own label), and a training task.
 
-        The sequence of variants depends only on the content of the task and the seed. It may be infinite. `gold` must also solve the
-        variants.
+        The sequence of variants depends only on the content of the task and the seed. The sequence may be infinite. `gold` must also return
+        solutions for the variants.
         """

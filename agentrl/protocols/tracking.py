@@ -35,8 +35,9 @@ class Interval(Protocol):
 class Tracker(Protocol):
     """Receives the metrics and events of a run in the driver, on a separate thread. Its factory receives the run folder and the recipe.
 
-    A tracker inherits from this class and overrides the methods that it needs. The other methods do nothing. An exception in a tracker is
-    logged. A tracker that is slow or hangs does not delay the run: up to 1,024 events wait in a queue, and further events are dropped.
+    A tracker inherits from this class and overrides the methods that it needs. Methods that are not overridden do nothing. An exception in
+    a tracker is logged. A tracker that is slow or hangs does not delay the run: up to 1,024 events wait in a queue, and further events are
+    dropped.
     """
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -79,12 +80,13 @@ class Tracker(Protocol):
 class EpisodeListener(Protocol):
     """Receives the events of episodes, including evaluation episodes, in the process that runs them.
 
-    A listener inherits from this class and overrides the methods that it needs. The other methods do nothing. A listener is called on the
-    event loop between the steps of an episode, so it must return at once and must not raise an exception.
+    A listener inherits from this class and overrides the methods that it needs. Methods that are not overridden do nothing. A listener is
+    called on the event loop between the steps of an episode, so it must return at once and must not raise an exception.
     """
 
     def started(self, task: Task, episode_id: str, *, group: int | None, attempt: int, turns: int) -> None:
-        """Handles the start of an attempt. `turns`: number of saved turns from which it continues. `group` is None outside of groups."""
+        """Handles the start of an attempt. `turns`: number of saved turns from which the attempt resumes. `group` is None if the attempt
+        belongs to no group."""
         return None
 
     def turn_ended(self, episode_id: str, trajectory: int, number: int, agent: str, turn: Turn) -> None:
@@ -92,7 +94,7 @@ class EpisodeListener(Protocol):
         return None
 
     def tools_ended(self, episode_id: str, trajectory: int, number: int, turn: Turn) -> None:
-        """Handles the same turn with its tool results."""
+        """Handles turn `number` of a trajectory again when its tool results are complete."""
         return None
 
     def ended(self, episode: Episode) -> None:
@@ -104,7 +106,7 @@ class EpisodeListener(Protocol):
         return None
 
     def scored(self, scored: ScoredEpisode) -> None:
-        """Handles the score of an attempt, or the reason why the attempt has no score. Late parts may still arrive."""
+        """Handles the score of an attempt, or the reason why the attempt has no score. Late parts of the score may still arrive."""
         return None
 
 

@@ -39,7 +39,8 @@ class VersionRegistry(Protocol):
         """Returns the versions whose weights and checkpoints are kept until they are unpinned."""
 
     def prune(self, keep: int) -> tuple[int, ...]:
-        """Deletes the weights of old versions, except versions still in use and the `keep` newest. Returns the numbers of those deleted."""
+        """Deletes the weights of old versions, except versions still in use and the `keep` newest. Returns the numbers of the versions
+        whose weights were deleted."""
 
     def close(self) -> None:
         """Closes the registry."""

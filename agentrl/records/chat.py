@@ -13,7 +13,7 @@ USER = "user"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall(Record):
-    """A tool call that the policy wrote: `ToolCall(name="python", arguments={"code": "print(1)"})`."""
+    """A tool call that the policy wrote, such as `ToolCall(name="python", arguments={"code": "print(1)"})`."""
 
     name: str
     arguments: JsonObject
@@ -21,7 +21,7 @@ class ToolCall(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message(Record):
-    """One chat message: `Message(role="user", content="How many rows?")`."""
+    """One chat message, such as `Message(role="user", content="How many rows?")`."""
 
     role: str
     content: Text
@@ -30,7 +30,8 @@ class Message(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolResult(Record):
-    """The output that the agent was shown for one tool call. `ok` means that the program succeeded. It does not describe the sandbox.
+    """The output that the agent was shown for one tool call. `ok` means that the program succeeded; it does not say whether the sandbox
+    works.
 
     A result with the name `USER` responds to a turn without calls and is shown as a user message.
     """
@@ -44,7 +45,7 @@ class ToolResult(Record):
 
 
 def user_message(message: Message, results: Sequence[ToolResult]) -> str | None:
-    """Returns the user message that responds to the turn `message`; None if there is none or the results belong to tool calls."""
+    """Returns the user message in `results` that responds to the turn `message`; None if `results` is empty or belongs to tool calls."""
     if message.tool_calls or not results or results[0].name != USER:  # the policy can write a call with this name
         return None
     return results[0].output

@@ -1,8 +1,8 @@
 """The network allow-list of a sandbox: parses `host:port` entries, and decides which names and addresses they cover.
 
-    "pypi.org:443"            one name
-    "*.pythonhosted.org:443"  every name below it, but not the name itself
-    "93.184.215.14:80"        one address; `[2606:2800::1]:80` for IPv6
+- `pypi.org:443` covers one name.
+- `*.pythonhosted.org:443` covers every name below `pythonhosted.org`, but not `pythonhosted.org`.
+- `93.184.215.14:80` covers one address; an IPv6 address is written in brackets, as in `[2606:2800::1]:80`.
 
 Only an address entry can allow an address that is not public, such as the host's loopback address or an address in a private network. A
 name that resolves to such an address is blocked unless the address is also listed.
@@ -25,7 +25,7 @@ _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")  # a last label that old resolvers i
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """An entry: a name, all names below a name (`below`), or an address, together with a port.
+    """An entry of an allow-list: a port with a name, all names below a name (`below`), or an address.
 
     >>> parse_destination("*.example.org:443")
     Destination(host='example.org', port=443, below=True, address=None)
@@ -42,7 +42,7 @@ class Destination:
 
 
 def parse_destination(entry: str) -> Destination:
-    """Parses one entry. Raises a `ValueError` that describes the problem and the correct form."""
+    """Parses one entry. Raises `ValueError` if the entry is invalid; the message contains the problem and the correct form."""
     where, colon, digits = entry.rpartition(":")
     if not colon or not re.fullmatch(r"[0-9]{1,5}", digits) or not 1 <= int(digits) <= 65535:
         raise ValueError(f"{entry!r} does not end in a port; write host:port, such as pypi.org:443")
@@ -69,7 +69,8 @@ def parse_destinations(entries: Iterable[str]) -> tuple[Destination, ...]:
 
 
 def plain_host(text: str) -> str | None:
-    """Returns the canonical form of a host: a lower-case name, or an address as `ipaddress` prints it. None if `text` is neither.
+    """Returns the canonical form of a host: a lower-case name, or an address as `ipaddress` prints it; None if `text` is neither a name nor
+    an address.
 
     International names must be in their ASCII form (`xn--...`), and IPv6 addresses must be in brackets.
     """
@@ -86,7 +87,8 @@ def plain_host(text: str) -> str | None:
 
 
 def address_literal(host: str) -> Address | None:
-    """Returns the address that `host` denotes; None if it is a name or a zoned address. An IPv4-mapped IPv6 address becomes IPv4."""
+    """Returns the address that `host` denotes; None if `host` is a name or an IPv6 address with a zone. An IPv4-mapped IPv6 address becomes
+    an IPv4 address."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:

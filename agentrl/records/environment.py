@@ -18,7 +18,7 @@ RETURN = "agentrl.environment:episode_return"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentSpec(Record):
-    """The environment of a task's episodes: `EnvironmentSpec(ref="gymnasium:CartPole-v1", seed=7)`.
+    """The environment of a task's episodes, such as `EnvironmentSpec(ref="gymnasium:CartPole-v1", seed=7)`.
 
     All attempts at a task start the environment with the same seed and options.
     """
@@ -44,7 +44,7 @@ class EnvironmentSpec(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation(Record):
-    """The text and media that an environment shows to an agent: `Observation(text="You are at (0, 0).")`."""
+    """The text and media that an environment shows to an agent, such as `Observation(text="You are at (0, 0).")`."""
 
     __pydantic_config__: ClassVar[Any] = {"ser_json_bytes": "base64", "val_json_bytes": "base64"}  # for agentrl.records.codec
 
@@ -72,8 +72,9 @@ class RoleStep(Record):
 class Step(Record):
     """The result of one action.
 
-    `terminated` means that the environment reached an end: goal, loss or death. `truncated` means that it was cut off, for example by a
-    limit on steps. Truncation is not a failure, and a critic estimates the value of the steps that would have followed.
+    `terminated` means that the environment reached a final state, such as a goal, a loss or a death. `truncated` means that the episode was
+    cut off, for example by a limit on steps. Truncation is not a failure, and a critic estimates the value of the steps that would have
+    followed.
     """
 
     observation: Observation

@@ -18,7 +18,8 @@ from agentrl.records.trajectory import Trajectory, check_tree
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memo(Record):
-    """The notes that an episode wrote for later episodes, and the sources of the notes that it read. All of its agents share the notes."""
+    """The notes that an episode wrote for later episodes, and the sources of the notes that it read. All agents of the episode share the
+    notes."""
 
     scope: str  # the set of notes that the episode reads and adds to, such as "family:pages"
     notes: tuple[Text, ...] = ()
@@ -74,7 +75,7 @@ class Episode(Record):
 
     @property
     def oldest_version(self) -> int | None:
-        """The oldest policy version that sampled any token; None if no token was sampled."""
+        """The oldest policy version that sampled a token of the episode; None if no token was sampled."""
         return min((s.version for t in self.trajectories for u in t.turns for s in u.versions), default=None)
 
     @property
@@ -141,7 +142,7 @@ class EpisodeState(Record):
 
     @property
     def oldest_version(self) -> int | None:
-        """The oldest policy version that sampled any token; None if no token was sampled."""
+        """The oldest policy version that sampled a token in this state; None if no token was sampled."""
         return min((s.version for t in self.trajectories for u in t.turns for s in u.versions), default=None)
 
     @property

@@ -3,13 +3,13 @@
 Models, sandboxes, verifiers and task families supply values for records that JSON or UTF-8 may be unable to represent. The annotation of a
 field determines its check:
 
-    Text           untrusted free text: output, answers, evidence. An unpaired surrogate becomes U+FFFD. No text is rejected, so that an
-                   agent cannot cause a fault with its own text
-    str            names, ids, paths and keys. An unpaired surrogate raises a `ValueError`
-    JsonObject     JSON with string keys, finite numbers, integers of at most 4,000 digits, and at most 64 levels. Tuples become lists
-    float          any number except NaN
-    int            at most 63 bits, as in the store
-    tuple[float]   measured numbers, which may be infinite or NaN. The learner excludes and reports such values
+- `Text` is for untrusted free text: output, answers, evidence. An unpaired surrogate becomes U+FFFD. No text is rejected, so that an agent
+  cannot cause a fault with its text.
+- `str` is for names, ids, paths and keys. An unpaired surrogate raises a `ValueError`.
+- `JsonObject` is JSON with string keys, finite numbers, integers of at most 4,000 digits, and at most 64 levels. Tuples become lists.
+- `float` is any number except NaN.
+- `int` has at most 63 bits, as in the store.
+- `tuple[float]` contains measured numbers, which may be infinite or NaN. The learner excludes and reports such values.
 
 A check takes time proportional to the size of the value.
 """
@@ -48,7 +48,7 @@ def text(value: Any) -> str:
 
 
 def name(value: Any) -> str:
-    """Returns the string. Raises `ValueError` if it contains an unpaired surrogate."""
+    """Returns the string. Raises `ValueError` if the string contains an unpaired surrogate."""
     string = _string(value)
     if not encodable(string):
         raise ValueError(f"{string[:80]!a} contains half of a surrogate pair, which UTF-8 cannot encode")
@@ -63,7 +63,7 @@ def json_value(value: Any, levels: int = MAX_DEPTH) -> Any:
         return value
     if isinstance(value, int):
         if not -_LARGEST < value < _LARGEST:
-            raise ValueError(f"an integer of more than {MAX_DIGITS} digits")
+            raise ValueError(f"contains an integer of more than {MAX_DIGITS} digits")
         return int(value)
     if isinstance(value, float):
         if not math.isfinite(value):
@@ -78,7 +78,7 @@ def json_value(value: Any, levels: int = MAX_DEPTH) -> Any:
 
 
 def json_object(value: Any) -> dict[str, Any]:
-    """Returns a copy of a JSON object. Raises `ValueError` if the value is anything else."""
+    """Returns a copy of a JSON object. Raises `ValueError` if the value is not a JSON object."""
     if not isinstance(value, Mapping):
         raise ValueError(f"must be an object, got {type(value).__name__}")
     return _json_items(value, MAX_DEPTH)

@@ -63,7 +63,7 @@ class Group(Record):
     pass_threshold: float | None = PASS_THRESHOLD  # the task's threshold
 
     def with_task(self, task: Task) -> Group:
-        """Returns the group with the kind, split, prompt and pass threshold of its task."""
+        """Returns a copy of the group with the kind, split, prompt and pass threshold of `task`."""
         return replace(self, kind=task.kind, split=str(task.split), prompt=task.prompt, pass_threshold=task.pass_threshold)
 
     @property
@@ -84,7 +84,8 @@ class Group(Record):
                 yield from ((attempt, scored, part) for part in scored.score.pending)
 
     def with_parts(self, values: Mapping[tuple[str, str], float | None]) -> Group:
-        """Returns the group after pending parts arrived or expired. `values` maps (episode id, part) to the value; None means expired."""
+        """Returns a copy of the group whose scores contain the late parts in `values`, which maps (episode id, part name) to the value;
+        None means that the part has expired."""
         episodes = list(self.episodes)
         for attempt, scored, part in self.pending:
             key, score = (scored.episode.id, part.name), episodes[attempt].score
@@ -99,7 +100,7 @@ def sampled_index(index: int) -> int:
 
 
 def sampled_tokens(episodes: Iterable[ScoredEpisode]) -> int:
-    """Returns the number of tokens that the policy sampled for episodes of one group. A turn shared by several episodes counts once."""
+    """Returns the number of tokens that the policy sampled for episodes of one group. A turn that several episodes share counts once."""
     sampled: dict[TurnKey, int] = {}
     for scored in episodes:
         for index, trajectory in enumerate(scored.episode.trajectories):

@@ -46,12 +46,13 @@ def image_ids(token_ids: Sequence[int], sha256: str) -> tuple[int, ...]:
 
 
 def plain_ids(token_ids: Iterable[int]) -> list[int]:
-    """Returns the token ids as the model knows them, without tags."""
+    """Returns the token ids without image tags, as the model knows them."""
     return [token & (FIRST - 1) for token in token_ids]
 
 
 def image_blocks(token_ids: Sequence[int]) -> Iterator[tuple[int, int, str]]:
-    """Yields (start, end, name) for each image in token ids. Raises `ValueError` if the first tokens of an image are missing."""
+    """Yields (start, end, first digits of the hash) for each image in token ids. Raises `ValueError` if the first tokens of an image are
+    missing."""
     at = 0
     while at < len(token_ids):
         start, tag = at, token_ids[at] >> _TAG
@@ -76,7 +77,7 @@ def images_of(trajectories: Iterable[Trajectory], prompts: Iterable[Sequence[int
 
 
 def without_cut_image(token_ids: Sequence[int]) -> tuple[int, ...]:
-    """Returns the end of a context without the tokens of an image whose first tokens were cut off."""
+    """Removes tokens at the start of `token_ids` that belong to an image whose first tokens were cut off, and returns the rest."""
     start = next((at for at, token in enumerate(token_ids) if token < FIRST or token & FIRST), len(token_ids))
     return tuple(token_ids[start:])
 

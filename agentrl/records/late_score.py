@@ -1,4 +1,5 @@
-"""Scores that arrive after their episode: parts that a score waits for, a part that a person or program sends, and its receipt."""
+"""Scores that arrive after their episode: the parts that a score waits for, a part that a person or program sends, and the receipt for
+it."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ class PendingPart(Record):
 class LateScore(Record):
     """The value of a pending part. The sender chooses `key`. A repeated message must have the same key, so that it counts once.
 
-    If `replace` is true, the value corrects an earlier value. This is possible while the group still waits for a score.
+    If `replace` is true, the value corrects an earlier value. A correction is accepted while the group still waits for a score.
     """
 
     episode_id: str

@@ -17,7 +17,7 @@ class GroupUse(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerEntry(Record):
-    """A stored group. It is first ready, then assigned to a learner step, and finally consumed by that step (`trained` or `excluded`).
+    """A stored group. A group is first ready, then assigned to a learner step, and finally consumed by that step (`trained` or `excluded`).
 
     A group whose scores are incomplete is parked until the last late part has arrived or expired.
     """
@@ -37,7 +37,8 @@ class LedgerEntry(Record):
 
     @property
     def is_residual(self) -> bool:
-        """Whether the group holds the late parts of another group's scores. Its tokens are counted in the other group."""
+        """Whether the group is a residual, which holds the late parts of another group's scores. The sampled tokens of a residual are
+        counted in the entry of the other group."""
         return self.index < 0
 
     @property

@@ -1,4 +1,4 @@
-"""The limits of an episode, and which of them are part of a task's key."""
+"""The limits of an episode, and the fields of a task that are part of its key."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OUTPUT_CALLS = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits(Record):
-    """The limits of one episode: `Limits(turns=4, tool_timeout_s=5.0)`."""
+    """The limits of one episode, such as `Limits(turns=4, tool_timeout_s=5.0)`."""
 
     turns: int = 4  # in all trajectories
     turn_tokens: int = 256  # completion tokens in one turn

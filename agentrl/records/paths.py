@@ -15,7 +15,7 @@ def is_plain_path(path: str) -> bool:
 
 
 def pattern_error(pattern: str) -> str:
-    """Returns a description of what is wrong with a pattern; empty if the pattern is valid."""
+    """Returns the error in a pattern; empty if the pattern is valid."""
     if not is_plain_path(pattern):
         return "is not a plain path relative to the working directory"
     if any("**" in part and part != "**" for part in pattern.split("/")):

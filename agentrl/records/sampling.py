@@ -43,7 +43,7 @@ class Sampling(Record):
     def __post_init__(self) -> None:
         Record.__post_init__(self)
         if not (self.temperature >= 0 and self.top_k >= 0 and 0 < self.top_p <= 1 and 0 <= self.min_p <= 1):
-            raise ValueError(f"{self} is out of range")
+            raise ValueError(f"{self} needs temperature >= 0, top_k >= 0, 0 < top_p <= 1 and 0 <= min_p <= 1")
         if self.supports and not (self.temperature and 0 < self.top_k <= MAX_TOP_K):
             raise ValueError(f"supports need a temperature above 0 and top_k from 1 to {MAX_TOP_K}: {self}")
 
@@ -53,9 +53,10 @@ class Sampling(Record):
         return bool(self.top_k or self.top_p < 1 or self.min_p)
 
     def constrained(self) -> Self:
-        """Returns the settings for sampling constrained tokens. Only the server knows which tokens are allowed, so it must report supports.
+        """Returns the settings for sampling under a constraint. Only the server knows which tokens the constraint allows, so it must report
+        supports.
 
-        At temperature 0 nothing is trained and no supports are needed.
+        At temperature 0, the settings do not change: nothing is trained, so no supports are needed.
         """
         return replace(self, top_k=self.top_k or CONSTRAINED_TOP_K, supports=True) if self.temperature else self
 
@@ -97,7 +98,8 @@ class Supports(Record):
 
     @classmethod
     def join(cls, parts: Iterable[Supports | int]) -> Self | None:
-        """Concatenates supports. A number n stands for n tokens from the whole vocabulary. Returns None if all do."""
+        """Concatenates supports. A number n in `parts` stands for n tokens from the whole vocabulary. Returns None if every token is from
+        the whole vocabulary."""
         known = [part if isinstance(part, Supports) else cls(sizes=bytes(2 * part), ids=b"") for part in parts]
         ids = b"".join(part.ids for part in known)
         return cls(sizes=b"".join(part.sizes for part in known), ids=ids) if ids else None
@@ -118,7 +120,7 @@ class Supports(Record):
         return tuple(tuple(ids[start:end]) for start, end in pairwise(edges))
 
     def check(self, where: str, token_ids: Sequence[int]) -> None:
-        """Raises `ValueError` unless there is one support per token and it contains the token."""
+        """Raises `ValueError` unless there is one support per token, which contains the token."""
         if len(self) != len(token_ids):
             raise ValueError(f"{where}: {len(token_ids)} tokens but {len(self)} supports")
         for index, (token, row) in enumerate(zip(token_ids, self.rows, strict=True)):

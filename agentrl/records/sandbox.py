@@ -13,10 +13,10 @@ MAX_SNAPSHOT_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxSpec(Record):
-    """The image and the resource limits of a sandbox: `SandboxSpec(image="sandboxes/tables")`.
+    """The image and the resource limits of a sandbox, such as `SandboxSpec(image="sandboxes/tables")`.
 
     `image` is a folder with an `image.toml` or a `Dockerfile` (see `agentrl.sandbox.images`), relative to the project root. `network` lists
-    the hosts that programs may reach through a proxy (see `agentrl.sandbox.egress`). By default, the list is empty.
+    the hosts that programs may reach through a proxy (see `agentrl.sandbox.egress`). By default, `network` is empty.
     """
 
     image: str

@@ -15,7 +15,8 @@ from agentrl.records.late_score import MAX_PENDING, PendingPart
 class Score(Record):
     """The result of a verifier. If an episode has no score, `value` is None and `reason` says why. A missing score never counts as 0.
 
-    A score with `pending` parts has no value yet. Its value will be `partial` plus the sum of weight times value over these parts.
+    A score with `pending` parts has no value yet. When all parts have arrived, the value is `partial` plus the sum of weight times value
+    over these parts.
     """
 
     value: float | None
@@ -51,7 +52,8 @@ class Score(Record):
         return self.value is None and not self.pending
 
     def with_part(self, name: str, value: float | None) -> Score:
-        """Returns the score after a pending part arrived or expired. If it expired (`value` is None), the episode remains unscored."""
+        """Returns the score after a pending part arrived or expired. If the part expired (`value` is None), the episode remains
+        unscored."""
         part = next(part for part in self.pending if part.name == name)
         pending = tuple(other for other in self.pending if other is not part)
         if value is None:

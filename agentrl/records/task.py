@@ -1,4 +1,4 @@
-"""A task: its prompt, tools, sandbox, limits and truth."""
+"""A task: its prompt, tools, sandbox, limits and ground truth."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Split(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task(Record):
-    """A problem: the prompt, the contents of the sandbox, and the truth, which stays on the host.
+    """A problem: the prompt, the contents of the sandbox, and the ground truth, which stays on the host.
 
     >>> Task(id="demo-1", family="demo", prompt=(Message(role="user", content="Say 4."),), tools=("submit",),
     ...      sandbox=SandboxSpec(image="sandboxes/tables"), verifiers=("rewards.tables:exact_answer",),
@@ -69,7 +69,7 @@ class Task(Record):
 
     @property
     def question(self) -> str:
-        """The last message of the prompt. If there is no prompt, the environment and its seed."""
+        """The last message of the prompt. If the task has no prompt, the reference to the environment and the seed."""
         if self.prompt or self.environment is None:
             return self.prompt[-1].content
         return f"{self.environment.ref}, seed {self.environment.seed}"
@@ -82,7 +82,8 @@ class Task(Record):
 
     @property
     def pass_threshold(self) -> float | None:
-        """The minimum score of a passing attempt; None means no threshold. If the score is the sum of rewards, the environment sets it."""
+        """The minimum score of a passing attempt; None means no threshold. If the score is the sum of rewards, this is the threshold of the
+        environment."""
         return self.environment.pass_threshold if self.environment is not None and self.verifiers == (RETURN,) else PASS_THRESHOLD
 
     def contents(self) -> dict[str, bytes]:

@@ -69,9 +69,9 @@ class Trajectory(Record):
 def turn_key(episode_id: str, index: int, trajectory: Trajectory, number: int) -> TurnKey:
     """Returns the key of turn `number` in an episode's trajectory `index`: the episode that sampled the turn, and the turn's tokens.
 
-    The tokens are needed because episodes with the same id may be started twice. The tokens do not suffice, because two attempts by a
-    confident policy may sample the same tokens. Tokens and logprobs are compared as bytes, because a third party could choose numbers with
-    equal hashes, and because NaN does not equal itself.
+    The tokens are needed because an episode with the same id may be started twice. The tokens alone do not suffice, because two attempts by
+    a confident policy may sample the same tokens. Tokens and logprobs are compared as bytes, because a third party could choose numbers
+    with equal hashes, and because NaN does not equal itself.
     """
     inherited, turn = trajectory.inherited, trajectory.turns[number]
     sampled_by = inherited[number] if number < len(inherited) else episode_id
@@ -92,4 +92,4 @@ def check_parent(index: int, parent: Parent | None, trajectories: Sequence[HasTu
         raise ValueError(f"trajectory {index}: its parent, turn {parent.turn} of trajectory {parent.trajectory}, does not exist")
     calls = trajectories[parent.trajectory].turns[parent.turn].message.tool_calls
     if parent.call is not None and not 0 <= parent.call < len(calls):
-        raise ValueError(f"trajectory {index}: it comes from call {parent.call} of a turn with {len(calls)} calls")
+        raise ValueError(f"trajectory {index}: its parent, call {parent.call} of a turn with {len(calls)} calls, does not exist")

@@ -1,13 +1,13 @@
 """Clean-room grading: hidden tests grade declared outputs in fresh sandboxes, after the agent's last action.
 
-In mode `judge`, the tests and the programs under test are also separated. The host executes the task's runs in a sandbox with the task's
-files and the outputs, and reads the results as data. The tests then run in a second sandbox that contains this data but never executes a
-program under test. Therefore, such a program can neither read the expected values nor forge a test report. The other modes run the tests
-and the code under test in one sandbox; docs/security.md describes the risk.
+In mode `judge`, the tests and the programs under test run in separate sandboxes. The host executes the programs under test in a sandbox
+with the task's files and the agent's outputs, and reads the results as data. The tests then run in a second sandbox that contains this data
+but never executes a program under test. Therefore, such a program can neither read the expected values nor forge a test report. The other
+modes run the tests and the code under test in one sandbox; docs/security.md describes the risk.
 
-A test passes only if its report says so. In mode `harbor`, the value is the reward that the tests wrote. If the tests break before they
-report, the gold solution is graded in the same way, once for each task. If the tests break on it too, the task is at fault; otherwise, the
-outputs are.
+A test passes only if the report lists it as passed. In mode `harbor`, the value is the reward that the tests wrote. If the tests break
+before they report, the gold solution is graded in the same way, once for each task. If the tests also break on the gold solution, the task
+is at fault; otherwise, the agent's outputs are at fault.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ async def _judge(task: Task, plan: Grading, outputs: Mapping[str, bytes], sandbo
 async def _execute_runs(
     task: Task, plan: Grading, outputs: Mapping[str, bytes], sandboxes: SandboxBackend
 ) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
-    """Executes all runs in a sandbox without tests.
+    """Executes all runs of the task in sandboxes that contain no tests.
 
     Returns the results in order, and a mapping `<index of the run>/<path>` -> contents of the file that the run wrote.
     """
@@ -212,7 +212,7 @@ async def _execute_run(run: GradingRun, sandbox: Sandbox, tests: Mapping[str, by
 
 
 async def _read(sandbox: Sandbox, paths: Sequence[str], left: int) -> dict[str, bytes]:
-    """Returns the regular files in `paths`, up to `left` bytes in total. To the tests, the other files appear to be missing."""
+    """Returns the regular files in `paths`, up to `left` bytes in total. For the tests, all other files are missing."""
     files: dict[str, bytes] = {}
     for path in paths:
         try:
@@ -242,7 +242,10 @@ async def _contained(task: Task, plan: Grading, outputs: Mapping[str, bytes], sa
 async def _harbor(
     task: Task, plan: Grading, outputs: Mapping[str, bytes], removed: Sequence[str], sandboxes: SandboxBackend
 ) -> TestOutcome:
-    """Runs test.sh in a fresh sandbox with the image's working directory and the agent's changes. The reward file contains the value."""
+    """Runs test.sh in a fresh sandbox with the image's working directory and the agent's changes.
+
+    The value is the number in the reward file.
+    """
     secret = secrets.token_hex(16)
     deleted = [path for path in removed if is_plain_path(path) and path not in outputs]
     request = json.dumps({"secret": secret, "tests": plan.tests, "written": list(outputs), "removed": deleted}).encode()
@@ -261,7 +264,8 @@ async def _harbor(
 def parse_reward(txt: str | None, as_json: str | None) -> tuple[float | None, str]:
     """Returns (reward, problem): the reward, from 0 to 1, in Harbor's reward.txt or reward.json, or None if both are missing.
 
-    reward.txt contains a number, and reward.json contains an object with the number. Any program in the sandbox may have written them.
+    reward.txt contains a number, and reward.json contains an object with the number. Any program in the sandbox may have written these
+    files.
     """
     if txt is not None and txt.strip():
         return _reward_value(txt.strip(), "reward.txt")

@@ -1,7 +1,8 @@
 """Combines the scores of several verifiers with weights, and adds the audit's scores.
 
 The audit consists of verifiers that score every episode only for monitoring. Their values never become a reward. The part `audit` of a
-score is their mean, and the parts `audit/NAME` are the individual values. An audit verifier that returns no value adds no part.
+score is the mean of the audit verifiers' values, and the parts `audit/NAME` are the individual values. An audit verifier that returns no
+value adds no part.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ def named_parts(scores: Mapping[str, Score]) -> dict[str, float]:
 
 
 def weighted_turns(weighted: Sequence[tuple[float, Score]]) -> tuple[tuple[float, ...], ...]:
-    """Returns the weighted sum of turn rewards; empty if no score has any. A score without turn rewards counts as zeros."""
+    """Returns the weighted sum of the scores' rewards for each turn; empty if no score has turn rewards.
+
+    A score without turn rewards counts as zeros.
+    """
     scaled = [[[weight * turn for turn in turns] for turns in score.turn_rewards] for weight, score in weighted if score.turn_rewards]
     return tuple(tuple(map(sum, zip(*turns, strict=True))) for turns in zip(*scaled, strict=True))
 
@@ -38,13 +42,13 @@ def weighted_pending(weighted: Sequence[tuple[float, Score]]) -> tuple[PendingPa
 
 
 def add_branches(combined: Score, weighted: Sequence[tuple[float, Score]]) -> Score:
-    """Adds the weighted scores of single trajectories to a combined score. The weights must sum to 1, and every score
+    """Adds to a combined score the weighted sums of the scores' values for single trajectories. The weights must sum to 1, and every score
     must have a value."""
     return replace(combined, branches=_weighted_branches(weighted, "branches"), without=_weighted_branches(weighted, "without"))
 
 
 def _weighted_branches(weighted: Sequence[tuple[float, Score]], name: Literal["branches", "without"]) -> tuple[float | None, ...]:
-    """Returns the weighted values of single trajectories; empty if no score has any.
+    """Returns the weighted sum of the scores' values for each trajectory; empty if no score has such values.
 
     A score that has no value for a trajectory contributes its value for the episode.
     """
@@ -60,7 +64,7 @@ def _weighted_branches(weighted: Sequence[tuple[float, Score]], name: Literal["b
 
 
 def add_audit(score: Score, audits: Mapping[str, Score]) -> Score:
-    """Adds the audits, by the verifiers' names, to the parts and the evidence of a score."""
+    """Adds the scores of the audit verifiers to the parts and the evidence of a score. `audits` maps a verifier's name to its score."""
     values = {name: audit.value for name, audit in audits.items() if audit.value is not None and math.isfinite(audit.value)}
     parts = {name: value for name, value in score.parts.items() if name != AUDIT_PART and not name.startswith(f"{AUDIT_PART}/")}
     parts |= {f"{AUDIT_PART}/{name}": value for name, value in values.items()}
@@ -71,10 +75,10 @@ def add_audit(score: Score, audits: Mapping[str, Score]) -> Score:
 
 
 def audit_contradiction(task: Task, scored: ScoredEpisode) -> str:
-    """Returns how the audit contradicts the score, or an empty string if it does not or if there is no audit.
+    """Returns a description of how the audit contradicts the score; empty if there is no contradiction or no audit.
 
-    A score is contradicted if it is positive and reaches the task's threshold, but the audit is less than half of it. If there is no
-    threshold, this applies to every positive score.
+    A score is contradicted if it is positive and reaches the task's threshold, but the audit is less than half of it. If the task has no
+    threshold, a positive score is contradicted if the audit is less than half of it.
     """
     threshold = -math.inf if task.pass_threshold is None else task.pass_threshold
     value, audit = scored.score.value, scored.score.parts.get(AUDIT_PART)

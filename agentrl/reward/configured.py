@@ -56,17 +56,18 @@ class ConfiguredVerifier(Section):
             raise TaskError(f"task {task.id}: data.{self.name}: {validation_text(error)}", fix="correct the settings in the task") from None
 
     def truth_of(self, task: Task) -> Any:
-        """Returns the truth, a JSON value. Raises `TaskError` if the task has none."""
+        """Returns the task's truth, which is a JSON value. Raises `TaskError` if the task has no truth."""
         if self.truth not in task.data:
             raise TaskError(f"task {task.id}: data has no {self.truth!r}", fix=f"add the truth, or set truth=... of {self.name}")
         return task.data[self.truth]
 
 
 def answer_of(episode: Episode, *, after: str = "", longest: int = MAX_ANSWER_CHARS) -> tuple[str, str]:
-    """Returns the stripped answer, and the reason why it is wrong without any check. The reason is empty if the answer must be checked.
+    """Returns the stripped answer, and the reason why it is wrong whatever the truth is. The reason is empty if the answer must be compared
+    with the truth.
 
     Args:
-        after: the answer is the text after the last occurrence of this, such as "Answer:". An answer without it is wrong.
+        after: the answer is the text after the last occurrence of this string, such as "Answer:". An answer without the string is wrong.
         longest: maximum length in characters; a longer answer is wrong.
     """
     text = episode.answer
@@ -111,7 +112,7 @@ def zero_score(evidence: str, **parts: float) -> Score:
 
 
 def require_package(package: str, extra: str = "rewards") -> None:
-    """Raises `PluginError` if `package` is not installed. Does not import it."""
+    """Raises `PluginError` if `package` is not installed. Does not import the package."""
     try:
         installed = find_spec(package) is not None
     except (ImportError, ValueError):

@@ -68,7 +68,7 @@ class GroupJudgeScorer:
     task_scorer: TaskScorer  # the verifiers of a task, and the audit
 
     async def score_attempt(self, task: Task, episode: Episode) -> Score:
-        """Returns the score of an attempt that has ended. It has no value if only the judge scores the attempt."""
+        """Returns the score of an attempt that has ended. If only the judge scores attempts, the score has no value yet."""
         if self.weight == 1:
             return Score(value=None, reason=AWAITING_GROUP_JUDGE)
         score = await self.task_scorer(task, episode)
@@ -103,11 +103,12 @@ class GroupJudgeScorer:
         return [Score(value=None, reason=reason, blame=Blame.INFRASTRUCTURE)] * len(episodes)
 
     async def _judge_provoked(self, task: Task, episodes: Sequence[Episode], failed: Sequence[Score]) -> Sequence[Score]:
-        """Returns the scores after a failure that the text of an attempt may have caused. Raises the judge's `InfrastructureError`.
+        """Returns the attempts' scores after a failure of the judge that the text of an attempt may have caused. Raises the judge's
+        `InfrastructureError`.
 
         The judge compares each attempt with a control episode. Attempts on which the judge fails receive the lowest value, and the judge
         compares the other attempts with one another. If the judge also fails on each of the control episodes alone, or fails on none of the
-        attempts, it is broken and there is no value.
+        attempts, the judge is broken and no attempt receives a value.
         """
         unscored = [replace(score, blame=None) for score in failed]
         for answer in CONTROL_ANSWERS:
@@ -130,7 +131,7 @@ class GroupJudgeScorer:
         return [Score(value=lowest, evidence=evidence[:_REASON]) if provokes else next(remaining) for provokes in provoking]
 
     async def _call_judge(self, task: Task, episodes: Sequence[Episode]) -> Sequence[Score]:
-        """Calls the judge once; see `call_scoring_code`."""
+        """Calls the judge once. Raises the errors of `call_scoring_code`."""
         checked_task = with_checked_data(task)
 
         def validate(result: object) -> Sequence[Score]:

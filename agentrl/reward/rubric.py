@@ -46,8 +46,8 @@ class Rubric:
             order. If one fails, the score is 0 and no other verifier is called. A verifier that is only a required criterion has no weight.
         caps: part -> maximum of the rubric's value if the part is less than 1, or part -> (minimum, maximum), where the maximum applies
             if the part is less than the minimum.
-        optional: parts that may have no value. In that case, only the weights of the other parts count, the part `NAME/unscored` is 1,
-            and the evidence contains the reason.
+        optional: parts that may have no value. If such a part has no value, only the weights of the other parts count, the part
+            `NAME/unscored` is 1, and the evidence contains the reason.
         part_s: deadline in seconds for a part that needs no sandboxes and declares no deadline.
 
     Raises:
@@ -89,7 +89,7 @@ class Rubric:
         return sum(map(self._limit, self._minimums)) + rest + user_code.GRACE_S
 
     def prepare(self, *, root: Path, folder: Path | None) -> None:
-        """Prepares the verifiers that require preparation, such as judges. Raises `UserError` if one of them cannot be used."""
+        """Prepares the verifiers that require preparation, such as judges. Raises `UserError` if a verifier cannot be used."""
         for verifier in self._verifiers.values():
             prepare_verifier(verifier, root=root, folder=folder)
 
@@ -156,7 +156,7 @@ class Rubric:
         self._verifiers[name] = resolved
 
     def _add_requirement(self, name: str, requirement: Any) -> float:
-        """Adds a required criterion, with its verifier if it is not a part, and returns its minimum."""
+        """Adds a required criterion, and its verifier unless the criterion is a part. Returns the minimum that the criterion requires."""
         if isinstance(requirement, bool | int | float):
             self._known(name, "required")
             return _number(requirement, f"required {name!r}", above=0.0)

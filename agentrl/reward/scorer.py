@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Scored:
-    """An episode that a verifier scored."""
+    """An episode that a verifier scored, the value, and the seconds that the verifier needed."""
 
     task: Task
     episode: Episode
@@ -97,7 +97,10 @@ class TaskScorer:
         return await self.audit_score(task, episode, await self._mean_score(task, episode))
 
     async def audit_score(self, task: Task, episode: Episode, score: Score) -> Score:
-        """Adds the audit to a score. Returns the score unchanged if there is no audit, or if the score is absent."""
+        """Adds the audit to a score.
+
+        Returns the score unchanged if there is no audit, or if the score has neither a value nor pending parts.
+        """
         if not self.audit or score.is_absent:
             return score
         self.load(self.audit)

@@ -1,4 +1,4 @@
-"""Calls one verifier. In all cases, the caller receives a score, or a reason for a missing score, before the deadline."""
+"""Calls one verifier. Even if the verifier fails, the caller receives a score, or the reason why there is no score, before the deadline."""
 
 from __future__ import annotations
 
@@ -104,10 +104,10 @@ async def call_scoring_code(
 ) -> T | Score:
     """Calls a verifier or group judge and returns its validated result. If the call fails, returns a score with a reason and no value.
 
-    The failure is blamed on the policy if the text of an episode may have caused it. The caller must check whether it did.
+    The failure is blamed on the policy if the text of an episode may have caused it. The caller must check whether the text did cause it.
 
     Raises:
-        InfrastructureError: the code raised it, or reported an outage (`agentrl.base.outages`). The caller retries.
+        InfrastructureError: the called code raised it, or reported an outage (`agentrl.base.outages`). The caller retries.
         VerifierTimeout: the outage is a server that did not respond in time, or a killed subprocess. The text may be the cause.
     """
     role = "group judge" if what.startswith("group judge") else "verifier"

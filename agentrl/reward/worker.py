@@ -68,9 +68,10 @@ class SubprocessWorker:
 
     Args:
         function: called in the child with one request. It may call `set_deadline` to change its deadline, and raise `TaskError`.
-        prepare: called in a child when it starts, to import large modules, for example. The deadline of requests does not apply to it.
+        prepare: called in a child when it starts, to import large modules, for example. The deadline of requests does not apply to this
+            call.
         deadline_s: deadline of a request in seconds.
-        memory: limit on a child's address space, in bytes. If a child exceeds it, a MemoryError is raised there.
+        memory: limit on a child's address space, in bytes. If a child exceeds the limit, a MemoryError is raised in the child.
         processes: maximum number of children; each handles one request at a time.
     """
 
@@ -93,7 +94,7 @@ class SubprocessWorker:
         self._starting = threading.Lock()
 
     def call_blocking(self, request: Any) -> Any:
-        """Returns the function's result for `request`. Blocks until it is available.
+        """Returns the function's result for `request`. Blocks until the result is available.
 
         Raises:
             CallFailed, CallTimeout: the function failed on this request.
@@ -117,14 +118,14 @@ class SubprocessWorker:
         """Returns the function's result for a request that contains an agent's text.
 
         Without further checks, an agent that can make the function fail could choose which of its answers count. Therefore, a failure is
-        attributed to the answer if the control request `control` succeeds and the failure occurs again. The request is repeated because the
-        machine may have been slow.
+        attributed to the answer if the control request `control` succeeds and the function then fails on the request again. The request is
+        repeated because the machine may have been slow.
 
         Args:
             control: a request that must succeed, such as a request with the truth as the answer.
 
         Raises:
-            AnswerFault: the answer is at fault. The score is usually 0.
+            AnswerFault: the agent's answer caused the failure. The score is usually 0.
             ControlFailed: the function fails on `control` too. The episode has no score.
             TaskError, InfrastructureError: see `call_blocking`.
         """
@@ -140,13 +141,13 @@ class SubprocessWorker:
             raise AnswerFault(str(error)) from None
 
     def close(self) -> None:
-        """Kills the processes. A later request starts a new process."""
+        """Kills the child processes. A later request starts a new child process."""
         for child in self._children:
             child.close()
 
 
 class _Child:
-    """One process, started at its first request."""
+    """One child process, which starts at its first request."""
 
     def __init__(self, command: list[str], deadline_s: float) -> None:
         self._command, self._deadline_s = command, deadline_s
@@ -249,7 +250,10 @@ def set_deadline(seconds: float) -> None:
 
 
 def main() -> None:
-    """Replies to requests until the input ends. Only replies are written to standard output; the function's output is discarded."""
+    """Replies to the requests on standard input until standard input is closed.
+
+    Only replies are written to standard output; the function's output is discarded.
+    """
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="ascii")
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), sys.stdout.fileno())

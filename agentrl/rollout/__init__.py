@@ -1,7 +1,7 @@
 """Runs episodes and groups of episodes.
 
 `EpisodeRunner` runs one attempt of an `agentrl.protocols.Agent`. `GroupRunner` runs groups of attempts and retries them after faults.
-`Admission` limits how many run at once.
+`Admission` limits how many episodes run at once.
 """
 
 from agentrl.rollout.episode import EmptyMemory, EpisodeRunner

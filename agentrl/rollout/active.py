@@ -161,7 +161,7 @@ class ActiveTrajectory:
         self._episode.listener.tools_ended(self._episode.id, self.index, len(self.turns) - 1, self.turns[-1])
 
     def add_last_state(self, token_ids: Sequence[int]) -> None:
-        """Records the context of the turn that would follow in a truncated episode."""
+        """Records the context in which the next turn of a truncated episode would have started."""
         self._begun = replace(self._begun, last_state=tuple(token_ids))
 
     def end(self, stop_reason: str) -> None:
@@ -279,7 +279,7 @@ class ActiveEpisode:
         return self._trajectories[-1]
 
     def record(self, stop_reason: str = "") -> tuple[Trajectory, ...]:
-        """Returns the records of all trajectories. The records of open trajectories contain this stop reason."""
+        """Returns the records of all trajectories. A trajectory that is still open is recorded with `stop_reason`."""
         return tuple(trajectory.record(stop_reason) for trajectory in self._trajectories)
 
     def cancellation_record(self, reason: str) -> Cancelled:
@@ -317,7 +317,7 @@ class ActiveEpisode:
         params = partial(SamplingParams, **common)
         completion = await self.requests.sample(token_ids, lambda most: params(max_tokens=most), max_tokens, name, reads=reads)
         if sampling.supports and (completion.supports is None or not all(completion.supports.rows)):
-            raise ServingError("the policy did not return the support of every token, which the learner needs to score them correctly")
+            raise ServingError("the policy did not return the support of every token, which the learner needs to compute logprobs")
         return completion
 
     def external_request(self, at_most: int, *, within_s: float) -> AbstractContextManager[TimedExternalRequest]:
@@ -326,12 +326,13 @@ class ActiveEpisode:
         return self.requests.external_request(at_most, within_s=within_s)
 
     async def environment(self) -> Environment:
-        """Returns the environment of the task. The first call opens it."""
+        """Returns the environment of the task. The first call opens the environment."""
         self.stage = "environment"
         return await self._environment.environment()
 
     async def sandbox(self) -> Sandbox:
-        """Returns the sandbox. The first call opens it with the task's files, or with the working directory from the start state."""
+        """Returns the sandbox. The first call opens the sandbox with the task's files, or with the working directory from the start
+        state."""
         return await self._box.sandbox()
 
     @property

@@ -63,7 +63,8 @@ class EpisodeRunner:
             memory: notes of earlier episodes that the episode may read; None disables memory. Notes that the episode writes are stored only
                 in its record.
             on_start: called with the running episode, so that a caller that cancels it can read its progress.
-            sampled: completions from earlier attempts. The episode repeats them and adds its own. None means that nothing is repeated.
+            sampled: completions from earlier attempts. The episode repeats these completions and appends its new completions. None means
+                that nothing is repeated.
 
         Raises:
             SandboxUnavailable: this machine cannot open any sandbox of this kind.
@@ -160,7 +161,7 @@ async def _collect(episode: ActiveEpisode) -> tuple[CollectedOutputs, tuple[Fail
 class EmptyMemory:
     """An `EpisodeMemory` without notes.
 
-    It is used if a run without memory continues an episode that had one, because the context describes the memory tools.
+    Used if a run without memory continues an episode that had a memory, because the context of the episode describes the memory tools.
     """
 
     def __init__(self, memo: Memo) -> None:
@@ -172,7 +173,7 @@ class EmptyMemory:
         return self._memo
 
     def note(self, text: str) -> tuple[bool, str]:
-        """Accepts a note and drops it."""
+        """Accepts a note and discards it."""
         return True, "noted"
 
     def recall(self, query: str, own: Sequence[str] = (), most: int | None = None) -> tuple[bool, str]:

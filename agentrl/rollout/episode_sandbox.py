@@ -1,4 +1,4 @@
-"""The sandbox and the environment of one episode. Each is opened on first use and closed once."""
+"""The sandbox and the environment of one episode. Both are opened on first use and closed once."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ CLOSE_S = 60.0
 
 
 class EpisodeSandbox:
-    """The sandbox of one or more agents in an episode. It is opened on first use, because many episodes of a weak policy never use it.
+    """The sandbox of one or more agents in an episode. The sandbox is opened on first use, because many episodes of a weak policy never use
+    it.
 
     Args:
         episode: episode that records the sandbox's time and faults.
-        snapshot: snapshot of the initial working directory; None means that it contains the task's files.
+        snapshot: snapshot of the initial working directory; None means that the directory contains the task's files.
     """
 
     def __init__(self, episode: ActiveEpisode, snapshot: bytes | None = None) -> None:
@@ -49,12 +50,13 @@ class EpisodeSandbox:
         return self._sandbox is None and self._snapshot is None
 
     async def sandbox(self) -> Sandbox:
-        """Returns the sandbox. Raises `SandboxError`, including after `close`, and `TaskError` if the task's sandbox cannot be created."""
+        """Returns the sandbox. Raises `SandboxError` if the sandbox cannot be opened or `close` was called, and `TaskError` if the task's
+        sandbox cannot be created."""
         async with self._opening:
             return self._sandbox or await self._open()
 
     async def snapshot(self) -> bytes | None:
-        """Returns the content of the working directory; None means the task's initial files. Raises what `Sandbox.snapshot` raises."""
+        """Returns the content of the working directory; None means the task's initial files. Raises the errors of `Sandbox.snapshot`."""
         return self._snapshot if self._sandbox is None else await self._sandbox.snapshot()
 
     async def working_copy(self) -> bytes | None:
@@ -95,7 +97,7 @@ class EpisodeSandbox:
         return sandbox
 
     async def close(self) -> None:
-        """Closes the sandbox. No sandbox is opened afterwards. An error is logged and does not affect the episode."""
+        """Closes the sandbox. No sandbox is opened afterwards. An error during closing is logged and does not affect the episode."""
         self._over = True
         if self._sandbox is not None and not self._closed:
             await self._end(self._sandbox)
@@ -117,14 +119,14 @@ class EpisodeEnvironment:
         self._environment: Environment | None = None
 
     async def environment(self) -> Environment:
-        """Returns the environment. Raises `EnvironmentFault`, `TaskError` and `PluginError`."""
+        """Returns the environment. The first call opens the environment, and raises the errors of `open_environment`."""
         if self._environment is None:
             assert self._spec is not None, "the task has no environment"
             self._environment = await open_environment(self._spec, alone=self._alone)
         return self._environment
 
     async def close(self) -> None:
-        """Closes the environment. An error is logged and does not affect the episode."""
+        """Closes the environment. An error during closing is logged and does not affect the episode."""
         if self._environment is not None:
             with user_code.logging_faults("closing an environment"):
                 async with asyncio.timeout(CLOSE_S):

@@ -1,9 +1,10 @@
-"""Runs groups: several attempts at one task, each scored. Infrastructure faults are retried in fresh sandboxes and then excluded.
+"""Runs groups: several attempts at one task, each scored. An attempt that ends with an infrastructure fault is retried in a fresh sandbox,
+and excluded if the retries fail too.
 
 A group may be a forest (`GroupConfig.branches`): some attempts run to a given turn, and other attempts branch from their state after that
-turn. More attempts may start than the group needs, so that it does not wait for the slowest (`agentrl.rollout.scheduling`). If a process
-died, its groups may continue from their saved episodes (`EpisodeCheckpoints`). A broken task excludes its group, because no attempt at such
-a task measures the policy. Any other fault, even an unexpected fault, affects only one attempt.
+turn. More attempts may start than the group needs, so that it does not wait for the slowest (`agentrl.rollout.scheduling`). After a process
+has died, its groups may continue from their saved episodes (`EpisodeCheckpoints`). A broken task excludes its group, because no attempt at
+such a task measures the policy. Any other fault, even an unexpected fault, affects only one attempt.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ RETRY_S = 0.2
 
 
 class _BrokenTask(Exception):
-    """Stops the other attempts at a broken task."""
+    """Raised to stop the other attempts at a broken task."""
 
     def __init__(self, fault: Failure) -> None:
         super().__init__(fault.message)
@@ -56,7 +57,7 @@ class _Fork:
     state: asyncio.Future[EpisodeState | None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def settle(self, state: EpisodeState | None) -> None:
-        """Starts the branches from `state`. If it is None, they start from the task, because the stem ended before `turn`."""
+        """Starts the branches from `state`. If `state` is None, the branches start from the task, because the stem ended before `turn`."""
         if not self.state.done():
             self.state.set_result(state)
 
@@ -292,7 +293,7 @@ class GroupRunner:
     ) -> tuple[Episode, Score | None]:
         """Runs one attempt and scores it.
 
-        The score is None if a fault excludes the attempt. That fault is the last item in the episode's `failures`.
+        The score is None if a fault excludes the attempt. Such a fault is the last item in the episode's `failures`.
         """
         episode = _empty_episode(episode_id, task.id, task.key, attempt)
         stage = "episode"
@@ -403,8 +404,8 @@ class GroupRunner:
 def _capped(scored: tuple[ScoredEpisode, ...], threshold: float | None) -> tuple[ScoredEpisode, ...]:
     """Lowers the score of each attempt that ended because of the policy's output or actions to the lowest score of the other attempts.
 
-    Otherwise, provoking such an end would be better than receiving a negative score. If the pass threshold is at most 0, steps have costs,
-    and the score of such an attempt is also lowered below the threshold.
+    Otherwise, provoking such an end would be better than receiving a negative score. A pass threshold of at most 0 means that each step has
+    a cost; the score of such an attempt is then also lowered below the threshold.
     """
 
     def ended_itself(one: ScoredEpisode) -> bool:

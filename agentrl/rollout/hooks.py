@@ -20,7 +20,7 @@ An example is `agentrl.reward.TaskScorer`."""
 
 
 class GroupSampler(Protocol):
-    """Samples groups: `GroupRunner` in this process, or `agentrl.rollout.leases.GroupLeases` in rollout workers."""
+    """Samples groups. `GroupRunner` samples them in this process, and `agentrl.rollout.leases.GroupLeases` in rollout workers."""
 
     @property
     def group_size(self) -> int:

@@ -1,9 +1,9 @@
 """Leases groups to rollout workers. Each group is sampled by one worker at a time, and is not lost if its worker is lost.
 
 The driver queues groups, and workers take them, with one lease per group. A worker that leaves, or that is silent for too long, loses its
-leases, and its groups return to the head of the queue. A different worker continues them from their saved episodes (`EpisodeCheckpoints`).
-Only the holder of a group's newest lease may deliver the result over HTTP, so if a silent worker returns, the group is not delivered twice.
-Attempts that were in flight in a lost worker count as infrastructure faults.
+leases, and its groups return to the head of the queue. A different worker continues these groups from their saved episodes
+(`EpisodeCheckpoints`). Only the holder of a group's newest lease may deliver the result over HTTP, so if a silent worker returns, the group
+is not delivered twice. Attempts that were in flight in a lost worker count as infrastructure faults.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ class _Job:
         return (group.index, group.task_id, group.task_key) == (self.index, self.task.id, self.task.key)
 
     def accepts(self, group: Group) -> bool:
-        """Whether a complete group that was sampled under a different lease may be the result."""
+        """Whether a complete group that was sampled under a different lease may be accepted as the result of this job."""
         episodes = [scored.episode for scored in group.episodes]
         fresh = all(episode.oldest_version is None or episode.oldest_version >= self.oldest_version for episode in episodes)
         return self.is_for(group) and fresh and not any(episode.left_out for episode in episodes)
 
 
 class GroupLeases:
-    """The queue of groups and their leases. A `GroupSampler`; use it from one event loop.
+    """The queue of groups and their leases. A `GroupSampler`; use an instance from only one event loop.
 
     Args:
         group_size: number of scored attempts per group.
@@ -114,7 +114,7 @@ class GroupLeases:
         self._silent_s[worker] = SILENT_S - within_s
 
     async def run_group(self, index: int, task: Task, *, oldest_version: int = 0) -> Group:
-        """Queues a group and returns it after a worker has sampled it. Cancellation withdraws it from the queue or the worker."""
+        """Queues a group and returns it after a worker has sampled it. Cancellation withdraws the group from the queue or the worker."""
         job = _Job(index, task, oldest_version)
         if (group := self._early.pop(index, None)) is not None and job.accepts(group):
             return group
@@ -152,7 +152,7 @@ class GroupLeases:
         return None if job is None else job.index
 
     def was_lost(self, worker: str) -> bool:
-        """Whether a worker was lost after its last renewal. If so, the attempts that it reports as ended are already counted."""
+        """Whether a worker was lost after its last renewal. The attempts that a lost worker reports as ended are already counted."""
         return worker in self._lost
 
     async def renew(self, worker: str, leases: Collection[str]) -> list[str]:
@@ -228,7 +228,7 @@ class GroupLeases:
         return len(lost)
 
     async def lose_silent(self) -> list[str]:
-        """Requeues the groups of silent workers, and returns the names of these workers. Call it at least every `_LOOK_S` seconds.
+        """Requeues the groups of silent workers, and returns the names of these workers. Call this method at least every `_LOOK_S` seconds.
 
         One call counts at most `_LOOK_S` seconds of silence, because the driver reads no requests while its process is suspended.
         """
@@ -252,7 +252,7 @@ class GroupLeases:
             await self._queue(job, first=True)
 
     def _record_loss(self, job: _Job) -> Failure:
-        """Returns the fault for the attempts under a lost lease. Excludes the group after `MAX_LOSSES` losses."""
+        """Returns the fault for the attempts under a lost lease. Excludes the group after it has lost `MAX_LOSSES` workers."""
         self.losses += 1
         job.losses += 1
         if job.losses < MAX_LOSSES:

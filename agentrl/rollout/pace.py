@@ -113,7 +113,8 @@ class _History:
             self._stride *= 2
 
     def usual(self) -> tuple[float, float]:
-        """Returns the medians of both measures, weighted by tokens, so that a stall with few tokens has little weight."""
+        """Returns the median seconds per token and the median tokens per second, weighted by tokens, so that a stall with few tokens has
+        little weight."""
         if _FRESH * self._newer >= len(self._kept):  # sorting for each request would take longer than parsing its JSON
             self._newer = 0
             self._usual = _median([(one, tokens) for one, _, tokens in self._kept]), _median([(one, n) for _, one, n in self._kept])
@@ -164,14 +165,14 @@ class RequestInProgress:
 
 
 class Pace:
-    """The request times in this run, measured by the client of the policy's server. Use it from one event loop.
+    """The request times in this run, measured by the client of the policy's server. Use an instance from only one event loop.
 
     A request that finished normally is compared with requests of a similar number of tokens (the same power of two). A request that was cut
     off is compared by its tokens per second, because the server decided how many tokens were sampled. The history covers the entire run, so
     that a slow server does not soon count as usual. A request is as fast as usual if either its time or the tokens per second of all
-    requests in flight are as usual. Both are also measured with the prompt tokens that the server had to compute (`PROMPT_TOKEN_WORK`), for
-    this request and for the requests that started in the meantime. A server therefore does not count as slower because it has more
-    concurrent requests, and a policy cannot make it count as slow by sampling or reading more.
+    requests in flight are as usual. Both are measured a second time with the prompt tokens that the server had to compute
+    (`PROMPT_TOKEN_WORK`) for this request and for the requests that started in the meantime. A server therefore does not count as slower
+    because it has more concurrent requests, and a policy cannot make it count as slow by sampling or reading more.
 
     Args:
         slots: number of requests that the servers decode concurrently; None means unknown.
@@ -212,8 +213,8 @@ class Pace:
         Args:
             tokens: number of sampled tokens; None means unknown.
             at_most: maximum number of tokens that was requested.
-            cut: whether it was cut off. If such a request has hardly any tokens, its time shows how long the server stalled, not how fast
-                the server is, and is not added.
+            cut: whether the request was cut off. If a request that was cut off has hardly any tokens, its time shows how long the server
+                stalled, not how fast the server is, and is not added to the history.
             reads: prompt tokens that the server had to compute; None means the number passed to `begin`.
         """
         self._advance(now)

@@ -43,7 +43,7 @@ _IN_SANDBOXES = ("sandbox", "collect")
 
 
 def part_in(environment: str, part: str = GENERATE) -> str:
-    """Returns the name of a part as used in an environment."""
+    """Returns the name under which uses of a part are counted for an environment."""
     return f"{part} in {environment}"
 
 
@@ -85,7 +85,8 @@ class SampledTurns:
         self._own.setdefault(_digest(context), []).append(completion)
 
     def end_attempt(self, *, repeat: bool, alone: bool = False) -> None:
-        """Ends the running attempt. If `repeat` is true, the next attempt repeats its completions and earlier ones that it did not reach.
+        """Ends the running attempt. If `repeat` is true, the next attempt repeats the completions of this attempt, and those of earlier
+        attempts that this attempt did not reach.
 
         Args:
             alone: whether the environments of all later attempts run in separate processes.
@@ -97,7 +98,8 @@ class SampledTurns:
 
 
 class FaultHistory:
-    """The parts that recent episodes of all groups used, and the faults that ended their first attempts. Use it from one event loop.
+    """The parts that recent episodes of all groups used, and the faults that ended their first attempts. Use an instance from only one
+    event loop.
 
     Faults in later attempts do not count, because these attempts repeat the first attempt.
     """

@@ -1,7 +1,7 @@
 """Sends one episode's requests to the policy, enforces their deadlines, and continues requests that are cut off.
 
 A turn may need several requests. A long request is cut off and continued from the exact tokens so far, so that a stall is detected while it
-happens. Only `Limits.wall_s` shortens the policy's output. No server setting does.
+happens. Only `Limits.wall_s` shortens the policy's output; server settings never do.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ADVICE = "raise Limits.wall_s or serving.threads, or lower rollout.concurrency; 
 
 
 class SlowServer(ServingError):
-    """A turn lost `serving.request_timeout_s` because of a slow server."""
+    """Error: slow servers cost one turn more than `serving.request_timeout_s`."""
 
 
 def loop_time() -> float:
@@ -74,7 +74,8 @@ class EpisodeRequests:
 
     @property
     def left_s(self) -> float:
-        """The seconds for which the episode may still sample. Time after that is reserved for fetching the tokens of a cut-off request."""
+        """The seconds for which the episode may still sample. The remaining time is reserved for fetching the tokens of a cut-off
+        request."""
         return self.limit_s - fetch_reserve_s(self.limit_s) - self.spent_s()
 
     @property
@@ -85,7 +86,8 @@ class EpisodeRequests:
     async def sample(
         self, token_ids: Sequence[int], params: Callable[[int], SamplingParams], max_tokens: int, name: str, *, reads: int
     ) -> Completion:
-        """Returns a completion of at most `max_tokens` tokens. Its finish reason is `CUT` if it stopped because the episode's time ran out.
+        """Returns a completion of at most `max_tokens` tokens. The completion has the finish reason `CUT` if it stopped because the
+        episode's time ran out.
 
         Args:
             params: returns the sampling parameters for a maximum number of tokens.
@@ -159,7 +161,8 @@ class EpisodeRequests:
             self.sampling.end(loop_time(), reading)
 
     def timeout_failure(self, *, program_s: float, sandbox_s: float, turn: int) -> Failure | None:
-        """Returns the failure of an episode that used up its time; None if the policy is to blame, mostly because of its programs."""
+        """Returns the failure of an episode that used up its time; None if the policy is to blame and its programs took more time than
+        sampling."""
         sampled_s, lost_s, stalled_s = self.sampling.sampled_s, self.sampling.lost_s, self.stalls.seconds
         blame = blame_for_timeout(self.limit_s, program_s=program_s, sampled_s=sampled_s, lost_s=lost_s, stalled_s=stalled_s)
         spent = f"{self.limit_s:g} s: programs took {program_s:.1f} s, sampling {sampled_s + lost_s:.1f} s"

@@ -39,7 +39,7 @@ class GroupAttempt:
     suspect: bool = False  # the attempt repeats its actions after a fault, so the group must not cancel it as unneeded
 
     def abandon(self) -> bool:
-        """Abandons this attempt after a fault if the group has enough other attempts. Returns whether it was abandoned."""
+        """Abandons this attempt after a fault if the group has enough other attempts. Returns whether the attempt was abandoned."""
         return self.race.abandon(self)
 
 
@@ -48,8 +48,8 @@ class AttemptScheduler:
 
     The number of attempts that run at once is the number still needed, plus `spare`. If an attempt is excluded or has no score, an
     additional attempt starts. When `size` attempts count, the others are cancelled, except those that repeat their actions after a fault.
-    If `first` is set, only `first` attempts start. When they count, the other attempts start if the scores differ. If the scores are equal,
-    the group ends.
+    If `first` is set, only `first` attempts start. When these attempts count, the other attempts start if the scores differ. If the scores
+    are equal, the group ends.
 
     Args:
         names: names of the attempts, in the order in which they start.
@@ -87,7 +87,7 @@ class AttemptScheduler:
         self._advance()
 
     def abandon(self, attempt: GroupAttempt) -> bool:
-        """Abandons an attempt if the group has enough other attempts. Returns whether it was abandoned."""
+        """Abandons an attempt if the group has enough other attempts. Returns whether the attempt was abandoned."""
         if self._may_count - 1 >= self._size:
             self._may_count -= 1
             attempt.abandoned = True
@@ -221,7 +221,7 @@ class Admission:
             await asyncio.sleep(POLL_S)
 
     def _fits(self) -> bool:
-        """Returns whether one more episode may start now. If it may, counts it."""
+        """Returns whether one more episode may start now. If so, counts the episode as running."""
         use = self._use()
         taken = 0.0 if use is None else sum(use.shares)
         if use is None or taken <= 0 or self.in_flight == 0:

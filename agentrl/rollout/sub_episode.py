@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 class _Fresh(ForwardingSandbox):
-    """A sandbox that was opened from a copy.
+    """A sandbox that was opened from a copy of another sandbox's files.
 
-    It never reports its first session as restarted, because the sub-agent had no session in the original.
+    It never reports its first session as restarted, because the sub-agent had no session in that other sandbox.
     """
 
     def __init__(self, sandbox: Sandbox) -> None:
@@ -107,7 +107,7 @@ class SubEpisode:
         return self._episode.external_request(at_most, within_s=within_s)
 
     async def sandbox(self) -> Sandbox:
-        """Returns this sub-agent's sandbox. The first call opens it."""
+        """Returns this sub-agent's sandbox. The first call opens the sandbox."""
         sandbox = await self._workplace.sandbox()
         self._fresh = self._fresh or _Fresh(sandbox)
         return self._fresh
@@ -141,7 +141,7 @@ class SubEpisode:
 async def open_sub_episode(episode: ActiveEpisode, copy: bytes | None, sandboxes: set[EpisodeSandbox]) -> AsyncIterator[SubEpisode]:
     """See `LiveEpisode.sub_episode`.
 
-    When the episode ends, it closes any sandbox that is still in `sandboxes`, for example because its closing was interrupted here.
+    When the episode ends, it closes each sandbox that is still in `sandboxes`, for example because a cancellation interrupted its closing.
     """
     box = EpisodeSandbox(episode, copy)
     sandboxes.add(box)

@@ -1,7 +1,7 @@
 """Samples a turn with bounded thinking: up to the bound, then the model's end mark if the model is still thinking, then the rest.
 
-The mark's tokens are part of the completion, because the model reads them, but they are not sampled. `Completion.forced` lists them, and
-the learner treats them as context.
+The tokens of the end mark are part of the completion, because the model reads them, but they are not sampled. `Completion.forced` lists
+these tokens, and the learner treats them as context.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The Redis stream of a run with `store=redis`. Rollout workers add finished groups to the stream, and the driver reads them.
 
-If the option `url` is not set, the run starts a server, whose data is stored in `RUN/redis`. Options: `url` (`redis://HOST:PORT/DB`), and
-`password` as a reference (`env:NAME`). The driver passes both to workers in the response to `GET /spec`, never in a file or an argument.
+If the option `url` is not set, the run starts a server, whose data is stored in `RUN/redis`. The options are `url` (`redis://HOST:PORT/DB`)
+and `password`, a reference such as `env:NAME`. The driver passes both options to workers in the response to `GET /spec`, never in a file or
+an argument.
 """
 
 from __future__ import annotations
@@ -131,14 +132,15 @@ class GroupStream:
             restarts.progress()
             self.restarts += 1
             if (failures := restarts.failed()) > _RESTARTS:
-                raise InfrastructureError(f"the Redis server ended {failures} times in a row: see {self._folder / 'redis.log'}")
+                raise InfrastructureError(f"the Redis server failed {failures} times in a row: see {self._folder / 'redis.log'}")
             self._alert(RestartAlert("redis", "the Redis server was restarted and still has all groups that it had accepted"))
             await asyncio.to_thread(server.wait_ready)
             restarts.started()
             answered = clock()
 
     def _prefix(self) -> str:
-        """Returns the prefix of the run's keys. It is unique, so that a different run in a folder with the same name has different keys."""
+        """Returns the prefix of the run's keys. The prefix is unique, so that a different run in a folder with the same name has different
+        keys."""
         path = self._folder / "prefix"
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -160,7 +162,7 @@ class Outbox:
         return await sent
 
     async def run(self) -> None:
-        """Adds the waiting groups to the stream until it is cancelled."""
+        """Adds the waiting groups to the stream until the task is cancelled."""
         while True:
             batch = [await self._waiting.get()]
             while len(batch) < BATCH and not self._waiting.empty():
@@ -187,7 +189,7 @@ def _resolve(sent: asyncio.Future[bool], result: bool) -> None:
 
 
 def _options(recipe: Recipe) -> dict[str, Any]:
-    """Returns the options `url` and `password` if the run uses an existing server; empty if it starts a server. Raises `UserError`."""
+    """Returns the options `url` and `password` if the run uses an existing server; empty if the run starts a server. Raises `UserError`."""
     options = secrets.resolve_options({name: value for name, value in recipe.store.options.items() if name != "keep_steps"})
     unknown = sorted(set(options) - {"url", "password"})
     if unknown or not all(isinstance(value, str) for value in options.values()) or ("password" in options and "url" not in options):

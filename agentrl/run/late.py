@@ -93,7 +93,8 @@ class LateGroups:
             )
 
     async def watch(self) -> None:
-        """Closes expired score parts and records the outcomes of groups that become ready, until it is cancelled. Raises `StoreError`."""
+        """Closes expired score parts and records the outcomes of groups that become ready, until the call is cancelled. Raises
+        `StoreError`."""
         while True:
             if self._parked:
                 await self.update()

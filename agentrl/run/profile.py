@@ -64,7 +64,7 @@ class Profile:
         Args:
             lines: the metrics of the steps.
             episodes: the episodes that the steps used.
-            start_s: stage before the first step -> seconds.
+            start_s: seconds spent in each stage before the first step.
 
         Raises `StoreError` if a step has no timeline.
         """
@@ -99,7 +99,7 @@ async def profile_steps(
     """Runs a recipe until the `wanted` steps are recorded, stops it, and returns the profile of these steps.
 
     Args:
-        nsight: records the `wanted` steps. Its `wrap` must be in the plan in `checked`.
+        nsight: records the `wanted` steps. The launch plan in `checked` must use its method `wrap`.
 
     Raises the errors of `agentrl.run.loop.train`, and `InfrastructureError` if the run ends before these steps are recorded.
     """

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollouts:
-    """The groups of one run: their tasks, their attempts, and the places where they are recorded."""
+    """Runs the groups of one run, with their tasks and attempts, and records them in the store and the run folder."""
 
     folder: Path
     max_staleness: int
@@ -63,7 +63,7 @@ class Rollouts:
         )
 
     async def prepare_block(self, block: int) -> None:
-        """Updates the notes and the task weights for the groups of a block. Call it when the block may start."""
+        """Updates the notes and the task weights for the groups of a block. Call this method when the block may start."""
         if self.memory is not None:
             await self.memory.prepare_block(block)
         await self.tasks.prepare_block(block)
@@ -103,7 +103,8 @@ class Rollouts:
         PendingTranscripts(self.folder).write(task, group, step=step)
 
     def _record(self, task: Task | None, group: Group, step: int, *, late: bool, scored: bool) -> str:
-        """Writes the records of a stored group to the run folder, in addition to the store. Runs in a thread. Returns an alert, or ""."""
+        """Writes the records of a stored group to the run folder, in addition to the store. Runs in a thread. Returns an alert if an
+        episode was shown the answer to its task or the search for such episodes failed; otherwise ""."""
         self.checkpoints.remove_group(group.index)
         if scored:
             PendingTranscripts(self.folder).remove(group.index)  # left by a killed driver whose attempts at the task had late scores
@@ -121,8 +122,8 @@ class Rollouts:
     async def _sample(self, index: int, step: int) -> tuple[Group, Task | None]:
         """Samples group `index`. Returns the group and its task.
 
-        If the task is quarantined or cannot be created, the group is an excluded group without attempts. If it cannot be created, the task
-        is None.
+        If the task is quarantined or cannot be created, the group is an excluded group without attempts. If the task cannot be created,
+        None is returned in its place.
         """
         size = self.runner.group_size
         try:

@@ -96,7 +96,7 @@ async def sample(
 ) -> SampleResult:
     """Serves the recipe's model, and samples those of the first `groups` groups that the run folder does not contain yet.
 
-    Each group gets the next task. The recipe's steps, extra groups and task weights do not apply. The requirements and the errors are the
+    Each group uses the next task. The recipe's steps, extra groups and task weights do not apply. The requirements and the errors are the
     same as for `agentrl.run.loop.train`. Finished groups are kept.
 
     Args:

@@ -50,7 +50,8 @@ def _newest(registry: VersionRegistry) -> int:
 
 
 def watch_run(run: Run) -> list[Coroutine[Any, Any, None]]:
-    """Returns the coroutines that watch the parts of every run that samples: the servers, the fault rate, the daemon and the workers."""
+    """Returns the coroutines that watch the parts of every run that samples: the servers, the fault rate, the Docker daemon and the
+    workers."""
     watching = [run.served.watch(on_loss=run.learner.kill), run.fault_rate.watch()]
     if run.sandboxes.name == "docker":
         watching.append(watch_daemon(run.tracker.alert))
@@ -63,7 +64,7 @@ async def watch_daemon(alert: Callable[[str], None], live: Liveness | None = Non
     """Sends an alert when the Docker daemon stops responding, and another when it responds again. Runs until it is cancelled.
 
     A run never starts or restarts a daemon, because other users of the machine may need it. Every request to the daemon has a deadline, and
-    episodes are retried. If that does not help, the run is paused because of its fault rate.
+    episodes are retried. If the retries fail too, the run is paused because of its fault rate.
     """
     live = live or Liveness("the Docker daemon", first_s=120.0)
     silent = False

@@ -90,7 +90,7 @@ class WorkerSpec:
 
 
 class DriverConnection:
-    """Sends requests to the driver. Raises `ServingError` if the driver fails or does not respond, and `UserError` if it rejects a
+    """Sends requests to the driver. Raises `ServingError` if the driver fails or does not respond, and `UserError` if the driver rejects a
     request."""
 
     def __init__(self, url: str, key: str, *, worker: str) -> None:
@@ -105,7 +105,7 @@ class DriverConnection:
             async with asyncio.timeout(timeout_s):
                 status, answer = await self._transport.request(method, path, body)
         except TimeoutError:
-            raise ServingError(f"the driver did not answer {path} within {timeout_s:g} s") from None
+            raise ServingError(f"the driver did not respond to {path} within {timeout_s:g} s") from None
         if status in (400, 401, 403, 404, 413):
             fix = "use the key of this run's driver" if status == 401 else "use the same agentrl version"
             raise UserError(f"the driver rejected {path}: {answer[:500].decode(errors='replace')}", fix=fix)
@@ -124,7 +124,7 @@ def _fault(status: int, answer: bytes) -> ServingError:
         problem = json.loads(answer)
         return _KINDS.get(problem["kind"], ServingError)(str(problem["error"]))
     except (ValueError, LookupError, TypeError):
-        return ServingError(f"the driver answered with status {status}: {answer[:500].decode(errors='replace')}")
+        return ServingError(f"the driver responded with status {status}: {answer[:500].decode(errors='replace')}")
 
 
 @dataclass(slots=True, eq=False)
@@ -244,7 +244,7 @@ class Worker:
             await asyncio.sleep(RENEW_S)
 
     async def _renew(self) -> None:
-        """Sends heartbeats until the driver has not responded for `_PATIENCE_S`. Repeats a report without a response, with its number."""
+        """Sends heartbeats until the driver is silent for `_PATIENCE_S` s. A report without a response is resent with the same number."""
         report: dict[str, Any] | None = None
         clock_ns = time.time_ns() - time.monotonic_ns()  # so that a worker with the same name after a reboot has greater numbers
         while True:
@@ -399,7 +399,7 @@ async def _open_runner(
 
 
 def worker_name(pid: int, *, node: str = "") -> str:
-    """Returns the name of a worker. `node`: host name of its machine; empty for this machine."""
+    """Returns the name of a worker. `node`: host name of the worker's machine; empty for this machine."""
     return f"{node or socket.gethostname()}-{pid}"
 
 
@@ -411,7 +411,8 @@ Restarting the worker on the same host does not help.
 
 
 def main(open_access: Callable[[AsyncExitStack], WorkerAccess], *, parent: int | None = None) -> int:
-    """Runs one worker and returns its exit code. `open_access`: returns the worker's access to its run. The stack closes the access."""
+    """Runs one worker and returns its exit code. `open_access`: returns the worker's access to its run. The exit stack passed to it closes
+    the access."""
     if parent is not None:
         die_with_parent(parent)
     raise_file_limit()
@@ -432,7 +433,7 @@ def main(open_access: Callable[[AsyncExitStack], WorkerAccess], *, parent: int |
 def _main() -> int:
     parser = argparse.ArgumentParser(description="A rollout worker that the driver of a run starts.")
     parser.add_argument("folder", type=Path, help="run folder; with --driver, this host's copy of some of its files")
-    parser.add_argument("parent", type=int, nargs="?", help="process id of the parent; the worker ends when it does")
+    parser.add_argument("parent", type=int, nargs="?", help="process id of the parent; the worker exits when the parent exits")
     parser.add_argument("--driver", help="address of the driver, if this host does not share its disk")
     parser.add_argument("--root", type=Path, default=Path(), help="project folder on this host; only with --driver")
     options = parser.parse_args()

@@ -6,8 +6,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import shutil
-import tempfile
 from collections.abc import Callable, Collection
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
@@ -15,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from agentrl.base.media import MediaFolder
+from agentrl.base.scratch import ScratchFolder
 from agentrl.base.untrusted_files import read_bytes
 from agentrl.cluster.chunks import JUDGES
 from agentrl.cluster.link import Link, NotFound
@@ -67,8 +66,7 @@ class WorkerAccess:
         """Returns the access for a worker on a different host. If `folder` is None, the worker uses a temporary folder, which `stack`
         removes."""
         if folder is None:
-            folder = Path(tempfile.mkdtemp(prefix="agentrl-worker-"))
-            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            folder = stack.enter_context(ScratchFolder())
         return cls(url=url, key=key, folder=folder, root=root, link=Link(url, key))
 
     async def policy_folder(self) -> Path:
@@ -107,7 +105,7 @@ class WorkerAccess:
 
 
 class DriverCheckpoints:
-    """`EpisodeCheckpoints` in the driver's run folder."""
+    """An `EpisodeCheckpoints` that stores its files in the driver's run folder, over HTTP."""
 
     def __init__(self, driver: DriverConnection, lease_of: Callable[[int], str | None]) -> None:
         self._driver, self._lease_of = driver, lease_of
@@ -150,7 +148,7 @@ class DriverCheckpoints:
 
 
 class DriverNotes:
-    """The driver's notes from earlier episodes. Its methods block, so call them from threads."""
+    """The driver's notes from earlier episodes. The methods block, so call them in threads."""
 
     def __init__(self, link: Link, config: MemoryConfig) -> None:
         self._link, self.config = link, config

@@ -1,7 +1,8 @@
 """The driver's HTTP interface for rollout workers: leases of groups, requests to the policy, and results. Requests need the run's key.
 
-Every token passes through the driver, which withholds the tokens of new weights until their probe agrees. A worker therefore never receives
-tokens from rejected weights, and does not need the address of a server. A worker holds no state that the run needs.
+Every token passes through the driver, which withholds the tokens of new weights until the logprob probe of these weights agrees. A worker
+therefore never receives tokens from rejected weights, and does not need the address of a server. A worker holds no state that the run
+needs.
 
     GET  /spec            the data that a worker needs to open the run's parts
     POST /lease           the next group; 204 if no group is queued in time
@@ -213,7 +214,8 @@ class WorkerApi:
         return bytes_response(b"", status=204) if body is None else bytes_response(body, kind="application/octet-stream")
 
     def _running(self, request: Request) -> tuple[FolderCheckpoints, int, int, str]:
-        """Returns the checkpoints, and the group, attempt and kind in a request. Raises `RequestError` if the lease in it was lost."""
+        """Returns the checkpoints, and the group, attempt and kind in a request. Raises `RequestError` if the lease in the request was
+        lost."""
         group = self.leases.group_of(request.path_params["lease"])
         member, kind = int(request.path_params["member"]), request.path_params["kind"]
         if self.checkpoints is None or not 0 <= member < _MEMBERS or kind not in ("state", "scored"):

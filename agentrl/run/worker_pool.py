@@ -117,7 +117,7 @@ class WorkerPool:
         return tuple(process.pid for process in self._processes.values())
 
     async def watch(self) -> None:
-        """Serves workers, and keeps the workers that the driver started running, until it is cancelled.
+        """Serves workers, and restarts the worker processes of the driver when they exit, until the call is cancelled.
 
         Raises `InfrastructureError` if a worker fails too often in a row.
         """
@@ -147,13 +147,13 @@ class WorkerPool:
                 cause = str(error)
             self.restarts += 1
             if (failures := restarts.failed()) > most:
-                raise InfrastructureError(f"rollout worker {number} ended {failures} times in a row: {cause}")
+                raise InfrastructureError(f"rollout worker {number} failed {failures} times in a row: {cause}")
             why = f"rollout worker {number} is replaced: {cause}; its groups continue in another worker"
             self._alert(RestartAlert("rollout worker", why))
             await asyncio.sleep(min(_BACKOFF_S, 0.1 * 4 ** (failures - 1)) if failures > 1 else 0.0)
 
     async def _run(self, number: int, restarts: Restarts) -> tuple[int, str]:
-        """Runs one process until it exits. Returns its exit code and the cause. Raises `LaunchError` if it does not start."""
+        """Runs one process until it exits. Returns its exit code and the cause. Raises `LaunchError` if the process does not start."""
         process = self._processes[number] = await self._start(number)
         name = worker_name(process.pid, node=process.node)
         self._leases.expect(name, within_s=_START_S)

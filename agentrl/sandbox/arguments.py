@@ -1,8 +1,8 @@
 """Validates the arguments of a sandbox's methods before they are sent to its exec server.
 
-Tools pass on what an agent wrote: file names, program arguments, variables. An invalid value raises `ValueError`, and a value of the wrong
-type raises `TypeError`; neither affects the sandbox. A string represents bytes as in `os.fsdecode`, so every possible file name can be
-expressed. A lone surrogate that represents no byte is invalid.
+Tools pass file names, program arguments and environment variables that an agent wrote. An invalid value raises `ValueError`, and a value of
+the wrong type raises `TypeError`; neither affects the sandbox. A string represents bytes as in `os.fsdecode`, so every possible file name
+can be expressed. A lone surrogate that represents no byte is invalid.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def plain_path(path: object) -> str:
 
 
 def program(argv: object, env: object) -> dict[str, object]:
-    """Returns the request fields for the program `argv`. `env` adds variables to its environment."""
+    """Returns the request fields for the program `argv`. `env` contains variables that are added to the environment of the program."""
     if not isinstance(argv, Sequence) or isinstance(argv, str | bytes | bytearray):
         raise TypeError(f"argv must be a list of strings, not {type(argv).__name__}")
     strings = [_string(item, "argv") for item in argv]
@@ -49,7 +49,8 @@ def program(argv: object, env: object) -> dict[str, object]:
 
 
 def code(text: object) -> bytes:
-    """Returns Python source as bytes. Does not check it: the interpreter reports invalid source, for example with a lone surrogate."""
+    """Returns Python source as bytes. The source is not checked, because the interpreter reports invalid source, such as a lone
+    surrogate."""
     if not isinstance(text, str):
         raise TypeError(f"code must be a string, not {type(text).__name__}")
     return text.encode("utf-8", "surrogatepass")
@@ -94,7 +95,7 @@ def content(data: object, name: str) -> bytes:
 
 
 def contents(files: object) -> dict[str, bytes]:
-    """Returns a mapping path -> content."""
+    """Returns the files as a mapping path -> content."""
     if not isinstance(files, Mapping):
         raise TypeError(f"files must map paths to bytes, not be {type(files).__name__}")
     return {plain_path(path): content(data, "the content of a file") for path, data in files.items()}

@@ -47,7 +47,7 @@ class ReadyImage:
 
     @property
     def program_path(self) -> str:
-        """Path of that program in the sandbox."""
+        """Path in the sandbox of the program that runs as the exec server."""
         return f"/agentrl/exec_server{self.program.suffix}"
 
 
@@ -80,9 +80,9 @@ class ChannelBackend(waiting.ClosesOnce):
         self._openings: dict[asyncio.Timeout, asyncio.Future[None]] = {}  # deadline of each opening -> done when the opening is over
 
     async def prepare(self, spec: SandboxSpec) -> None:
-        """Builds or loads the image (a minute the first time, then cached) and compiles the exec server for it.
+        """Builds or loads the image (a build takes about a minute and is cached) and compiles the exec server for it.
 
-        Different images are prepared concurrently. Each image is prepared only once.
+        Different images are prepared concurrently. A call for an image that is ready returns at once.
         """
         async with self._preparing[spec.image]:
             if spec.image in self._images:
@@ -109,7 +109,8 @@ class ChannelBackend(waiting.ClosesOnce):
     ) -> ChannelSandbox:
         """Starts a sandbox. `server` replaces the exec server: the attack suite passes a compromised server.
 
-        Raises `SandboxTimeout` or `SandboxError`, and `TaskError` if the image's files do not fit. A failed start leaves nothing behind.
+        Raises `SandboxTimeout` if the sandbox does not open within `timeout_s`, `SandboxError` if the start fails, and `TaskError` if the
+        image's files do not fit into the working directory. A failed start leaves nothing behind.
         """
         await self.prepare(spec)
         image = self._images[spec.image]
@@ -143,7 +144,8 @@ class ChannelBackend(waiting.ClosesOnce):
 
     @contextlib.asynccontextmanager
     async def _within(self, timeout_s: float) -> AsyncIterator[None]:
-        """Limits the time of one opening, and the number of concurrent ones. Raises `SandboxError` once the backend is closed."""
+        """Limits the time for opening one sandbox, and the number of sandboxes that are opened at once. Raises `SandboxError` if the
+        backend is closed."""
         if self._closing is not None:
             raise SandboxError("the backend is closed")
         try:
@@ -166,7 +168,7 @@ class ChannelBackend(waiting.ClosesOnce):
 
     @contextlib.asynccontextmanager
     async def _startup(self, spec: SandboxSpec) -> AsyncIterator[Startup]:
-        """Creates the runtime folder and the egress listener of a new sandbox. Removes both if the block raises."""
+        """Creates the runtime folder and the egress listener of a new sandbox. Removes the folder and the listener if the block raises."""
         name = sandbox_name()
         async with sandbox_folder(name) as folder, contextlib.AsyncExitStack() as undo:
             write_run_label(folder, self.name, self.run_label)
@@ -188,7 +190,8 @@ class ChannelBackend(waiting.ClosesOnce):
         """Returns the sandbox after its exec server has sent its greeting and, if there is an allow-list, the egress listener.
 
         A failure leaves nothing of the sandbox behind. `relieve` kills the programs (see `Channel`). `end` removes what the backend
-        created; its argument says if the exec server is known to have exited. `explain` returns additional information about a failure.
+        created; its argument says whether the exec server is known to have exited. `explain` returns additional information about a
+        failure.
         """
 
         async def destroy(ended: bool) -> None:
@@ -216,7 +219,7 @@ class ChannelBackend(waiting.ClosesOnce):
         return sandbox
 
     def ways(self) -> dict[str, Any]:
-        """Returns facts about how the driver reaches its sandboxes, for the attack suite."""
+        """Returns facts for the attack suite about how the driver connects to its sandboxes."""
         return {}
 
     def _load(self, image: str) -> images.Image:
@@ -228,7 +231,7 @@ class ChannelBackend(waiting.ClosesOnce):
         return egress.EgressListener(name, spec, folder)
 
     def _delay(self) -> str:
-        """Returns a colon and what openings are waiting for. Empty if that is unknown."""
+        """Returns the end of a timeout message: a colon and what the opening waited for. Empty if that is unknown."""
         return ""
 
     @abc.abstractmethod
@@ -237,4 +240,4 @@ class ChannelBackend(waiting.ClosesOnce):
 
     @abc.abstractmethod
     async def _start(self, spec: SandboxSpec, image: ReadyImage) -> ChannelSandbox:
-        """Starts one sandbox and waits for its exec server. The caller sets the deadline; a failure leaves nothing behind."""
+        """Starts one sandbox and waits for its exec server. The caller sets the deadline. A failed start leaves nothing behind."""

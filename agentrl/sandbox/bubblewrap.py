@@ -1,11 +1,11 @@
 """Sandboxes in bubblewrap: kernel namespaces without a daemon.
 
-A sandbox sees the image's file tree read-only, with tmpfs mounts of limited size for the working directory, /tmp and /dev/shm. It has
-a separate pid namespace and a system call filter (`agentrl.sandbox.seccomp`), but no network and no capabilities.
+A sandbox sees the image's file tree read-only, with tmpfs mounts of limited size for the working directory, /tmp and /dev/shm. Each sandbox
+has a separate pid namespace and a system call filter (`agentrl.sandbox.seccomp`), but no network and no capabilities.
 
 If the driver runs as root, each sandbox has a control group (`agentrl.sandbox.limits.ControlGroups`), and its exec server gives up root
-before any program runs, so the server and the programs run as different users. Otherwise bubblewrap creates a user namespace with one
-user, and limits are per process unless the kernel offers better ones.
+before any program runs, so the server and the programs run as different users. Otherwise bubblewrap creates a user namespace with one user,
+and the limits are resource limits (setrlimit(2)) instead of a control group.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class BubblewrapBackend(ChannelBackend):
         return str(await asyncio.to_thread(images.ensure_rootfs, image, self._progress))
 
     async def _start(self, spec: SandboxSpec, image: ReadyImage) -> ChannelSandbox:
-        """Starts a sandbox. If the first sandbox cannot have separate inodes, logs a warning, and no sandbox gets separate inodes."""
+        """Starts a sandbox. If the first sandbox cannot have separate inodes, logs a warning and starts this sandbox and all later
+        sandboxes without separate inodes."""
         try:
             sandbox = await self._start_once(spec, image)
         except SandboxError as error:
@@ -101,7 +102,7 @@ class BubblewrapBackend(ChannelBackend):
         return await self._greeted(start, streams, relieve, end, explain=explain)
 
     async def _spawn(self, start: Startup, image: ReadyImage, link: int, options: dict[str, Any]) -> subprocess.Popen[bytes]:
-        """Starts bwrap, which waits for its arguments until it is in its control group.
+        """Starts bwrap, moves it into the control group of the sandbox, and then sends the arguments that bwrap waits for.
 
         The group is created in a thread, because the kernel takes 10 ms to move a process into it, and longer if many are moved at once.
         """
@@ -180,15 +181,15 @@ class BubblewrapBackend(ChannelBackend):
 def _kill(process: subprocess.Popen[bytes]) -> None:
     """Kills bwrap's process group, which the sandbox's first process shares.
 
-    That process does not exit with bwrap, because giving up root cleared its parent-death signal (prctl(2), PR_SET_PDEATHSIG). Call this
-    before reaping bwrap: until then its pid, which is also the group's id, cannot be reused.
+    The first process does not exit with bwrap, because giving up root cleared its parent-death signal (prctl(2), PR_SET_PDEATHSIG). Call
+    this function before reaping bwrap: until then, the pid of bwrap, which is also the group's id, cannot be reused.
     """
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
 async def _end(process: subprocess.Popen[bytes], *, patience_s: float) -> None:
-    """Waits up to `patience_s` for bwrap to exit, then kills its process group. Raises `SandboxError`."""
+    """Waits up to `patience_s` for bwrap to exit, then kills its process group. Raises `SandboxError` if bwrap still does not exit."""
     start = asyncio.get_running_loop().time()
     pause = 0.001
     flags = os.WEXITED | os.WNOHANG | os.WNOWAIT  # keeps the zombie, so the group's id is not reused
@@ -205,7 +206,7 @@ async def _end(process: subprocess.Popen[bytes], *, patience_s: float) -> None:
 
 
 def unavailable_reason(timeout_s: float = 10.0) -> str:
-    """Returns why bubblewrap cannot create a sandbox's namespaces on this machine; empty if it can."""
+    """Returns the reason why bubblewrap cannot create a sandbox's namespaces on this machine; empty if bubblewrap works."""
     if shutil.which("bwrap") is None:
         return "bwrap is not installed"
     command = ["bwrap", "--unshare-pid", "--unshare-net", "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev", "true"]

@@ -4,8 +4,9 @@ A build uses the daemon's defaults, like `docker build`: a Dockerfile is trusted
 builder, which supports neither `RUN --mount` nor here-documents. All functions block.
 
 The build context is the folder with the Dockerfile. The archive for the daemon contains regular files, folders and links (never followed),
-but no owners or times, and no files that `.dockerignore` lists. Its hash is the image's key. The hash covers the name of a base image, not
-its content: if the tag in `FROM` moves, the image that was built first stays in use. Pin a digest (`FROM debian@sha256:...`) to avoid that.
+but no owners or times, and no files that `.dockerignore` lists. The hash of the archive is the image's key. The hash covers the name of a
+base image, not its content: if the tag in `FROM` moves, the image that was built first stays in use. Pin a digest (`FROM
+debian@sha256:...`) to avoid that.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ def _escape(lines: list[str]) -> str:
 
 
 def _pack(folder: Path, target: IO[bytes] | None) -> str:
-    """Returns the key of a context. Writes the archive to `target` if that is not None."""
+    """Returns the key of a build context. If `target` is not None, writes the archive to `target`."""
     path = folder / DOCKERFILE
     if not path.is_file() or path.is_symlink():
         raise TaskError(f"{path} is not a regular file", fix="replace it with a regular file")
@@ -147,7 +148,7 @@ def _pack(folder: Path, target: IO[bytes] | None) -> str:
 
 
 def _member(folder: Path, name: str, entry: os.DirEntry[str]) -> tarfile.TarInfo:
-    """Returns the archive member for an entry, without its size."""
+    """Returns the archive member for an entry of the context. The caller sets the size."""
     member = tarfile.TarInfo(name)
     mode = entry.stat(follow_symlinks=False).st_mode
     member.mode = 0o755 if mode & 0o111 else 0o644
@@ -168,7 +169,7 @@ def _opened(entry: os.DirEntry[str]) -> BufferedReader:
 
 
 def _content_digest(file: BufferedReader, size: int) -> bytes:
-    """Returns the sha256 of the first `size` bytes. Only these are archived, because the file may grow in the meantime."""
+    """Returns the sha256 of the first `size` bytes of a file. Only these bytes are archived, because the file may grow in the meantime."""
     digest = hashlib.sha256()
     while size and (data := file.read(min(_PIECE_BYTES, size))):
         digest.update(data)
@@ -220,8 +221,8 @@ def _ignored(folder: Path) -> PatternMatcher:
 def ensure_built(tag: str, context: BuildContext, progress: Progress) -> None:
     """Builds the image `tag` if the daemon does not have it.
 
-    Raises `TaskError` (file, line, last output) if the build fails or the image has no python3 for the exec server,
-    `SandboxUnavailable` if there is no daemon, and `SandboxTimeout` or `SandboxError` if the daemon hangs or exits.
+    Raises `TaskError` if the build fails (the message has the file, the line and the last output) or the image has no python3 for the exec
+    server, `SandboxUnavailable` if there is no daemon, and `SandboxTimeout` or `SandboxError` if the daemon hangs or exits.
     """
     if not docker_client.reachable():
         raise SandboxUnavailable(
@@ -241,7 +242,8 @@ def ensure_built(tag: str, context: BuildContext, progress: Progress) -> None:
 
 
 def usable_as_is(tag: str) -> bool:
-    """Whether sandboxes can start from the image as it is: it has no volumes (extra disks) and no health check (an extra program)."""
+    """Whether sandboxes can start from the image without an export: the image has no volumes (extra disks) and no health check (an extra
+    program)."""
     with docker_client.connection(_CHECK_S) as api:
         config = api.inspect_image(tag)["Config"] or {}
     return not config.get("Volumes") and not config.get("Healthcheck")
@@ -298,7 +300,8 @@ def has_image(api: docker.APIClient, tag: str) -> bool:
 
 @contextlib.contextmanager
 def _container(api: docker.APIClient, config: dict[str, Any]) -> Iterator[str]:
-    """Creates a container and yields its name. Removes it and its volumes after the block. Its lease lets `cleanup.prune` remove it too."""
+    """Creates a container and yields its name. Removes the container and its volumes after the block. If this process dies, `cleanup.prune`
+    removes the container, which has a lease."""
     name = sandbox_name()
     labels = {docker_client.LABEL_RUN: "image check", docker_client.LABEL_LEASE: lease()}
     api.create_container_from_config({**config, "Labels": labels}, name=name)
@@ -362,7 +365,7 @@ def _failure(context: BuildContext, step: int, message: str, output: deque[str])
 
 
 def _messages(tag: str, context: BuildContext) -> Iterator[dict[str, Any]]:
-    """Yields the daemon's messages during a build. A thread reads them, so a hung daemon can be distinguished from a slow step."""
+    """Yields the daemon's messages during a build. A thread reads the messages, so a hung daemon can be distinguished from a slow step."""
     messages: queue.SimpleQueue[dict[str, Any] | Exception | None] = queue.SimpleQueue()
     abandoned = threading.Event()
     threading.Thread(target=_read_messages, args=(tag, context, messages, abandoned), name="docker build", daemon=True).start()
@@ -391,7 +394,8 @@ def _messages(tag: str, context: BuildContext) -> Iterator[dict[str, Any]]:
 
 
 def _read_messages(tag: str, context: BuildContext, messages: queue.SimpleQueue[Any], abandoned: threading.Event) -> None:
-    """Puts the daemon's messages into `messages`, then None, or the exception if there is one. Closing the connection stops the build."""
+    """Puts the daemon's messages into `messages`, followed by None, or by the exception if reading fails. Closing the connection stops the
+    build."""
     try:
         with contextlib.closing(docker_client.new_client(BUILD_S)) as api, context.archive() as archive:
             options = {"custom_context": True, "rm": True, "forcerm": True, "decode": True, "timeout": BUILD_S}

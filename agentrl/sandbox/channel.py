@@ -1,4 +1,4 @@
-"""The host's end of the connection to a sandbox's exec server: it sends requests and checks replies."""
+"""The host's end of the connection to a sandbox's exec server, which sends requests and checks replies."""
 
 from __future__ import annotations
 
@@ -35,12 +35,13 @@ class _Call:
 
 
 class Channel:
-    """Assigns request ids and deadlines, and is the only reader of the connection. A protocol violation breaks the channel permanently."""
+    """Sends requests to an exec server with ids and deadlines, and is the only reader of the connection. A protocol violation breaks the
+    channel permanently."""
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, name: str, relieve: Callable[[], Awaitable[bool]] | None = None
     ) -> None:
-        """`relieve` kills the sandbox's programs from outside. It returns whether they may have delayed a reply."""
+        """`relieve` kills the sandbox's programs from outside. `relieve` returns whether the programs may have delayed a reply."""
         self.name = name
         self._relieve = relieve
         self._reader = reader
@@ -75,10 +76,10 @@ class Channel:
     ) -> Reply:
         """Sends a request and returns its reply, whose header must match `schema` and whose body may have up to `max_body` bytes.
 
-        Raises `FileNotFoundError` or `ValueError` if the server refuses the request, `SandboxTimeout` if there is no reply in time,
-        and `SandboxError` if the sandbox is gone or the reply is invalid. A call that times out or is cancelled breaks the channel, because
-        its reply could arrive during a later call. After `timeout_s`, programs that blocked the server are killed, and the server gets
-        `RELIEVED_S` more. If no program blocked it, it gets `UNRELIEVED_S` more.
+        Raises `FileNotFoundError` or `ValueError` if the server refuses the request, `SandboxTimeout` if there is no reply in time, and
+        `SandboxError` if the sandbox is gone or the reply is invalid. A call that times out or is cancelled breaks the channel, because its
+        reply could arrive during a later call. After `timeout_s`, programs that blocked the server are killed, and the server gets
+        `RELIEVED_S` more. If no program blocked the server, the server gets `UNRELIEVED_S` more.
         """
         if self._error is not None:
             raise SandboxError(f"sandbox {self.name} is gone: {self._error}")
@@ -114,7 +115,7 @@ class Channel:
         return await asyncio.shield(call.done)
 
     async def detach(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, Callable[[], Awaitable[bool]]]:
-        """Detaches the connection after the greeting. Returns its streams and `relieve`. Every later call fails.
+        """Detaches the connection after the greeting. Returns the streams of the connection and `relieve`. Every later call fails.
 
         Raises `SandboxError` if the server has sent anything after its greeting.
         """
@@ -175,7 +176,8 @@ class Channel:
         return error
 
     async def _read(self) -> bool:
-        """Reads replies until the connection is closed. Returns True if the server closed it, and False after a protocol violation."""
+        """Reads replies until the connection is closed. Returns True if the server closed the connection, and False after a protocol
+        violation."""
         try:
             while self._error is None:
                 await self._read_reply()

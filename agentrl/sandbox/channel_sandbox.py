@@ -27,7 +27,7 @@ Destroy = Callable[[bool], Awaitable[None]]
 
 
 class ChannelSandbox(ClosesOnce):
-    """A sandbox whose exec server is at the other end of `channel`. Programs run one at a time; other calls wait.
+    """A sandbox whose exec server is at the other end of `channel`. Programs run one at a time; other calls wait until the program exits.
 
     If a program times out, every process in the sandbox is killed. A program that exits in time may leave other processes running.
     """
@@ -97,9 +97,9 @@ class ChannelSandbox(ClosesOnce):
     async def snapshot(self) -> bytes:
         """Returns the working directory as a tar archive of regular files, folders and links, readable or not, with their modes and times.
 
-        Programs are stopped meanwhile. Hard links are kept; pipes, sockets and devices are omitted. Raises `ValueError` only if the
-        directory is too large: more than `disk_mb`, 20,000 entries, 64 levels or 20 s of work. The archive is untrusted data: pass it to
-        `open(snapshot=...)`, and never unpack it on the host.
+        All programs are stopped while the archive is created. Hard links are kept; pipes, sockets and devices are omitted. Raises
+        `ValueError` only if the directory is too large: more than `disk_mb`, 20,000 entries, 64 levels or 20 s of work. The archive is
+        untrusted data: pass it to `open(snapshot=...)`, and never unpack it on the host.
         """
         limit = (self.spec.disk_mb << 20) + _ARCHIVE_HEADERS_BYTES
         async with self._turn:
@@ -114,12 +114,13 @@ class ChannelSandbox(ClosesOnce):
             await self._channel.call("restore", body=arguments.content(archive, "a snapshot"), timeout_s=2 * FILE_S)
 
     async def pause(self) -> None:
-        """Stops every program and its clock, even during a call. Memory stays in use. A program that keeps waking itself up is killed."""
+        """Stops every program and suspends its time limit, even during a call. The programs keep their memory. A program that keeps
+        resuming itself is killed."""
         self._channel.pause_deadlines()
         await self._channel.call("pause", timeout_s=GRACE_S)
 
     async def resume(self) -> None:
-        """Lets the programs continue."""
+        """Resumes the programs that `pause` stopped."""
         await self._channel.call("resume", timeout_s=GRACE_S)
         self._channel.resume_deadlines()
 

@@ -34,7 +34,7 @@ _PART = re.compile(r"rootfs\.[0-9]+|base\.[0-9]+\.tar")  # left by a killed buil
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenSandbox:
-    """A sandbox on this machine: `OpenSandbox(name="agentrl-...-0", backend="docker", run="quickstart", driver_alive=False)`."""
+    """A sandbox on this machine, such as `OpenSandbox(name="agentrl-...-0", backend="docker", run="quickstart", driver_alive=False)`."""
 
     name: str
     backend: str  # "docker", "bubblewrap", or "container" for a container that several Docker sandboxes share
@@ -43,9 +43,9 @@ class OpenSandbox:
 
 
 def list_open() -> list[OpenSandbox]:
-    """Returns every sandbox of this user's drivers, including dead ones.
+    """Returns every sandbox of this user's drivers, including drivers that have died.
 
-    Raises `SandboxError`, or `SandboxTimeout` if the daemon does not respond.
+    Raises `SandboxTimeout` if the Docker daemon does not respond, and `SandboxError` if it returns an error.
     """
     sandboxes: dict[str, OpenSandbox] = {}
     for driver in _subfolders(runtime_folder()):
@@ -82,7 +82,7 @@ def lease_in_name(name: str) -> str:
 
 
 def _subfolders(folder: Path) -> list[Path]:
-    """Returns the folders in `folder`. Empty if it was just removed: a driver's folder is removed with the driver's last sandbox."""
+    """Returns the folders in `folder`. Empty if `folder` no longer exists: a driver's folder is removed with the driver's last sandbox."""
     try:
         return [path for path in folder.iterdir() if path.is_dir()]
     except FileNotFoundError:
@@ -95,7 +95,8 @@ def _containers() -> dict[str, dict[str, str]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnusedFile:
-    """A file or image, unused for `days` days: `UnusedFile(name="agentrl/tables:0123456789abcdef", size=170_000_000, days=40.2)`."""
+    """A file or image that was unused for `days` days, such as `UnusedFile(name="agentrl/tables:0123456789abcdef", size=170_000_000,
+    days=40.2)`."""
 
     name: str  # tag of an image in the daemon, or path below the cache
     size: int  # bytes; layers that several images in the daemon share are counted for each image
@@ -146,7 +147,7 @@ def _size(path: Path) -> int:
 
 @contextlib.contextmanager
 def _try_lock(folder: Path) -> Iterator[bool]:
-    """Locks an image against builds for the block, and yields True. Yields False if a process is building the image."""
+    """Prevents builds of an image during the block, and yields True. Yields False if a process is already building the image."""
     with contextlib.ExitStack() as stack:
         for name in ("files", "docker", "build"):
             lock = stack.enter_context(open(folder / f"{name}.lock", "w"))
@@ -159,7 +160,7 @@ def _try_lock(folder: Path) -> Iterator[bool]:
 
 
 def _tags() -> dict[str, dict[str, int]]:
-    """Returns a mapping image key -> tag -> size in bytes of the daemon's images. Empty if there is no daemon."""
+    """Returns a mapping image key -> tag -> size in bytes, for the images in the daemon. Empty if there is no daemon."""
     sizes: dict[str, dict[str, int]] = {}
     if not docker_client.reachable():
         return sizes

@@ -1,8 +1,8 @@
-"""Starts, stops and checks the local Docker daemon, for set-up: `python -m agentrl.sandbox.daemon start|stop|status`.
+"""Starts, stops and checks the local Docker daemon, for set-up (`python -m agentrl.sandbox.daemon start|stop|status`).
 
 The library never starts a daemon. If the machine has systemd, `start` starts the distribution's service. Otherwise (containers, small
 virtual machines) `dockerd` runs in a new process session, without iptables rules and bridges, because sandboxes have no network. `stop`
-stops only a `dockerd` that `start` started in this way.
+stops only a `dockerd` that `start` started in a new process session.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _TAIL_BYTES = 1500  # how much of the log an error quotes
 
 
 def start(*, timeout_s: float) -> None:
-    """Starts a daemon if none responds. Raises `SandboxUnavailable`, which says what to install or run, or `SandboxError` on failure."""
+    """Starts a daemon if none responds. Raises `SandboxUnavailable`, which says what to install or run, or `SandboxError` if the daemon
+    exits or does not respond within `timeout_s`."""
     if docker_client.daemon_answers():
         return
     if shutil.which("dockerd") is None:
@@ -62,7 +63,8 @@ def start(*, timeout_s: float) -> None:
 
 
 def stop(*, timeout_s: float) -> bool:
-    """Stops the daemon that `start` started, and its containers. Returns False if there is none. Raises the errors of `start`."""
+    """Stops the daemon that `start` started, and its containers. Returns False if no such daemon is running. Raises `SandboxUnavailable` if
+    this user may not stop the daemon, and `SandboxError` if it does not stop within `timeout_s`."""
     pid = _own_pid()
     if pid is None:
         return False
@@ -95,7 +97,8 @@ def _command() -> list[str]:
 
 
 def _own_pid() -> int | None:
-    """Returns the pid of the daemon that `start` started, if it is alive. Checks the process name, because pids are reused."""
+    """Returns the pid of the daemon that `start` started, or None if that daemon is not running. Checks the process name, because pids are
+    reused."""
     try:
         pid = int(_PIDFILE.read_text())
         name = Path(f"/proc/{pid}/comm").read_text().strip()

@@ -1,9 +1,10 @@
-"""Sandboxes in containers of this machine's Docker daemon: one per container, or several (`agentrl.sandbox.shared_containers`).
+"""Sandboxes in containers of this machine's Docker daemon: one sandbox or several sandboxes per container
+(`agentrl.sandbox.shared_containers`).
 
-Starting a container takes two daemon calls; using it takes none. Process 1 of the container connects to a socket that is mounted into it.
-When the driver closes the connection, that process exits, the kernel kills the others, and the daemon removes the container. Containers
-that remain are removed by force. In a container with one sandbox, process 1 is the exec server; in a shared container it is a keeper,
-which creates the sandboxes.
+Starting a container takes two calls to the daemon; using the container takes none. Process 1 of the container connects to a socket that is
+mounted into it. When the driver closes the connection, process 1 exits, the kernel kills all other processes, and the daemon removes the
+container. Containers that remain are removed by force. In a container with one sandbox, process 1 is the exec server; in a shared container
+it is a keeper, which creates the sandboxes.
 
 `NetworkDisabled` halves the CPU time that a container costs, because its network namespace then stays empty without a helper process of
 the daemon.
@@ -101,7 +102,8 @@ class DockerBackend(ChannelBackend):
         return await asyncio.to_thread(images.ensure_docker_image, image, self._progress)
 
     async def _start(self, spec: SandboxSpec, image: ReadyImage) -> ChannelSandbox:
-        """Starts a sandbox in a shared container, or in a separate one if the spec names a runtime or containers cannot be shared here.
+        """Starts a sandbox in a shared container, or in a separate container if the spec names a runtime or this daemon's containers cannot
+        be shared.
 
         The keeper of a shared container has capabilities that no process in a separate container has, and it runs on the image's python3.
         So sandboxes share a container only if their image is built from a distribution's packages, never if it is built from a Dockerfile.
@@ -136,7 +138,8 @@ class DockerBackend(ChannelBackend):
     # Shared containers ------------------------------------------------------------------------------------------------
 
     async def _start_shared(self, spec: SandboxSpec, image: ReadyImage) -> ChannelSandbox:
-        """Starts a sandbox in a shared container. Raises `CannotShare` if the first fails for a reason that applies to all."""
+        """Starts a sandbox in a shared container. Raises `CannotShare` if the first sandbox fails for a reason that applies to all shared
+        containers."""
         async with self._startup(spec) as start:
             key = (image.tree, image.server, spec)
             container = await self._shared.acquire(key, lambda name: self._start_keeper(name, spec, image))
@@ -182,7 +185,7 @@ class DockerBackend(ChannelBackend):
         return keeper
 
     def _stop(self, container: Container) -> None:
-        """Stops a shared container in the background. `close` waits until it has stopped."""
+        """Stops a shared container in the background. `close` waits until the container has stopped."""
         spawn(self._end_container(container), self._background, name=f"end {container.name}")
 
     async def _end_container(self, container: Container) -> None:
@@ -198,7 +201,8 @@ class DockerBackend(ChannelBackend):
     async def _connect(
         self, name: str, container: dict[str, Any], folder: Path, program: Path, kind: socket.SocketKind = socket.SOCK_STREAM
     ) -> socket.socket:
-        """Starts a container. Returns the connection from its first process, which connects before any other program runs there."""
+        """Starts a container. Returns the connection from the container's first process, which connects before any other program runs in
+        the container."""
         folder.chmod(0o711)  # the user inside must reach the socket; only this user can enter the folders above
         server = folder / f"exec_server{program.suffix}"
         shutil.copyfile(program, server)
@@ -217,25 +221,27 @@ class DockerBackend(ChannelBackend):
                 raise
 
     async def _accept(self, listener: socket.socket, name: str) -> socket.socket:
-        """Returns the container's connection. Raises `SandboxError` if the container exits first. The caller sets the deadline."""
+        """Returns the container's connection. Raises `NeverAnswered` if the container exits before it connects. The caller sets the
+        deadline."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S):
                     return await accept(listener)
             if not await self._call(lambda: docker_client.is_running(name)):
                 raise NeverAnswered(
-                    f"container {name} ended before its exec server answered; check that its image has python3 (3.9 or later)"
+                    f"container {name} exited before its exec server connected; check that its image has python3 (3.9 or later)"
                 )
 
     async def _undo(self, starting: asyncio.Future[None], name: str) -> None:
-        """Removes a container after a failed start, once the daemon has responded. If the removal fails, `close` retries it."""
+        """After a failed start, waits for the daemon's response and removes the container. If the removal fails, `close` retries it."""
         with contextlib.suppress(SandboxError):
             await starting
         with contextlib.suppress(SandboxError):
             await self._discard(name)
 
     async def _leave(self, name: str) -> None:
-        """Leaves the removal of a container to the daemon. Once `_SWEEP_AT` containers are recorded, forces the removal of overdue ones."""
+        """Leaves the removal of a container to the daemon. If `_SWEEP_AT` containers are recorded, forces the removal of those that have
+        been recorded for longer than `LEAVING_S`."""
         now = time.monotonic()
         self._leaving[name] = now
         if len(self._leaving) >= _SWEEP_AT:
@@ -283,9 +289,11 @@ class DockerBackend(ChannelBackend):
         return self._request(image, [image.program_path, "connect:/agentrl/link", json.dumps(options)], host)
 
     def _shared_container(self, name: str, spec: SandboxSpec, image: ReadyImage, folder: Path) -> dict[str, Any]:
-        """Returns the create request for a shared container. Its limits suffice for all sandboxes in it, each of which has its own.
+        """Returns the create request for a shared container. Its limits suffice for all sandboxes in the container, and each sandbox has
+        its own limits.
 
-        Its keeper may create namespaces and mounts; the processes that it starts give up these rights before they run a program.
+        The keeper of the container may create namespaces and mounts; the processes that the keeper starts give up these rights before they
+        run a program.
         """
         memory = shared_containers.SLOTS * (spec.memory_mb << 20) + shared_containers.KEEPER_BYTES
         processes = shared_containers.SLOTS * (spec.processes + 1) + 1
@@ -346,7 +354,7 @@ def _host_config(memory: int, socket_bytes: int, processes: int) -> dict[str, An
 
 
 def _tmpfs(spec: SandboxSpec) -> dict[str, str]:
-    """Returns a mapping writable folder -> mount options."""
+    """Returns a mapping writable folder -> options for its tmpfs mount."""
     sizes = dict.fromkeys(limits.WRITABLE_FOLDERS, limits.disk_bytes(spec)) | {"/dev/shm": limits.shared_memory_bytes(spec)}
     return {path: f"mode=1777,size={size},nr_inodes={limits.max_inodes(spec)}" for path, size in sizes.items()}
 
@@ -354,7 +362,8 @@ def _tmpfs(spec: SandboxSpec) -> dict[str, str]:
 def _request_sandbox(
     keeper: KeeperClient, description: dict[str, Any], link: socket.socket, listener: Path | None, server: Path | None
 ) -> SharedSandbox:
-    """Requests a sandbox. Passes it its connection and, unless they are None, a connection to `listener` and the open file `server`.
+    """Requests a sandbox from a keeper. Passes the keeper the sandbox's end of its connection and, unless they are None, a connection to
+    `listener` and the open file `server`.
 
     `listener` is the egress listener's socket. `server` replaces the exec server.
     """

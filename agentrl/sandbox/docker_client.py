@@ -35,7 +35,8 @@ State = Literal["answers", "silent", "absent"]
 
 
 def daemon_address() -> str:
-    """Returns the local daemon's address: `$DOCKER_HOST`, or the default. Raises `SandboxUnavailable` if it is not on this machine.
+    """Returns the local daemon's address: `$DOCKER_HOST`, or the default. Raises `SandboxUnavailable` if the address is not a socket on
+    this machine.
 
     Sandboxes reach the driver through a mounted socket, which a remote daemon cannot provide.
     """
@@ -46,7 +47,8 @@ def daemon_address() -> str:
 
 
 def daemon_state(timeout_s: float = _PING_S) -> State:
-    """Pings the local daemon. `silent`: it accepts connections but does not respond within `timeout_s`. `absent`: no daemon listens."""
+    """Pings the local daemon. Returns `answers`, `silent` if the daemon accepts connections but does not respond within `timeout_s`, or
+    `absent` if no daemon listens."""
     try:
         with socket.socket(socket.AF_UNIX) as link:
             link.settimeout(timeout_s)
@@ -81,7 +83,7 @@ def client() -> docker.APIClient:
 
 @contextlib.contextmanager
 def connection(timeout_s: float = REQUEST_S) -> Iterator[docker.APIClient]:
-    """Yields this thread's client with this timeout. Raises errors from the library as `SandboxError`."""
+    """Yields this thread's client with the timeout `timeout_s`. Raises errors of the library as `SandboxError` or `SandboxTimeout`."""
     api = client()
     previous, api.timeout = api.timeout, timeout_s
     try:
@@ -129,7 +131,8 @@ def containers(label: str) -> dict[str, dict[str, str]]:
 
 
 def remove(name: str) -> None:
-    """Kills and removes a container. Does nothing if it is gone or is being removed. Raises `SandboxError`."""
+    """Kills and removes a container. Does nothing if the container does not exist or is being removed. Raises `SandboxError` if the daemon
+    fails."""
     with connection(QUICK_S) as api:
         try:
             api.remove_container(name, force=True, v=True)
@@ -139,7 +142,8 @@ def remove(name: str) -> None:
 
 
 def await_removed(names: frozenset[str], timeout_s: float) -> None:
-    """Waits up to `timeout_s` for the daemon to remove these containers of this process, then removes the rest. Raises `SandboxError`."""
+    """Waits up to `timeout_s` for the daemon to remove the containers `names` of this process, then removes those that remain. Raises
+    `SandboxError` if the daemon fails."""
     deadline = time.monotonic() + timeout_s
     while left := names & containers(f"{LABEL_LEASE}={lease()}").keys():
         if time.monotonic() >= deadline:

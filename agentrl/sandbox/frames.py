@@ -33,7 +33,7 @@ _KILLS = ("timeout", "memory", "killed")
 
 
 class FrameError(SandboxError):
-    """A sandbox sent bytes that are not a valid reply. The sandbox is destroyed."""
+    """A sandbox sent bytes that are not a valid reply, so the host destroys the sandbox."""
 
 
 def encode(header: Mapping[str, Any], body: bytes = b"") -> bytes:
@@ -50,7 +50,7 @@ def encode(header: Mapping[str, Any], body: bytes = b"") -> bytes:
 
 
 def parse_prefix(data: bytes) -> tuple[int, int]:
-    """Returns (header length, body length) of a reply. The caller limits the body's length."""
+    """Returns (header length, body length) of a reply. The caller must limit the length of the body."""
     header_size, body_size = PREFIX.unpack(data)
     if not 2 <= header_size <= MAX_REPLY_HEADER:
         raise FrameError(f"a reply header has {header_size} bytes; 2 to {MAX_REPLY_HEADER} are allowed")
@@ -58,7 +58,7 @@ def parse_prefix(data: bytes) -> tuple[int, int]:
 
 
 def parse_header(data: bytes) -> dict[str, Any]:
-    """Returns a reply header with an integer `id` and a boolean `ok`. `check_fields` checks its other keys."""
+    """Returns a reply header with an integer `id` and a boolean `ok`. `check_fields` checks the other keys of the header."""
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:

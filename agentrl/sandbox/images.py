@@ -1,13 +1,13 @@
 """Sandbox images: folders with an `image.toml`, or else a `Dockerfile`. Each version is built once per machine.
 
-    suite = "bookworm"            # Debian release
-    packages = ["python3"]        # the exec server runs on python3
-    pull = "python:3.11-slim"     # optional: the Docker backend first tries to pull this
+An `image.toml` sets `suite`, a Debian release such as "bookworm", and `packages`, a list such as ["python3"], on which the exec server
+runs. If it also sets `pull`, a reference such as "python:3.11-slim", the Docker backend first tries to pull that image.
 
-The result is `<cache>/images/<hash>/base.tar`, with the hash of the recipe or of the build context (`agentrl.sandbox.builds`). This file
-is unpacked in the same folder for bubblewrap, and imported as `agentrl/<folder name>:<hash>` for Docker, so both backends run the same
-tree. The WORKDIR and ENV of a Dockerfile are stored as files in that tree (see `agentrl.sandbox.layout`); its entry point and user are
-ignored. The exec server is not part of an image: each sandbox receives the current exec server when it opens.
+The result of a build is `<cache>/images/<hash>/base.tar`, with the hash of the `image.toml` or of the build context
+(`agentrl.sandbox.builds`). The archive is unpacked in the same folder for bubblewrap, and imported as `agentrl/<folder name>:<hash>` for
+Docker, so both backends run the same tree. The WORKDIR and ENV of a Dockerfile are stored as files in that tree (see
+`agentrl.sandbox.layout`); the entry point and the user of the Dockerfile are ignored. The exec server is not part of an image: each sandbox
+receives the current exec server when it opens.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ class StoredImage(BaseModel):
 
 
 class Image(BaseModel):
-    """A recipe, and the cache that stores its image: `Image(name="tables", recipe=..., cache=Path("~/.cache/agentrl"))`."""
+    """A recipe, and the cache that stores the image built from it, such as `Image(name="tables", recipe=...,
+    cache=Path("~/.cache/agentrl"))`."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -154,7 +155,7 @@ def _read(path: Path) -> ImageRecipe:
 
 
 def ensure_tarball(image: Image, progress: Progress = no_progress) -> Path:
-    """Returns the path of the image's file tree as a tar archive. Builds the archive if it is not cached, which takes minutes."""
+    """Returns the path of the image's file tree as a tar archive. Builds the archive if it is not cached; a build takes minutes."""
     if image.tarball.exists():
         return image.tarball
     with locked(image):
@@ -197,7 +198,8 @@ def ensure_rootfs(image: Image, progress: Progress = no_progress) -> Path:
 
 
 def ensure_docker_image(image: Image, progress: Progress = no_progress) -> str:
-    """Returns the image's tag. First builds, pulls or imports the image if the daemon lacks it, which may take minutes. Blocking."""
+    """Returns the image's tag. If the daemon lacks the image, first builds, pulls or imports the image, which may take minutes.
+    Blocking."""
     docker_client.reachable(PREPARE_S)  # raises if the daemon is silent
     with docker_client.connection() as api:
         if builds.has_image(api, image.tag):
@@ -231,7 +233,7 @@ def _tagged(api: docker.APIClient, image: Image, progress: Progress) -> bool:
 
 
 def _pulled(image: Image, reference: str, progress: Progress) -> bool:
-    """Tries to pull `reference`. Returns False if the registry does not answer or does not have it."""
+    """Tries to pull `reference`. Returns False if the registry does not respond or does not have the image."""
     progress(f"pulling {reference} for sandbox image {image.name}")
     with contextlib.closing(docker_client.new_client(_PULL_S)) as api:
         try:
@@ -272,7 +274,8 @@ def locked(image: Image, name: str = "files", *, timeout_s: float = BUILD_S + 60
 
 @contextlib.contextmanager
 def _part(path: Path) -> Iterator[Path]:
-    """Yields a temporary path. Renames it to `path` after the block, or removes it if the block raises."""
+    """Yields a temporary path. After the block, renames the file or folder at the temporary path to `path`, or removes it if the block
+    raises."""
     part = path.with_name(f"{path.stem}.{os.getpid()}{path.suffix}")
     try:
         yield part
@@ -286,7 +289,7 @@ def _part(path: Path) -> Iterator[Path]:
 
 
 def _build(image: Image) -> None:
-    """Builds the file tree from Debian packages. Raises `UserError` if that fails or if the tree has no python3 for the exec server."""
+    """Builds the file tree from Debian packages. Raises `UserError` if the build fails or the tree has no python3 for the exec server."""
     recipe = image.recipe
     assert isinstance(recipe, ImageRecipe)
     if shutil.which("mmdebstrap") is None:
@@ -311,7 +314,7 @@ def _build(image: Image) -> None:
 
 
 def _private_mounts() -> list[str]:
-    """Returns a command prefix that hides a command's mounts from other processes, and removes them when the command exits.
+    """Returns a command prefix that hides the mounts of a command from other processes, and removes these mounts when the command exits.
 
     Empty if this process may not create a mount namespace.
     """
@@ -324,7 +327,7 @@ def _private_mounts() -> list[str]:
 
 
 def _run(command: list[str]) -> None:
-    """Runs a build step in a new process group with a deadline. Raises `UserError` if it fails."""
+    """Runs a build step in a new process group with a deadline. Raises `UserError` if the step fails or exceeds the deadline."""
     deadline = time.monotonic() + BUILD_S
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True

@@ -28,7 +28,7 @@ _stuck: set[Path] = set()
 
 
 def lease() -> str:
-    """Returns this process's lease. Raises `SandboxError` if the first call finds no free descriptor."""
+    """Returns this process's lease. Raises `SandboxError` if the first call fails because no descriptor is free."""
     return _lease_of(os.getpid())
 
 
@@ -38,7 +38,8 @@ def _lease_of(pid: int) -> str:
 
 
 def alive(other: str) -> bool:
-    """Whether the process with the lease `other` is still running. True if `other` is not a lease, because its owner may not be ours.
+    """Whether the process with the lease `other` is still running. True if `other` is not a lease, because its owner may not be a driver of
+    agentrl.
 
     Raises `SandboxError` if no descriptor is free for the check.
     """
@@ -49,12 +50,13 @@ def alive(other: str) -> bool:
 
 
 def sandbox_name() -> str:
-    """Returns a new sandbox name, which is unique on this machine: `agentrl-<lease>-<number>`."""
+    """Returns a new sandbox name, `agentrl-<lease>-<number>`, which is unique on this machine."""
     return f"agentrl-{lease()}-{next(_numbers)}"
 
 
 def runtime_folder() -> Path:
-    """Returns the private folder for the sockets of this user's open sandboxes. Its path is short. A reboot removes the folder."""
+    """Returns the private folder for the sockets of this user's open sandboxes. The path is short, because the length of socket paths is
+    limited. A reboot removes the folder."""
     if os.geteuid() == 0:
         folder = Path("/run/agentrl")
     else:
@@ -69,7 +71,8 @@ def runtime_folder() -> Path:
 
 @contextlib.asynccontextmanager
 async def sandbox_folder(name: str) -> AsyncIterator[Path]:
-    """Creates and yields a sandbox's runtime folder. Removes it if the block raises, in a thread that a second cancellation cannot stop."""
+    """Creates and yields a sandbox's runtime folder. If the block raises, removes the folder in a thread, which a second cancellation
+    cannot stop."""
     folder = runtime_folder() / lease() / name
     with _creating:
         folder.mkdir(parents=True)
@@ -109,7 +112,8 @@ def _boot() -> str:
 
 
 def start_time(pid: int) -> int | None:
-    """Returns the start time of a process in clock ticks after boot. None if it does not exist or is a zombie. Raises `SandboxError`."""
+    """Returns the start time of a process in clock ticks after boot. None if the process does not exist or is a zombie. Raises
+    `SandboxError` if /proc cannot be read."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

@@ -57,12 +57,13 @@ _next_core = itertools.count()
 
 
 def shared_memory_bytes(spec: SandboxSpec) -> int:
-    """Returns the size of /dev/shm."""
+    """Returns the size of a sandbox's /dev/shm in bytes."""
     return min(16 * MEBIBYTE, spec.memory_mb * MEBIBYTE // 8)
 
 
 def disk_bytes(spec: SandboxSpec) -> int:
-    """Returns the size of the working directory, and of /tmp. Both are in memory: `RESERVED_BYTES` must remain when both are full."""
+    """Returns the size in bytes of the working directory, which is also the size of /tmp. Both folders are in memory, and `RESERVED_BYTES`
+    of the memory must remain when both are full."""
     free = spec.memory_mb * MEBIBYTE - shared_memory_bytes(spec) - len(WRITABLE_FOLDERS) * max_inodes(spec) * INODE_BYTES - RESERVED_BYTES
     return min(spec.disk_mb * MEBIBYTE, max(free // 2, _MIN_DISK_BYTES))
 
@@ -73,12 +74,12 @@ def max_inodes(spec: SandboxSpec) -> int:
 
 
 def socket_bytes(spec: SandboxSpec) -> int:
-    """Returns the maximum total size of all TCP and UDP buffers."""
+    """Returns the maximum total size in bytes of a sandbox's TCP and UDP buffers."""
     return spec.memory_mb * MEBIBYTE // _SOCKET_SHARE
 
 
 def group_limits(spec: SandboxSpec, helpers: int) -> dict[str, int]:
-    """Returns the limits of a sandbox's control group, in which `helpers` processes of ours also run."""
+    """Returns the limits of a sandbox's control group, in which `helpers` processes of agentrl also run."""
     return {
         "memory": spec.memory_mb * MEBIBYTE,
         "processes": spec.processes + helpers,
@@ -118,9 +119,9 @@ def cores(spec: SandboxSpec) -> list[int]:
 def server_capabilities() -> dict[str, int]:
     """Returns a mapping name -> number of the capabilities that the exec server keeps.
 
-    It needs them to kill programs of a different user and to become that user. With SYS_RESOURCE, it prevents programs from becoming less
-    likely victims than itself when memory runs out. That capability is included only if this process may have it, because some machines
-    withhold it.
+    The exec server needs them to kill programs of a different user and to become that user. With SYS_RESOURCE, the exec server ensures that
+    the kernel kills programs before the exec server when memory runs out. SYS_RESOURCE is included only if this process may have it,
+    because some machines withhold it.
     """
     status = dict(line.split(":\t", 1) for line in Path("/proc/self/status").read_text().splitlines())
     available = int(status["CapBnd"], 16) >> _CAP_SYS_RESOURCE & 1
@@ -130,8 +131,8 @@ def server_capabilities() -> dict[str, int]:
 def server_options(name: str, spec: SandboxSpec, *, grouped: bool = True) -> dict[str, Any]:
     """Returns the start options for the exec server of sandbox `name`. `grouped`: whether the sandbox has a control group for CPU time.
 
-    Each sandbox has two user ids, because the kernel counts inotify instances, queued signals and bytes in queues and pipes per user.
-    They are derived from a hash of the name. If the ids of two sandboxes collide, the sandboxes share only those counts.
+    Each sandbox has two user ids, because the kernel counts inotify instances, queued signals and bytes in queues and pipes per user. The
+    ids are derived from a hash of the name. If the ids of two sandboxes collide, the sandboxes share only those counts.
     """
     number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % _USER_RANGE
     return {
@@ -150,10 +151,11 @@ def server_options(name: str, spec: SandboxSpec, *, grouped: bool = True) -> dic
 
 
 class ControlGroups(Groups):
-    """The control groups of all bubblewrap sandboxes, which limit memory, processes and CPU time. Cgroup version 1 or 2. Requires root."""
+    """The control groups of all bubblewrap sandboxes, which limit memory, processes and CPU time. Supports cgroup versions 1 and 2.
+    Requires root."""
 
     def confine(self, name: str, spec: SandboxSpec, pid: int) -> None:
-        """Moves a process into a new group with the limits of `spec`. Raises `SandboxError`."""
+        """Moves a process into a new group with the limits of `spec`. Raises `SandboxError` if the group cannot be created."""
         try:
             self.create(name, group_limits(spec, _HELPERS))
         except OSError as error:
@@ -178,7 +180,8 @@ class ControlGroups(Groups):
 
 
 def find_control_groups() -> ControlGroups | None:
-    """Returns the control groups in which this process can limit memory, processes and CPU time, or None if it cannot."""
+    """Returns the control groups in which this process can limit memory, processes and CPU time, or None if this process cannot create
+    them."""
     if os.geteuid() != 0:
         return None
     groups = ControlGroups(str(CGROUPS), _PARENT)
@@ -197,7 +200,7 @@ def find_control_groups() -> ControlGroups | None:
 
 
 def _delegate(folder: Path) -> None:
-    """Enables the controllers in the folders below `folder`. Fails with EBUSY if processes of the machine are in `folder` itself."""
+    """Enables the controllers in the folders below `folder`. Fails with EBUSY if `folder` itself contains processes."""
     missing = {"memory", "pids", "cpu"} - set((folder / "cgroup.subtree_control").read_text().split())
     if missing:
         (folder / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in sorted(missing)))

@@ -1,6 +1,6 @@
-"""A pool in front of any backend. It keeps sandboxes ready, and limits how many are in use.
+"""A pool in front of any backend, which keeps sandboxes ready and limits the number of sandboxes in use.
 
-A sandbox leaves the pool once and never returns: `close` destroys it. Replacements open in the background, a few at a time.
+A sandbox leaves the pool once and never returns, because `close` destroys it. Replacements open in the background, a few at a time.
 """
 
 from __future__ import annotations
@@ -91,9 +91,10 @@ class WarmPool(ClosesOnce):
         await self._backend.close()
 
     async def _take(self, spec: SandboxSpec, files: Mapping[str, bytes], deadline: float) -> Sandbox | None:
-        """Returns a ready sandbox after writing `files` to it, which shows that it responds. None if no ready sandbox responds.
+        """Returns a ready sandbox after writing `files` to it, which shows that the sandbox responds. Returns None if no ready sandbox
+        responds.
 
-        Closes sandboxes that do not respond. Each attempt may take half of the remaining time, so that some is left to open a new sandbox.
+        Closes sandboxes that do not respond. Each attempt may take half of the remaining time, so that time is left to open a new sandbox.
         """
         ready = self._ready.get(spec)
         while ready:
@@ -145,7 +146,7 @@ class WarmPool(ClosesOnce):
 
 
 class _PooledSandbox(ClosesOnce, ForwardingSandbox):
-    """A sandbox in use. Closing it releases its slot."""
+    """A sandbox that a caller uses. Closing the sandbox releases its slot in the pool."""
 
     def __init__(self, sandbox: Sandbox, release: Callable[[], None]) -> None:
         super().__init__(sandbox)

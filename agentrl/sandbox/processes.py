@@ -1,6 +1,6 @@
-"""The processes of a sandbox as the host sees them, and how the host kills its programs.
+"""The processes of a sandbox as the host sees them, and how the host kills the programs among them.
 
-Normally an exec server kills its programs. If it does not reply in time, either it is at fault or programs use all CPU time.
+Normally the exec server kills the programs. If the exec server does not reply in time, either it is at fault or programs use all CPU time.
 `SandboxProcesses.kill_programs` distinguishes the two cases, so that a program cannot turn its timeout into an infrastructure fault.
 """
 
@@ -25,7 +25,7 @@ _PAUSE_S = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
-    """A process: `Process(pid=4711, parent=4710, user=1879048199, inner_pid=1, state="S")`."""
+    """A process, such as `Process(pid=4711, parent=4710, user=1879048199, inner_pid=1, state="S")`."""
 
     pid: int
     parent: int
@@ -46,16 +46,17 @@ class SandboxProcesses:
     def from_options(cls, options: dict[str, Any], top: int) -> SandboxProcesses:
         """Returns the processes of the sandbox whose exec server has these start options.
 
-        `top` is an ancestor of the exec server. It is used only if this user is not root.
+        `top` is an ancestor of the exec server. `top` is used only if this user is not root.
         """
         if os.geteuid() == 0 or not top:
             return cls(server=options["server"], agent=options["agent"])
         return cls(server=os.geteuid(), agent=os.geteuid(), top=top)
 
     async def kill_programs(self) -> bool:
-        """Kills the programs and waits up to 5 seconds for them to exit.
+        """Kills the programs of the sandbox and waits up to 5 seconds for them to exit.
 
-        Returns True if there were programs or the exec server was waiting for a CPU. In that case, a late reply is not the server's fault.
+        Returns True if there were programs or the exec server was waiting for a CPU. In that case, a late reply is not the fault of the
+        exec server.
         """
         processes = await asyncio.to_thread(_processes, _FRESH_S)
         programs = self._programs(processes)
@@ -85,7 +86,7 @@ class SandboxProcesses:
         return [process for process in processes if process.pid in inside and process.pid != self.top]
 
     def _kill(self, process: Process) -> None:
-        """Kills a process. Does nothing if its pid now belongs to a different process, or if this user may not kill it."""
+        """Kills a process. Does nothing if the pid now belongs to a different process, or if this user may not kill the process."""
         with contextlib.suppress(OSError):
             descriptor = os.pidfd_open(process.pid)
             try:

@@ -1,10 +1,10 @@
 """The system call filter of sandboxes: a classic BPF program that the exec server installs, the same for every backend.
 
-It allows only the calls in the tables below, so calls that future kernels add are refused. The errors are those that programs expect:
-ENOSYS if libraries have an alternative, EPERM for calls that need rights, EOPNOTSUPP or a similar error if the kernel would return it. For
-some calls the arguments decide: no new namespaces, no socket families except local and IP, no huge pages (the machine has one supply), and
-no socket options, terminal commands or process properties that use kernel memory, load modules or affect other processes. A call for the
-wrong architecture kills the process. A binary search finds a call's number in about seven steps.
+The filter allows only the calls in the tables below, so calls that future kernels add are refused. A refused call fails with an error that
+programs expect: ENOSYS if libraries have an alternative, EPERM for calls that need rights, EOPNOTSUPP or a similar error if the kernel
+would return it. Some calls are allowed only with certain arguments: no new namespaces, no socket families except local and IP, no huge
+pages (the machine has a fixed number), and no socket options, terminal commands or process properties that use kernel memory, load modules
+or affect other processes. A call for the wrong architecture kills the process. A binary search finds a call's number in about seven steps.
 
 Each entry of a table is `name:x86_64:aarch64`, with `-` if an architecture lacks the call. Once assigned, a number never changes
 (`asm/unistd_64.h`, `asm-generic/unistd.h`). A call that is not in any table, such as a future one, fails with ENOSYS; libraries then use
@@ -12,16 +12,15 @@ alternatives. `scripts/system_calls.py` shows which calls programs need.
 
 These calls are missing on purpose:
 
-    clone3                              its flags are behind a pointer; libraries fall back to clone, whose flags are checked
-    io_setup, io_submit, ...            the machine has a fixed number of contexts, which one sandbox could take
-    io_uring_*                          a second way to make every call, which bypasses the filter
-    seccomp                             compiled filters share one budget per machine, so sandboxes cannot be nested
-    landlock_*                          rights for nested sandboxes
-    semget, msgget, mq_open             queues and semaphores in the kernel, most of which outlive their programs
-    statmount, listmount, open_tree_attr, setxattrat, futex_wait, mseal, memfd_secret, map_shadow_stack, cachestat, lsm_*
-                                        newer calls that no program needs yet
-    vmsplice, tee, remap_file_pages, process_madvise, modify_ldt
-                                        rare alternatives to other calls
+- clone3: its flags are behind a pointer. Libraries fall back to clone, whose flags are checked.
+- io_setup, io_submit and others: the machine has a fixed number of contexts, all of which one sandbox could use.
+- io_uring_*: a second way to make every call, which bypasses the filter.
+- seccomp: compiled filters share one budget per machine, so sandboxes cannot be nested.
+- landlock_*: needed only for nested sandboxes.
+- semget, msgget and mq_open: most queues and semaphores in the kernel outlive their programs.
+- statmount, listmount, open_tree_attr, setxattrat, futex_wait, mseal, memfd_secret, map_shadow_stack, cachestat and lsm_*: newer calls that
+  no program needs yet.
+- vmsplice, tee, remap_file_pages, process_madvise and modify_ldt: rare alternatives to other calls.
 """
 
 from __future__ import annotations
@@ -185,7 +184,7 @@ def filter_program() -> bytes:
 
 
 def simulate(number: int, *arguments: int, arch: int) -> tuple[int, int]:
-    """Returns (filter's return value for system call `number`, number of steps). Simulates the kernel, for tests."""
+    """Returns (return value of the filter for system call `number`, number of executed instructions). Simulates the kernel, for tests."""
     program = list(struct.iter_unpack("=HBBI", filter_program()))
     data = struct.pack("=IIQ6Q", number, arch, 0, *(value % (1 << 64) for value in arguments[:6]), *[0] * (6 - len(arguments)))
     at = accumulator = step = 0
@@ -239,7 +238,8 @@ def _conditional() -> dict[str, Block]:
 
 
 def _permitted(offset: int, ranges: Ranges, otherwise: Block) -> Block:
-    """Returns instructions that allow a call if its argument at `offset` is in one of `ranges`, which include both ends."""
+    """Returns instructions that allow a call if its argument at `offset` is in one of `ranges`. A range includes its first and its last
+    value."""
     return _choice(offset, _each(ranges, _allow()), otherwise)
 
 
@@ -249,9 +249,9 @@ def _without(offset: int, flag: int, code: int) -> Block:
 
 
 def _kinds(protocols: dict[socket.SocketKind, int], no_protocol: Block) -> Block:
-    """Returns instructions that allow sockets of these types, each with its protocol or 0.
+    """Returns instructions that allow the socket types in `protocols`, each with its protocol or 0.
 
-    For any other pair, the kernel would run modprobe as root on the host.
+    For any other combination of type and protocol, the kernel would run modprobe as root on the host.
     """
     unknown, raw = _answer(errno.ESOCKTNOSUPPORT), _answer(errno.EPERM)
     blocks = {int(kind): _permitted(_ARG2, ((0, 0), (number, number)), no_protocol) for kind, number in protocols.items()}
@@ -264,7 +264,8 @@ def _each(ranges: Ranges, block: Block) -> dict[int, tuple[int, Block]]:
 
 
 def _choice(offset: int, blocks: dict[int, tuple[int, Block]], otherwise: Block) -> Block:
-    """Returns instructions that run the block for the value at `offset`. `blocks` maps first value -> (last value, block).
+    """Returns instructions that load the value at `offset` and run the block for this value. `blocks` maps first value -> (last value,
+    block).
 
     `otherwise` runs for all other values.
     """

@@ -33,11 +33,11 @@ def select_backend(
 ) -> DockerBackend | BubblewrapBackend:
     """Returns the shipped backend `name`. `auto` selects Docker if a local daemon responds, or else bubblewrap if it works.
 
-    Blocks briefly and never starts a daemon. Raises `UserError` for an unknown name, and `SandboxUnavailable` with the command
-    that corrects the problem.
+    Blocks briefly and never starts a daemon. Raises `UserError` for an unknown name, and `SandboxUnavailable`, which contains the command
+    that corrects the problem, if the backend does not work.
 
     Args:
-        run_label: label of everything that the run opens.
+        run_label: label of all sandboxes that the run opens.
         root: the folder that `SandboxSpec.image` is relative to.
     """
     if name not in _LOCAL:
@@ -71,7 +71,8 @@ open_bubblewrap = functools.partial(select_backend, "bubblewrap")
 
 
 def open_backend(config: SandboxConfig, *, run_label: str, root: Path) -> SandboxBackend:
-    """Returns the backend that a recipe names. Raises `SandboxUnavailable`, or `PluginError` if a user-supplied backend is invalid."""
+    """Returns the backend that a recipe names. Raises `SandboxUnavailable` if a shipped backend does not work, and `PluginError` if a
+    user-supplied backend is invalid."""
     backend: SandboxBackend = parts.make_part(parts.BACKEND, config.backend, run_label=run_label, root=root)
     return backend
 
@@ -79,7 +80,8 @@ def open_backend(config: SandboxConfig, *, run_label: str, root: Path) -> Sandbo
 async def open_sandboxes(config: SandboxConfig, *, run_label: str, root: Path, warm: int = WARM, lazily: bool = False) -> SandboxBackend:
     """Opens the backend of a run, removes what dead drivers left behind, and returns a warm pool in front of the backend.
 
-    If `lazily` is true, does so only when the first image or sandbox is needed. This is for runs whose tasks may not need any.
+    If `lazily` is true, opens the backend only when the first image or sandbox is needed. Use this option for runs whose tasks may not need
+    a sandbox.
     """
     if lazily:
         return LazySandboxes(functools.partial(open_sandboxes, config, run_label=run_label, root=root, warm=warm))

@@ -1,7 +1,7 @@
 """The exec server's code for sandboxes: one file, compiled once per image, because compilation would add 8 ms to each start.
 
-Only the image's interpreter can compile code for itself. So the first sandbox of an image starts from source and compiles it before any
-agent's program runs. The host stores the compiled bytes and mounts them; it never loads them.
+Only the image's interpreter can compile code in the form that it loads. So the first sandbox of an image starts from source and compiles it
+before any agent's program runs. The host stores the compiled bytes and mounts them; it never loads them.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import functools
 import hashlib
 import os
 import re
-import tempfile
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 from agentrl.base.files import replace_file
+from agentrl.base.scratch import ScratchFolder
 from agentrl.errors import SandboxError
 from agentrl.protocols import Sandbox
 from agentrl.sandbox import inside
@@ -53,7 +53,7 @@ def ensure_source(image: Image) -> Path:
 async def ensure_compiled(image: Image, open_from_source: Callable[[], Awaitable[Sandbox]]) -> Path:
     """Returns the path of the exec server compiled by the image's interpreter, `<image.folder>/exec_server-<hash of source>.pyc`.
 
-    If it is missing, it is compiled in the sandbox that `open_from_source` opens.
+    If the file is missing, compiles the exec server in the sandbox that `open_from_source` opens.
     """
     path = _path(image, ".pyc")
     if not path.exists():
@@ -70,12 +70,12 @@ async def ensure_compiled(image: Image, open_from_source: Callable[[], Awaitable
 
 @contextlib.contextmanager
 def as_file(program: bytes) -> Iterator[Path]:
-    """Writes a replacement for the exec server to a file that exists for the block, and that every user can read. Yields its path."""
-    with tempfile.TemporaryDirectory(prefix="agentrl-server-") as folder:
-        path = Path(folder, "exec_server.py")
+    """Writes a replacement for the exec server to a file that exists during the block and that every user can read. Yields its path."""
+    with ScratchFolder() as folder:
+        path = folder / "exec_server.py"
         path.write_bytes(program)
         path.chmod(0o644)
-        Path(folder).chmod(0o755)
+        folder.chmod(0o755)
         yield path
 
 

@@ -1,8 +1,8 @@
 """Containers that several sandboxes share: the connection to each container's keeper, and the allocation of slots.
 
-A container costs the daemon a tenth of a second of CPU time; isolation inside it is cheap. So one container holds up to `SLOTS` sandboxes
-at a time and `LIFETIME` in total, each isolated from the others (see `agentrl.sandbox.inside.isolation`). If a container fails, only the
-sandboxes in it are lost.
+A container costs the daemon a tenth of a second of CPU time; isolating sandboxes inside a container is cheap. So one container holds up to
+`SLOTS` sandboxes at a time and `LIFETIME` in total, each isolated from the others (see `agentrl.sandbox.inside.isolation`). If a container
+fails, only the sandboxes in it are lost.
 """
 
 from __future__ import annotations
@@ -51,12 +51,14 @@ class SharedSandbox:
 
     @property
     def refused(self) -> bool:
-        """Whether the sandbox failed for a reason that applies to other sandboxes too, rather than a shortage."""
+        """Whether the sandbox failed for a reason that applies to all sandboxes, and not because memory, descriptors or processes ran
+        out."""
         return bool(self.failure) and self.code not in _SHORTAGES
 
 
 class KeeperClient:
-    """The connection to the keeper of one container. A protocol violation closes it, which stops everything in the container."""
+    """The connection to the keeper of one container. A protocol violation closes the connection, which stops all sandboxes in the
+    container."""
 
     def __init__(self, link: socket.socket, name: str) -> None:
         self.name = name
@@ -71,15 +73,17 @@ class KeeperClient:
         self._loop.add_reader(link, self._read)
 
     async def ready(self) -> None:
-        """Waits until the keeper is ready. The caller sets the deadline. Raises `CannotShare` or `SandboxError`."""
+        """Waits until the keeper is ready. The caller sets the deadline. Raises `CannotShare` if the keeper reports that it cannot isolate
+        sandboxes, and `SandboxError` if the container exits."""
         await self._ready.wait()
         if self._problem:
             raise CannotShare(self._problem)
         if self.gone.is_set():
-            raise SandboxError(f"container {self.name} ended before it was ready")
+            raise SandboxError(f"container {self.name} exited before its keeper was ready")
 
     def open(self, description: Mapping[str, Any], descriptors: Mapping[str, int]) -> SharedSandbox:
-        """Requests a sandbox and passes it these descriptors. The sandbox's connection shows whether it starts. Raises `SandboxError`."""
+        """Requests a sandbox and passes it these descriptors. The sandbox's connection shows whether the sandbox starts. Raises
+        `SandboxError` if the keeper cannot receive the request."""
         sandbox = SharedSandbox(next(self._numbers))
         if not self._send({"op": "open", "id": sandbox.id, "handed": list(descriptors), **description}, list(descriptors.values())):
             raise SandboxError(f"container {self.name} does not read its requests")
@@ -87,7 +91,8 @@ class KeeperClient:
         return sandbox
 
     async def end(self, sandbox: SharedSandbox, patience_s: float) -> None:
-        """Waits up to `patience_s` for a sandbox to exit, then kills it. Returns when nothing is left of it. Raises `SandboxError`."""
+        """Waits up to `patience_s` for a sandbox to exit, then kills it. Returns when nothing is left of the sandbox. Raises `SandboxError`
+        if the sandbox does not exit within `ENDING_S` seconds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience_s):
                 await sandbox.ended.wait()
@@ -101,8 +106,8 @@ class KeeperClient:
         except TimeoutError:
             self.retired = True
             raise SandboxError(
-                f"a sandbox in container {self.name} did not end within {ENDING_S:.0f} s; "
-                "the container ends when its other sandboxes have ended"
+                f"a sandbox in container {self.name} did not exit within {ENDING_S:.0f} s; "
+                "the container is stopped when its other sandboxes have exited"
             ) from None
 
     def close(self) -> None:
@@ -117,7 +122,8 @@ class KeeperClient:
             self._sandboxes.clear()
 
     def _send(self, request: Mapping[str, Any], descriptors: Sequence[int]) -> bool:
-        """Sends a request. Returns False if the keeper has too many unread requests, for example because it gets no CPU time."""
+        """Sends a request to the keeper. Returns False if the keeper has too many unread requests, for example because it gets no CPU
+        time."""
         if self.gone.is_set():
             raise SandboxError(f"container {self.name} is gone")
         try:
@@ -144,7 +150,7 @@ class KeeperClient:
 
     def _handle(self, message: Any) -> None:
         if not isinstance(message, dict):
-            raise ValueError("a message is not an object")
+            raise ValueError("a message is not a JSON object")
         if "ready" in message or "cannot" in message:
             self._problem = str(message.get("cannot", ""))[:500]
             self._ready.set()
@@ -170,7 +176,7 @@ class Container:
 
     @property
     def failed(self) -> bool:
-        """Whether the container failed to start, has exited, or gets no new sandboxes."""
+        """Whether the container failed to start, has exited, or no longer accepts sandboxes."""
         if not self.starting.done():
             return False
         if self.starting.cancelled() or self.starting.exception() is not None:
@@ -184,14 +190,15 @@ class Container:
 
 
 class ContainerPool:
-    """The shared containers of a backend, grouped by key. Only interchangeable sandboxes have the same key. `stop` stops a container."""
+    """The shared containers of a backend, grouped by key. Only interchangeable sandboxes have the same key. The pool calls `stop` to stop a
+    container."""
 
     def __init__(self, stop: Callable[[Container], None]) -> None:
         self._stop = stop
         self._containers: list[Container] = []
 
     async def acquire(self, key: Hashable, start: Callable[[str], Awaitable[KeeperClient]]) -> Container:
-        """Returns a running container with a slot for the caller, who must call `release`. Raises what `start` raises."""
+        """Returns a running container with a slot for the caller, who must call `release`. Raises the exceptions of `start`."""
         container = next((container for container in self._containers if container.key == key and container.has_free_slot), None)
         if container is None:
             name = sandbox_name()
@@ -207,7 +214,8 @@ class ContainerPool:
         return container
 
     def release(self, container: Container) -> None:
-        """Releases a slot. Of the containers without a sandbox, stops those that failed or are used up, and all but `MAX_IDLE` others."""
+        """Releases a slot. Of the containers without a sandbox, stops those that failed or have reached `LIFETIME`, and all but `MAX_IDLE`
+        of the others."""
         container.taken -= 1
         container.used = asyncio.get_running_loop().time()
         idle = sorted((other for other in self._containers if not other.taken), key=lambda other: other.used)

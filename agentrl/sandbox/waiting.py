@@ -1,7 +1,7 @@
-"""Background tasks, waits for sockets and in threads, which can be cancelled, and `close` methods, which cannot.
+"""Background tasks, waits that can be cancelled (for sockets and threads), and `close` methods, which cannot be cancelled.
 
-A thread checks whether its caller was cancelled. Otherwise a run that is interrupted during an image build would stop only when the build
-finishes, many minutes later.
+A thread checks regularly whether its caller was cancelled. Otherwise a run that is interrupted during an image build would stop only when
+the build finishes, many minutes later.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _cancelled: ContextVar[threading.Event | None] = ContextVar("cancelled", default
 
 @contextlib.contextmanager
 def propagate_cancellation() -> Iterator[None]:
-    """Wraps an `await asyncio.to_thread(...)`. If the block raises, `raise_if_cancelled` raises in that thread."""
+    """Wraps an `await asyncio.to_thread(...)`. If the block raises, the next call of `raise_if_cancelled` in that thread raises."""
     event = threading.Event()
     token = _cancelled.set(event)
     try:
@@ -88,7 +88,7 @@ async def accept(listener: socket.socket) -> socket.socket:
 
 
 async def readable(sock: socket.socket) -> None:
-    """Waits until there is data to read or a connection to accept. The caller sets the deadline."""
+    """Waits until a socket has data to read or a connection to accept. The caller sets the deadline."""
     loop = asyncio.get_running_loop()
     ready = asyncio.Event()
     loop.add_reader(sock, ready.set)

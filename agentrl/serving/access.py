@@ -42,7 +42,7 @@ def auth_headers(key: str) -> dict[str, str]:
 
 
 def load_key() -> None:
-    """Removes this process's key from the environment and keeps its hash. Raises `KeyError` if there is no key."""
+    """Removes this process's key from the environment and keeps its hash. Raises `KeyError` if the environment contains no key."""
     global _expected
     _expected = _digest(os.environ.pop(KEY_VARIABLE).encode())
 

@@ -34,7 +34,7 @@ _VERSION = re.compile(r"[0-9]{1,18}")
 
 
 class TokenClient:
-    """A `Policy` on one vLLM server. It keeps connections open and sends up to `max_connections` requests at once.
+    """A `Policy` on one vLLM server. The client keeps connections open and sends up to `max_connections` requests at once.
 
     Logprobs are those of the distribution that the token was drawn from: the server applies temperature and truncation first
     (`--logprobs-mode processed_logprobs`). At temperature 0, the most likely token is chosen, with its logprob at temperature 1.
@@ -67,10 +67,10 @@ class TokenClient:
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
         """Samples one completion of `prompt_ids`.
 
-        After `timeout_s`, the server cuts the request off and returns the tokens sampled so far, with finish reason `CUT`. The server has
-        another `timeout_s` seconds for that, but at least 2 and at most `CUT_TIMEOUT_S`. Raises `ServingError` if the server fails, returns
-        an invalid response, or exceeds this time. Cancellation closes the connection, after which vLLM aborts the request. Only a request
-        that never reached the server is retried.
+        After `timeout_s`, the server cuts the request off and returns the tokens sampled so far, with finish reason `CUT`. The server then
+        has another `timeout_s` seconds to respond, but at least 2 and at most `CUT_TIMEOUT_S`. Raises `ServingError` if the server fails,
+        returns an invalid response, or does not respond within this time. Cancellation closes the connection, after which vLLM aborts the
+        request. Only a request that never reached the server is retried.
         """
         cutting: list[asyncio.Task[None]] = []
 
@@ -141,12 +141,14 @@ def generate_body(prompt_ids: Sequence[int], params: SamplingParams, request_id:
 
 
 def request_priority(tokens: int) -> int:
-    """Returns the scheduler's priority; lower values come first. Long contexts are the most expensive to recompute if the cache is full."""
+    """Returns the scheduler's priority; requests with lower values are scheduled first. Long contexts are the most expensive to recompute
+    if the KV cache is full."""
     return -tokens
 
 
 def sampling_parameters(sampling: Sampling) -> dict[str, Any]:
-    """Returns vLLM's sampling parameters. All are explicit, so that a model's generation_config cannot change the meaning of logprobs."""
+    """Returns vLLM's sampling parameters. All parameters are explicit, so that a model's generation_config cannot change the meaning of
+    logprobs."""
     return {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
 
 
@@ -185,7 +187,8 @@ class _Generated(_Answer):
 
 
 def parse_completion(answer: Any, params: SamplingParams, *, cut: bool = False) -> Completion:
-    """Returns the server's response as a record. Raises `ServingError` if anything that a training sample relies on is wrong.
+    """Returns the server's response as a record. Raises `ServingError` if the response is malformed, or if its tokens, logprobs or weight
+    versions are inconsistent.
 
     `cut`: whether the request was cut off. If the request was cut off, the response may contain no tokens, and the finish reason "abort"
     becomes `CUT`.
@@ -195,7 +198,7 @@ def parse_completion(answer: Any, params: SamplingParams, *, cut: bool = False) 
     try:
         choice = _Generated.model_validate(answer).choices[0]
     except ValidationError as error:
-        raise ServingError(f"malformed answer from the inference server: {error}") from error
+        raise ServingError(f"malformed response from the inference server: {error}") from error
     if choice.finish_reason not in ("stop", "length", *((_ABORT,) if cut else ())):
         raise ServingError(f"the inference server ended the request with {choice.finish_reason!r}")
     try:
@@ -209,7 +212,7 @@ def parse_completion(answer: Any, params: SamplingParams, *, cut: bool = False) 
             supports=_supports(answer, choice, params) if params.supports else None,
         )
     except ValueError as error:  # values that a record rejects
-        raise ServingError(f"malformed answer from the inference server: {error}") from error
+        raise ServingError(f"malformed response from the inference server: {error}") from error
 
 
 def _cut_at_once(answer: Any) -> bool:
@@ -235,7 +238,7 @@ def parse_alternatives(answer: Any) -> list[dict[int, float]]:
         content = answer["choices"][0]["logprobs"]["content"]
         rows = [_Alternatives.model_validate(entry).top_logprobs for entry in content]
     except (ValidationError, LookupError, TypeError) as error:
-        raise ServingError(f"malformed answer from the inference server: {error}") from error
+        raise ServingError(f"malformed response from the inference server: {error}") from error
     tables = [{entry.token_id: entry.logprob for entry in row} for row in rows]
     if any(len(table) != len(row) for table, row in zip(tables, rows, strict=True)):
         raise ServingError("the inference server returned a token twice in the logprobs of a position")
@@ -243,7 +246,8 @@ def parse_alternatives(answer: Any) -> list[dict[int, float]]:
 
 
 def proven_support(table: dict[int, float], most: int) -> dict[int, float]:
-    """Returns the entries of `table` whose tokens could have been sampled. Raises `ServingError` if there may be more.
+    """Returns the entries of `table` whose tokens could have been sampled. Raises `ServingError` if tokens outside `table` could also have
+    been sampled.
 
     Args:
         table: logprobs of the most likely tokens by id; outside the support, vLLM returns minus infinity, or -9999 over HTTP.

@@ -33,8 +33,8 @@ _METRIC = re.compile(r"^(vllm:[a-z0-9_]{1,80}(?<!_bucket))(?:\{[^\n]{0,2000}\})?
 
 
 class ControlPlane:
-    """Calls to one server. An empty `key` means that the server needs no key. Use it from only one event loop, and call
-    `close` at the end.
+    """Calls to one server. An empty `key` means that the server needs no key. Use the client from only one event loop, and call `close` at
+    the end.
 
     `max_connections` limits the number of concurrent requests; further requests wait.
     """
@@ -63,7 +63,7 @@ class ControlPlane:
             async with asyncio.timeout(timeout_s):
                 return await self._wire.request(method, path, body, last=last)
         except TimeoutError:
-            raise ServingError(f"no answer from {self.url}{path} within {timeout_s:g} s") from None
+            raise ServingError(f"no response from {self.url}{path} within {timeout_s:g} s") from None
 
     async def health(self, *, timeout_s: float) -> Literal["answers", "down", "silent"]:
         """Returns the server's state. `down`: no process listens, or the engine is dead. `silent`: no response within `timeout_s`."""
@@ -111,7 +111,7 @@ class ControlPlane:
         return parse_weight_version(await self.request("GET", "/weight_info", timeout_s=CONTROL_TIMEOUT_S))
 
     async def reload(self, folder: str, version: int) -> None:
-        """Makes every worker load a Hugging Face folder. This is slow, but independent of the weight-transfer backend."""
+        """Makes every worker load a Hugging Face folder. Loading a folder is slow, but independent of the weight-transfer backend."""
         await self._control("/collective_rpc", json={"method": "reload_weights", "kwargs": {"weights_path": folder}})
         await self.set_version(version)
 

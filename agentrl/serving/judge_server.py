@@ -1,4 +1,4 @@
-"""A vLLM server for a judge: a chat model or a reward model. Its weights never change."""
+"""A vLLM server for a judge: a chat model or a reward model. The server's weights never change."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentrl.serving.process import WARM_S, ServerProcess, launch_command, threa
 
 
 class JudgeServer(ServerProcess):
-    """One server, from `start` to `stop`."""
+    """The server of one judge, from `start` to `stop`."""
 
     def __init__(
         self,
@@ -28,11 +28,11 @@ class JudgeServer(ServerProcess):
         launcher: Launcher | None = None,
     ) -> None:
         """`name`: served model name; the log is `folder`/logs/judge-NAME.log. `reward_model`: whether the model returns numbers instead of
-        text. `launcher`: as for `ServerProcess`.
+        text. `launcher`: see `ServerProcess`.
         """
-        folder, part, scratch = folder.resolve(), f"judge-{name}", f"{folder.resolve()}\n{name}"
+        folder, part = folder.resolve(), f"judge-{name}"
         what, log = f"the judge's server {name}", f"{part}.log"
-        super().__init__(what, folder=folder, name=part, log=log, scratch=scratch, launcher=launcher)
+        super().__init__(what, folder=folder, name=part, log=log, launcher=launcher)
         self.name = name
         self.config = config
         self.model = model.resolve()
@@ -42,7 +42,7 @@ class JudgeServer(ServerProcess):
         self._threads = thread_count(config.threads or self._cores) if device == "cpu" else None
 
     async def start(self) -> None:
-        """Starts the process and returns once it has responded to a request. Raises `ServingError` if it does not start."""
+        """Starts the process and returns once it has responded to a request. Raises `ServingError` if the server does not start."""
         assert self._process is None, "a server is started once"
         await self._begin(timeout_s=self.config.startup_timeout_s)
         self.url = self.control.url
@@ -63,7 +63,8 @@ class JudgeServer(ServerProcess):
         return (self._copy,) if self._copy else ()
 
     async def _prepare(self, control: ControlPlane) -> None:
-        """Compares a chat model that a run published with its probe. Raises `ServingError` if the logprobs disagree."""
+        """Compares the logprobs of a chat model that a run published with the probe in the model's folder. Raises `ServingError` if the
+        logprobs disagree."""
         if self.reward_model or (probe := read_probe(self.model)) is None:
             return
         diff = await judge_logprob_difference(control, self.name, probe, max_model_len=self.config.max_model_len, timeout_s=WARM_S)

@@ -3,7 +3,7 @@
     python -m agentrl.serving.launch --driver-pid 4711 [--cpu-threads 2] -- <vLLM api_server arguments>
 
 On CPU, vLLM starts the engine in a new interpreter, whose imports take 13 of the 40 CPU seconds of the startup. Here, the engine is forked
-instead, as vLLM does on GPU. This is safe because until the fork, this process runs torch with one thread, without an OpenMP pool.
+instead, as vLLM does on GPU. The fork is safe because until then, this process runs torch with one thread, without an OpenMP pool.
 """
 
 from __future__ import annotations

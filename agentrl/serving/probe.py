@@ -33,7 +33,8 @@ def probe_limit(dtype: str, *, gpu: bool) -> float:
 
 
 def read_probe(folder: Path) -> Probe | None:
-    """Returns the learner's logprobs in a version's folder, or None if there are none. Raises `ServingError` if the file is unreadable."""
+    """Returns the learner's logprobs in a version's folder, or None if the folder contains no probe. Raises `ServingError` if the file is
+    unreadable."""
     try:
         return codec.from_json(Probe, (folder / PROBE_FILE).read_bytes())
     except FileNotFoundError:
@@ -69,7 +70,8 @@ async def max_logprob_difference(server: VLLMServer, number: int, probe: Probe) 
 
 
 async def judge_logprob_difference(control: ControlPlane, model: str, probe: Probe, *, max_model_len: int, timeout_s: float) -> float:
-    """Returns what `max_logprob_difference` returns, but for a judge's chat model, over the rows' tokens within its context.
+    """Returns the largest logprob difference, as `max_logprob_difference` does, but for a judge's chat model, over the rows' tokens within
+    its context.
 
     Raises `ServingError` if the server fails or its response is malformed.
     """
@@ -81,13 +83,13 @@ async def judge_logprob_difference(control: ControlPlane, model: str, probe: Pro
         try:
             theirs = _of_prompt(answer["choices"][0]["prompt_logprobs"], ids)
         except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise ServingError(f"malformed answer to the logprob probe of {model}: {error!r}") from error
+            raise ServingError(f"malformed response to the logprob probe of {model}: {error!r}") from error
         differences += (abs(server - learner) for server, learner in zip(theirs, ours, strict=False))
     return max((d if math.isfinite(d) else math.inf for d in differences), default=0.0)
 
 
 def _of_prompt(positions: Any, token_ids: Sequence[int]) -> list[float]:
-    """Returns the logprobs of tokens 1..T-1. Raises `KeyError`, `TypeError` or `ValueError` if there are none."""
+    """Returns the logprobs of tokens 1..T-1. Raises `KeyError`, `TypeError` or `ValueError` if the response contains no logprobs."""
     return [float(entry[str(token)]["logprob"]) for token, entry in zip(token_ids[1:], positions[1:], strict=True)]
 
 
@@ -109,13 +111,13 @@ async def _row_answer(server: VLLMServer, token_ids: tuple[int, ...], sampling: 
 
 
 def parse_prompt_logprobs(answer: Any, token_ids: tuple[int, ...], number: int) -> list[float]:
-    """Returns the logprobs of tokens 1..T-1 in vLLM's response. Raises `SwapError` unless they come from version `number`."""
+    """Returns the logprobs of tokens 1..T-1 in vLLM's response. Raises `SwapError` unless the logprobs come from version `number`."""
     try:
         spans = answer["choices"][0]["weight_versions"]
         logprobs = _of_prompt(answer["prompt_logprobs"], token_ids)
         versions = {span["version"] for span in spans}
     except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise SwapError(f"version {number}: malformed answer to the logprob probe: {error!r}") from error
+        raise SwapError(f"version {number}: malformed response to the logprob probe: {error!r}") from error
     if versions != {str(number)}:
         raise SwapError(f"the server answered the probe of version {number} with versions {sorted(versions)}")
     return logprobs
@@ -125,7 +127,8 @@ def next_token_differences(answer: Any, ours: Mapping[int, float], sampling: Sam
     """Returns the differences (nats) between server and learner for the token after a row, with the sampling settings of rollouts.
 
     The learner's distribution is restricted to the support that the server returns, as in training. A supported token that the learner did
-    not list is at most as likely as the last listed token. For such a token, only a higher server logprob counts as a difference.
+    not list is at most as likely as the last listed token. For a token that the learner did not list, only a higher server logprob counts
+    as a difference.
 
     Args:
         answer: the server's response, with one sampled token.
@@ -136,7 +139,7 @@ def next_token_differences(answer: Any, ours: Mapping[int, float], sampling: Sam
         (table,) = parse_alternatives(answer)
         theirs = proven_support(table, sampling.top_k + TIES) if sampling.truncated else table
     except (ServingError, ValueError) as error:
-        raise SwapError(f"version {number}: malformed answer to the logprob probe: {error}") from error
+        raise SwapError(f"version {number}: malformed response to the logprob probe: {error}") from error
     total = _log_sum_exp([ours.get(token, floor) for token in theirs]) if sampling.truncated else 0.0
     gaps = {token: logprob - (ours.get(token, floor) - total) for token, logprob in theirs.items()}
     return [abs(gap) if token in ours else max(gap, 0.0) for token, gap in gaps.items()]

@@ -50,13 +50,13 @@ class ServerProcess(ABC):
     The process and its engine die with the driver. Start the server from a thread that lives as long as the server.
     """
 
-    def __init__(self, what: str, *, folder: Path, name: str, log: str, scratch: str, launcher: Launcher | None = None) -> None:
-        """`what`: the server's name in errors. `name`, `scratch`: as for `PartCommand`. `log`: file name in `folder`/logs/.
-        `launcher`: None starts the server on this machine.
+    def __init__(self, what: str, *, folder: Path, name: str, log: str, launcher: Launcher | None = None) -> None:
+        """`what`: the server's name in error messages. `name`: see `PartCommand`. `log`: file name in `folder`/logs/. `launcher`: if None,
+        the server starts on this machine.
         """
         self.log_path = folder / "logs" / log
         self.key = access.new_key()
-        self._what, self._name, self._scratch_of = what, name, scratch
+        self._what, self._name = what, name
         self._launcher = launcher or LocalLauncher(folder)
         self._cores = self._launcher.cores(name) or 0  # cores reserved for the server; 0 means that it shares the driver's machine
         self._threads: int | None = None  # threads of the engine on CPU; None means a GPU
@@ -86,7 +86,7 @@ class ServerProcess(ABC):
         return None if self._process is None else self._process.pid
 
     async def alive(self) -> bool:
-        """Whether the process is alive and not stopped, and its engine computes tokens. If not, sets `end_reason`. Waits at most 20 s.
+        """Whether the process is alive and not suspended, and its engine computes tokens. If not, sets `end_reason`. Waits at most 20 s.
 
         If a server does not respond, its engine is assumed to compute nothing.
         """
@@ -105,8 +105,7 @@ class ServerProcess(ABC):
         return not self.end_reason
 
     async def was_killed(self) -> bool:
-        """Whether the kernel (out of memory) or a user killed the process before `stop`. Waits up to a second for
-        it to exit."""
+        """Whether the kernel (out of memory) or a user killed the process before `stop`. Waits up to a second for the process to exit."""
         if self._process is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_END_S):
@@ -119,8 +118,8 @@ class ServerProcess(ABC):
         self._answers += 1
 
     async def _check_progress(self, control: ControlPlane, *, answers: bool) -> None:
-        """Checks whether anything was computed since the last check, and requests a token if not. `answers`: whether the
-        server's routes respond."""
+        """Checks whether anything was computed since the last check, and if not, requests a token. `answers`: whether the server's routes
+        respond."""
         if control.paused:  # the pausing operation has a deadline
             self.liveness.pause()
             return
@@ -173,7 +172,7 @@ class ServerProcess(ABC):
 
     @abstractmethod
     def _command(self) -> list[str]:
-        """Returns the command to run, with slots; see `launch_command`."""
+        """Returns the command to run, with placeholders; see `launch_command`."""
 
     def _needs(self) -> tuple[str, ...]:
         """Returns the folders of the run that must be on the server's host before the start."""
@@ -250,7 +249,6 @@ class ServerProcess(ABC):
             argv=tuple(self._command()),
             environment={**self._environment(), access.KEY_VARIABLE: self.key},
             log=f"logs/{self.log_path.name}",
-            scratch=self._scratch_of,
             needs=self._needs(),
         )
 
@@ -349,4 +347,4 @@ def ended_while_starting(what: str, code: int, log_path: Path, start: int) -> Se
         cause = f"it was killed by signal {-code}"
     advice = f"\n  fix: {fix}" if fix else ""
     details = f"{cause or 'it gave no reason'}{advice}\n  full output: {log_path}"
-    return ServingError(f"{what} ended with code {code} while starting: {details}")
+    return ServingError(f"{what} exited with code {code} while starting: {details}")

@@ -32,16 +32,14 @@ class VLLMServer(ServerProcess):
         self, *, recipe: Recipe, model: Path, version: int, run_dir: Path, name: str = "", launcher: Launcher | None = None
     ) -> None:
         """`model`: folder of policy version `version`. `name`: distinguishes a run's servers; empty if there is only one.
-        `launcher`: as for `ServerProcess`.
+        `launcher`: see `ServerProcess`.
         """
         self.run_dir = run_dir.resolve()
-        scratch = f"{self.run_dir} {name}" if name else str(self.run_dir)
         super().__init__(
             server_title(name),
             folder=self.run_dir,
             name=name if name == "gate" else f"server-{name}" if name else "server",
             log=server_log_name(name),
-            scratch=scratch,
             launcher=launcher,
         )
         self.recipe = recipe
@@ -71,13 +69,13 @@ class VLLMServer(ServerProcess):
         await self._begin(timeout_s=serving.startup_timeout_s)
 
     async def alive(self) -> bool:
-        """Whether `ServerProcess.alive` is true and the weights are sound."""
+        """Whether `ServerProcess.alive` is true and the weights were not marked as unsound."""
         self.end_reason = self._condemned
         return not self._condemned and await super().alive()
 
     async def stage(self, folder: Path) -> None:
-        """Returns when a folder of the run is on the server's host. Does nothing if the disk is shared. Raises `ServingError` on
-        failure."""
+        """Returns when a folder of the run is on the server's host. Does nothing if the disk is shared. Raises `ServingError` if the folder
+        cannot be transferred."""
         process = self._process
         if process is not None and folder.is_relative_to(self.run_dir):
             try:
@@ -146,10 +144,10 @@ class VLLMServer(ServerProcess):
 
 
 def server_title(name: str) -> str:
-    """Returns a server's name for messages; `name` as for `VLLMServer`."""
+    """Returns a server's name for messages; for `name`, see `VLLMServer`."""
     return f"inference server {name}" if name else "the inference server"
 
 
 def server_log_name(name: str) -> str:
-    """Returns the name of the file in logs/ that contains a server's output; `name` as for `VLLMServer`."""
+    """Returns the name of the file in logs/ that contains a server's output; for `name`, see `VLLMServer`."""
     return f"server-{name}.log" if name else "server.log"

@@ -1,8 +1,8 @@
 """One policy on several servers. An episode stays with the server that has its context cached, unless that server is lost.
 
-Staleness stays bounded: rollouts wait for `version`, which all responding servers have reached. A server with an older version, because it
-started while the others swapped, receives no requests until it has caught up. Therefore, once `version` is n, every token is sampled with
-version n or a newer version.
+Staleness stays bounded, because rollouts wait until `version`, which all responding servers have reached, is recent enough. A server with
+an older version, because it started while the other servers loaded a new one, receives no requests until it has caught up. Therefore, once
+`version` is n, every token is sampled with version n or a newer version.
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ class _Placed:
 
 
 class EpisodeRouter:
-    """Tracks which episode is on which replica. It does no I/O, so a choice and its record are atomic.
+    """Tracks which episode is on which replica. This class does no I/O, so the choice of a replica and the record of that choice are
+    atomic.
 
-    An episode stays on its replica while the replica can serve. Otherwise, it goes to a replica that has an episode of the same task,
-    because the prompt is cached there. If that replica's load is larger than the smallest load by more than `apart` contexts of the
-    length of this request, the episode goes to the least loaded replica. A replica's load is the sum of the longest context, in tokens, of
-    each of its episodes, including episodes that wait for tools.
+    An episode stays on its replica while the replica can serve. Any other episode goes to a replica that has an episode of the same task,
+    because the prompt is cached there. If the load of that replica exceeds the smallest load by more than `apart` contexts of the length of
+    this request, the episode goes to the least loaded replica. A replica's load is the sum of the longest context, in tokens, of each of
+    its episodes, including episodes that wait for tools.
     """
 
     def __init__(self, replicas: int, *, apart: int) -> None:
@@ -57,7 +58,7 @@ class EpisodeRouter:
         self._tasks: dict[str, Counter[int]] = {}  # task -> replica -> number of its episodes there
 
     def begin(self, episode_id: str, task_key: str) -> None:
-        """Registers an episode. Its first request assigns it to a replica. Replaces an earlier episode with the same id."""
+        """Registers an episode. The first request of the episode assigns it to a replica. Replaces an earlier episode with the same id."""
         self.end(episode_id)
         self._episodes[episode_id] = _Placed(task_key)
 
@@ -135,7 +136,7 @@ class ServerPool:
         launcher: Launcher | None = None,
         alert: Callable[[str], None] = log.warning,
     ) -> None:
-        """`launcher`, `alert`: as for `SupervisedServer`."""
+        """`launcher`, `alert`: see `SupervisedServer`."""
         count = recipe.serving.replicas
         self.version = -1
         self.sha256 = ""
@@ -163,7 +164,8 @@ class ServerPool:
 
     @property
     def cache_use(self) -> CacheUse | None:
-        """The cache use of the servers that accept requests. It counts as a new reading once all of them have been read again."""
+        """The cache use of the servers that accept requests. The value counts as a new reading once all of these servers have been read
+        again."""
         uses = [replica.cache_use for replica in self._replicas if replica.accepts_requests and replica.cache_use is not None]
         if not uses:
             return None
@@ -212,11 +214,11 @@ class ServerPool:
                 return completion
 
     async def swap(self, version: PolicyVersion) -> SwapReport:
-        """Loads a published version into one server and, if its probe agrees, into the others concurrently.
+        """Loads a published version into one server and, if its probe agrees, into the other servers concurrently.
 
-        A server that dies meanwhile catches up later. A server that rejects a version that another server loaded is replaced. The report
-        contains the longest stall and the largest difference. If the first server rejects the version three times, raises `SwapError`, and
-        all servers keep the old version.
+        A server that dies during the swap loads the version when it has restarted. A server that rejects a version that another server
+        loaded is replaced. The report contains the longest stall and the largest difference. If the first server rejects the version three
+        times, raises `SwapError`, and all servers keep the old version.
         """
         async with self._moving:
             start, former = time.perf_counter(), await asyncio.to_thread(self._registry.get, self.version)
@@ -248,7 +250,7 @@ class ServerPool:
             await self._changed.wait_for(lambda: self.version >= number)
 
     async def watch(self, *, on_loss: Callable[[], Awaitable[None]]) -> None:
-        """Restarts servers that die, with the version that the others serve. Runs until it is cancelled or raises `ServingError`."""
+        """Restarts servers that die, with the version that the other servers serve. Runs until it is cancelled or raises `ServingError`."""
         async with asyncio.TaskGroup() as watching:
             abandoned: list[int] = []
             for number in range(len(self._replicas)):
@@ -295,7 +297,7 @@ class ServerPool:
         return [number for number, use in enumerate(uses) if use is not None and max(use.shares) >= MAX_CACHE_USE]
 
     async def _wait_ready(self) -> None:
-        """Waits until `_ready` returns a server. Raises `ServingError` after `serving.startup_timeout_s`."""
+        """Waits until `_ready` returns a server. Raises `ServingError` if no server is ready within `serving.startup_timeout_s`."""
         async with in_time(self._recipe.serving.startup_timeout_s, "no inference server became ready again"), self._looking:
             while not self._ready():
                 await asyncio.sleep(POLL_S)
@@ -401,7 +403,8 @@ class ServerPool:
 
 
 def max_load_lead(recipe: Recipe) -> int:
-    """Returns the number of contexts by which a server's load may exceed the smallest load while it still receives episodes of its tasks.
+    """Returns the number of contexts by which a server's load may exceed the smallest load while new episodes of a task still go to the
+    server that has the task's prompt in its cache.
 
     The limit is one group, so that groups stay together, but at most the server's share of the episodes in flight, so that a few large
     groups are split.

@@ -40,7 +40,7 @@ class ServerLost(SwapError):
 
 @asynccontextmanager
 async def in_time(seconds: float, problem: str) -> AsyncIterator[asyncio.Timeout]:
-    """Context that raises `ServerDied` with `problem` if the block exceeds `seconds`, or the deadline that the block sets."""
+    """Context manager that raises `ServerDied` with `problem` if the block exceeds `seconds`, or the deadline that the block sets."""
     try:
         async with asyncio.timeout(seconds) as deadline:
             yield deadline
@@ -52,8 +52,8 @@ class SupervisedServer:
     """A `PolicyServer` on a supervised vLLM server. Requests wait while the server restarts.
 
     `version` is the number of the serving version. After `_RESTARTS` restarts in a row, `watch` raises `ServingError`. `ServerPool` uses
-    several of these servers and does not wait for successors. It calls `accepts_requests`, `try_generate`, `load_version`
-    and `load_or_restart`.
+    several of these servers and does not wait for a dead server's successor. `ServerPool` calls `accepts_requests`, `try_generate`,
+    `load_version` and `load_or_restart`.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class SupervisedServer:
         return nullcontext()
 
     def figures(self) -> dict[str, float]:
-        """Returns the number of requests that were waiting in the server at the newest reading, if there is a reading."""
+        """Returns the number of requests that were waiting in the server at the newest reading; empty if there is no reading."""
         return {} if self.cache_use is None else {"requests_waiting": self.cache_use.waiting}
 
     @property
@@ -147,7 +147,7 @@ class SupervisedServer:
         return self._busy.locked()
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
-        """Samples one completion; see `TokenClient.generate`. A request that a dying server never received goes to its successor."""
+        """Samples one completion; see `TokenClient.generate`. A request that a dying server never received is sent to its successor."""
         while True:
             server = await self._opened_server()
             completion = await self.try_generate(prompt_ids, params, request_id=request_id, timeout_s=timeout_s)
@@ -160,7 +160,7 @@ class SupervisedServer:
     ) -> Completion | None:
         """Samples one completion from the current server. Returns None if the server died before it received the request.
 
-        Raises `ServerDied` if the server dies later, and `ServingError` for other failures.
+        Raises `ServerDied` if the server dies after it received the request, and `ServingError` for other failures.
         """
         client = self._client
         if client is None:
@@ -190,7 +190,7 @@ class SupervisedServer:
         """Swaps a published version into the running server. The old version keeps serving unless the probe agrees.
 
         If the server dies meanwhile, the swap is repeated on its successor. Raises `SwapError` after three attempts on live servers, and
-        `ServingError` if no server comes back.
+        `ServingError` if no successor becomes ready.
         """
         report = await self._with_successor(self._swap, version)
         await asyncio.to_thread(mark_serving, self._registry, version)
@@ -198,7 +198,8 @@ class SupervisedServer:
         return report
 
     async def fall_back(self, version: PolicyVersion) -> None:
-        """Returns to the earlier version `version`, after the learner retracted the serving version or the gate rejected it."""
+        """Swaps in the earlier version `version`, or restarts the server with it, after the learner retracted the serving version or the
+        gate rejected it."""
         if self._can_swap(version):
             await self.swap(version)
             return
@@ -215,16 +216,17 @@ class SupervisedServer:
         return report
 
     async def load_or_restart(self, version: PolicyVersion) -> SwapReport | None:
-        """Swaps a version in as `load_version` does. If that is impossible, restarts the server with the version and returns None."""
+        """Swaps a version in as `load_version` does. If the version cannot be swapped in, restarts the server with the version and returns
+        None."""
         if self._can_swap(version):
             return await self.load_version(version)
         await self._start_with(version)
         return None
 
     async def load_with_retries(self, version: PolicyVersion) -> None:
-        """Does what `load_or_restart` does, and continues with the server's successor if the server dies meanwhile.
+        """Loads a version as `load_or_restart` does, and continues with the server's successor if the server dies meanwhile.
 
-        Raises `SwapError` after three attempts on live servers, and `ServingError` if no server comes back.
+        Raises `SwapError` after three attempts on live servers, and `ServingError` if no successor becomes ready.
         """
         await self._with_successor(self.load_or_restart, version)
 
@@ -245,7 +247,7 @@ class SupervisedServer:
             await self.start(version)
 
     async def _with_successor(self, take: Callable[[PolicyVersion], Awaitable[_Taken]], version: PolicyVersion) -> _Taken:
-        """Calls `take`. If the server dies meanwhile, calls it again for the server's successor."""
+        """Calls `take`. If the server dies meanwhile, calls `take` again for the server's successor."""
         while True:
             server = await self._opened_server()
             try:
@@ -404,7 +406,7 @@ class SupervisedServer:
 
 
 async def _cache_use(server: VLLMServer, reading: int) -> CacheUse | None:
-    """Returns the share of the cache in use, or None if the server does not report it."""
+    """Returns the share of the KV cache in use, or None if the server does not report it."""
     try:
         read = await server.control.metrics()
     except ServingError:  # `watch` detects a dead server
@@ -414,13 +416,13 @@ async def _cache_use(server: VLLMServer, reading: int) -> CacheUse | None:
 
 
 def open_channel(config: ServingConfig, server: VLLMServer, *, registry_folder: Path) -> WeightChannel:
-    """Returns the recipe's weight channel for one server. Raises `PluginError` if it cannot be loaded."""
+    """Returns the recipe's weight channel for one server. Raises `PluginError` if the channel cannot be loaded."""
     channel: WeightChannel = parts.make_part(parts.CHANNEL, config.weight_transfer, server, registry_folder=registry_folder)
     return channel
 
 
 def mark_serving(registry: VersionRegistry, version: PolicyVersion) -> None:
-    """Records that `version` is serving, unless it has been retracted meanwhile. Raises `StoreError` if that fails."""
+    """Records that `version` is serving, unless it has been retracted meanwhile. Raises `StoreError` if the state cannot be recorded."""
     try:
         registry.set_state(version.number, VersionState.SERVING)
     except StoreError:
@@ -431,7 +433,8 @@ def mark_serving(registry: VersionRegistry, version: PolicyVersion) -> None:
 
 
 def version_to_serve(registry: VersionRegistry) -> PolicyVersion | None:
-    """Returns the version that a server should load: the newest serving or promoted version, else the newest not rolled back.
+    """Returns the version that a server should load: the newest serving or promoted version, else the newest version that was not rolled
+    back.
 
     A promoted version takes precedence over a newer version that no gate has judged.
     """

@@ -22,7 +22,7 @@ _POLL_S = 0.005
 
 
 class HotSwap(ABC):
-    """Base class of weight channels on one server.
+    """Base class of weight channels to one server.
 
     The engine pauses between two steps, loads the weights and resumes. Requests in flight continue with the new weights, and their version
     spans record the change. On any failure, the last good version is restored. If that fails too, the server counts as dead
@@ -74,7 +74,7 @@ class HotSwap(ABC):
         )
 
     async def _exchange(self, number: int, folder: Path) -> float:
-        """Pauses, loads and resumes. Returns the length of the pause in seconds."""
+        """Pauses the server, loads the version and resumes the server. Returns the length of the pause in seconds."""
         control = self._server.control
         paused = time.perf_counter()
         await control.pause()
@@ -116,7 +116,7 @@ class FileWeightChannel(HotSwap):
         self._update_open = False  # whether a weight update was started but not finished
 
     async def _load(self, number: int, folder: Path) -> None:
-        """Loads one version into the paused server: its delta if it fits the server's weights, otherwise the complete file."""
+        """Loads one version into the paused server: its delta if the delta applies to the server's weights, otherwise the complete file."""
         if (folder / deltas.WEIGHTS).exists() or not (folder / deltas.DELTA_RECORD).exists():
             await self._update(number, folder, _file_sizes(folder))
             return

@@ -1,4 +1,4 @@
-"""HTTP/1.1 requests to one server over persistent connections. These requests include every turn of thousands of episodes.
+"""HTTP/1.1 requests to one server over persistent connections. The requests include every turn of thousands of episodes.
 
 A general HTTP client takes a millisecond of CPU time per request and searches all of its connections. This module
 keeps free connections in a stack and uses only h11 between a request and the socket.
@@ -28,12 +28,12 @@ class UnsentError(ServingError):
 
 
 class HttpTransport:
-    """Sends requests to one `http://host:port`, at most `max_connections` at once; further requests wait. Use it from only one event
-    loop."""
+    """Sends requests to one `http://host:port`, at most `max_connections` at once; further requests wait. Use the transport from only one
+    event loop."""
 
     def __init__(self, url: str, *, key: str = "", max_connections: int, what: str = "the inference server") -> None:
         """`key`: the server's key (`agentrl.serving.access`); empty means that the server needs no
-        key. `what`: the server's name in errors."""
+        key. `what`: the server's name in error messages."""
         parts = urlsplit(url)
         self.url, self._what = url, what
         self.closed = False
@@ -132,7 +132,7 @@ class _Connection(asyncio.Protocol):
         return await self._answer
 
     def reset(self) -> bool:
-        """Prepares the connection for the next exchange. Returns False if the server is closing it or has sent extra data."""
+        """Prepares the connection for the next exchange. Returns False if the server is closing the connection or has sent extra data."""
         self._answer, self._status, self._content = None, 0, bytearray()
         if self._http.our_state is not h11.DONE or self._http.their_state is not h11.DONE or self._http.trailing_data[0]:
             return False  # extra data would become part of the next response

@@ -30,7 +30,7 @@ LM_HEAD = "lm_head.weight"
 
 @dataclass
 class FileInitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM's types are not followed
-    """The folder from which versions may be loaded. It is set once, after the server has started."""
+    """The folder from which versions may be loaded. The folder is set once, after the server has started."""
 
     versions_folder: str
 
@@ -68,7 +68,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         self._versions_folder = folder
 
     def start_weight_update(self) -> None:
-        """Does nothing: `receive_weights` starts the reload, once the files are known to fit."""
+        """Does nothing: Does nothing, because `receive_weights` starts the reload after it has checked the files."""
 
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
         """Checks and loads one version."""

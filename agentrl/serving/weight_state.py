@@ -27,7 +27,7 @@ class WeightState:
         self._decided = asyncio.Event()  # read only during probation
 
     def begin_probation(self, number: int) -> None:
-        """Starts the probation of `number`. Call it after its weights are loaded, while the server is paused."""
+        """Starts the probation of `number`. Call this method after the version's weights are loaded, while the server is paused."""
         self.on_probation = number
         self._rejected.discard(number)
         self.cache_salt = _salt(number)
@@ -39,20 +39,20 @@ class WeightState:
         self._end_probation()
 
     def refuse(self) -> None:
-        """Rejects the version on probation, if there is one. All tokens that it sampled are invalid."""
+        """Rejects the version on probation, if there is one. All tokens sampled with that version are invalid."""
         if self.on_probation is not None:
             self._rejected.add(self.on_probation)
         self.cache_salt = _salt(self.number)
         self._end_probation()
 
     async def wait_verified(self, versions: Iterable[int]) -> None:
-        """Waits until none of `versions` is on probation; the caller sets the deadline. Raises `ServingError` if one of
-        them was rejected."""
+        """Waits until none of `versions` is on probation; the caller sets the deadline. Raises `ServingError` if any of these versions was
+        rejected."""
         versions = frozenset(versions)
         while self.on_probation in versions:
             await self._decided.wait()
         if rejected := versions & self._rejected:
-            raise ServingError(f"sampled with weights that were rejected after the swap (version {min(rejected)})")
+            raise ServingError(f"the tokens were sampled with weights that were rejected after the swap (version {min(rejected)})")
 
     def _end_probation(self) -> None:
         self.on_probation = None

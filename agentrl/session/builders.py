@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 def fault_rate(recipe: Recipe) -> FaultRate:
     """Returns the object that measures the fault rate of all attempts in flight.
 
-    It includes the attempts of a gate with a separate server, because a dead daemon affects these too.
+    The rate includes the attempts of a gate with a separate server, because a dead daemon affects these attempts too.
     """
     return FaultRate(concurrency=recipe.max_concurrent_episodes)
 

@@ -38,7 +38,8 @@ checkpoint."""
 
 @contextmanager
 def handle_interrupts(first: Callable[[], None], *, in_hand: str = "the step") -> Iterator[None]:
-    """Calls `first` at the first ctrl-C or SIGTERM, and cancels the current task at the second. Restores the handlers at the end.
+    """Calls `first` at the first ctrl-C or SIGTERM, and cancels the current task at the second. Restores the previous signal handlers when
+    the block ends.
 
     If the event loop is blocked and has not handled a signal for `HOLD_S`, the next signal also raises KeyboardInterrupt in the code that
     blocks the loop.
@@ -88,10 +89,10 @@ def warn_on_error(folder: Path, doing: str) -> Iterator[None]:
 
 @asynccontextmanager
 async def closing_stack(folder: Path) -> AsyncIterator[AsyncExitStack]:
-    """Yields an exit stack. Errors that are raised while it is closed are written to the driver's log.
+    """Yields an exit stack. Errors that are raised while the stack is closed are written to the driver's log.
 
     If the block succeeded, such an error is also logged as a warning, because the results are complete and only open resources may be left
-    behind. A cancellation is raised.
+    behind. A cancellation while the stack is closed is always raised.
     """
     body: BaseException | None = None
     try:
@@ -130,8 +131,8 @@ def _left(error: BaseException) -> None:
 
 
 def append_driver_log(folder: Path, what: str, error: BaseException | None = None) -> Path | None:
-    """Appends an event, or an error with its traceback, to `logs/driver.log` in a run folder. Returns its path; None if it cannot be
-    written."""
+    """Appends an event, or an error with its traceback, to `logs/driver.log` in a run folder. Returns the path of this log; None if it
+    cannot be written."""
     path = folder / DRIVER_LOG
     trace = f"{redact(''.join(traceback.format_exception(error)))}\n" if error is not None else ""
     text = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {what}\n{trace}"
@@ -157,7 +158,7 @@ def report_error(error: BaseException, *, folder: Path | None = None, go_on: str
     """Prints to standard error why a command failed, with one cause. Returns the exit code.
 
     Args:
-        folder: the run folder, to whose `logs/driver.log` the traceback is written. If it is None, the traceback of a bug is printed.
+        folder: the run folder, to whose `logs/driver.log` the traceback is written. If `folder` is None, the traceback of a bug is printed.
         go_on: the command that continues the run, if there is one.
     """
     cause = main_error(error)

@@ -1,6 +1,6 @@
 """Run folders: their names, their locks, and the records of how runs were started.
 
-`run.json` stores the overrides with which a run was started. A resumed run uses them again, unless new overrides replace them.
+`run.json` stores the overrides with which a run was started. A resumed run uses these overrides again, unless new overrides replace them.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def merge_overrides(earlier: Sequence[str], later: Sequence[str]) -> tuple[str, 
 def claim_run_folder(wanted: Path | None, runs: Path, name: str, *, resume: bool, command: str, resumable: bool = True) -> Iterator[Path]:
     """Yields a run folder of which this process is the only driver: `wanted`, or the first vacant one of `name`, `name-2`, ... in `runs`.
 
-    With `resume` and without `wanted`, it is the last of these folders that contains a run. Two commands that are started at the same time
+    With `resume` and without `wanted`, yields the last of these folders that contains a run. Two commands that are started at the same time
     get different folders. Raises `UserError` if another process drives the folder, if the folder already contains a run, or, with `resume`,
     if it contains no run.
     """
@@ -122,7 +122,7 @@ def _first_free(stack: ExitStack, runs: Path, name: str, command: str) -> Path:
             if is_vacant(folder):
                 stack.push(attempt.pop_all())
                 return folder
-    raise AssertionError("there is always another name")
+    raise AssertionError("the sequence of names is endless")
 
 
 def _last(runs: Path, name: str) -> Path:

@@ -1,9 +1,9 @@
 """Writes `.eval` logs for the viewer of inspect_ai: one file for each learner step or evaluation, with one sample for each attempt.
 
 A log is a zip file of JSON (`inspect_ai.log`, version 2 of its schema): `header.json`, `summaries.json`, `_journal/start.json`, and
-`samples/ID_epoch_N.json`. The id of a sample identifies its group, and its epoch is the attempt. The metadata of a sample contains, under
-`agentrl`, the data for which inspect_ai has no field: versions, parts of the score, and, for each turn, the exact token ids, logprobs and
-version spans.
+`samples/ID_epoch_N.json`. The id of a sample identifies its group, and its epoch is the number of the attempt. The metadata of a sample
+contains, under `agentrl`, the data for which inspect_ai has no field: versions, parts of the score, and, for each turn, the exact token
+ids, logprobs and version spans.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The servers for the judges of a run. They are started and stopped with the policy's server, and restarted when they die.
+"""The servers for the judges of a run. The servers are started and stopped with the policy's server, and restarted when they die.
 
 A judge waits for a server that is starting, for at most the `patience_s` of its endpoint. A server that dies therefore delays scores, but
 never causes a score of 0.
@@ -71,7 +71,7 @@ def is_reward_model(config: Mapping[str, Any]) -> bool:
 
 
 def check_judge_servers_used() -> None:
-    """Raises `UserError` if a registered server is used by no judge. Call it after the recipe's verifiers are loaded."""
+    """Raises `UserError` if a registered server is used by no judge. Call this function after the recipe's verifiers are loaded."""
     if idle := known_servers.unused_servers():
         raise UserError(
             f"judge_servers.{idle[0]} would start a server that no judge of the recipe uses",
@@ -110,8 +110,8 @@ def declare_judges(recipe: Recipe, *, root: Path) -> dict[str, Path]:
 
 
 class JudgeServers:
-    """The servers in a recipe's `judge_servers` section, which must be registered first. They run and are supervised in an `async with`
-    block."""
+    """The servers in a recipe's `judge_servers` section, which must be registered first. The servers run and are supervised in an `async
+    with` block."""
 
     def __init__(
         self,
@@ -167,8 +167,8 @@ class JudgeServers:
         self._running.clear()
 
     async def _keep(self, name: str) -> None:
-        """Runs one server, and restarts it when it dies. If it dies too often in a row, it is not restarted, and its judges get an
-        error."""
+        """Runs one server, and restarts it when it dies. If the server dies too often in a row, it is not restarted, and calls of its
+        judges fail."""
         known = known_servers.registered_servers()[name]
         try:
             while True:

@@ -38,7 +38,7 @@ def read_score(data: Any, *, scored_by: str = "", sent: Counter[str] | None = No
     """Returns the score that a JSON value contains. Raises `ScoreRejected` with the cause `malformed` or `not_finite`.
 
     Args:
-        scored_by: the sender, if the score does not name one.
+        scored_by: the sender, if the score does not contain one.
         sent: default keys of the earlier corrections in the same file. A repeated default key is replaced by a different key. None if the
             score does not come from a file.
     """

@@ -84,7 +84,7 @@ class RunLeague:
                 self._changed.notify_all()
 
     def record(self, opponent: int, gain: float, *, version: int) -> None:
-        """Counts a finished game. The file is written when the opponent changes."""
+        """Counts a finished game. The league's file is written when the opponent changes."""
         self.table.record(version, opponent, gain)
 
     async def _change(self) -> None:
@@ -108,7 +108,7 @@ class RunLeague:
         await asyncio.to_thread(self.table.save)
 
     async def _serve(self, number: int) -> str:
-        """Loads a version. Returns "", or the reason if the version cannot be loaded."""
+        """Loads a version. Returns the reason if the version cannot be loaded; otherwise ""."""
         version = await asyncio.to_thread(self._registry.get, number)
         if version is None:
             return "it is not registered"

@@ -105,7 +105,7 @@ def step_metrics(
 def cancelled_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Returns counts and mean lengths of cancelled attempts, and the mean duration of scored attempts; empty if no attempt was cancelled.
 
-    The lengths are measured at the cancellation. Without it, the attempts would have been longer.
+    The lengths are measured at the cancellation. Without the cancellation, the attempts would have been longer.
     """
     cancelled = [attempt for group in groups for attempt in group.cancelled]
     if not cancelled:
@@ -128,7 +128,7 @@ def cancelled_metrics(groups: Sequence[Group]) -> dict[str, float]:
 def score_part_means(counted: Sequence[ScoredEpisode]) -> dict[str, float]:
     """Returns the mean of each score part over the episodes that have it, as `part/NAME`, for the `MAX_PARTS` most frequent parts.
 
-    The mean of the audit is `audit_mean`, and the mean disagreement over all judge ensembles is `judge_disagreement`.
+    The mean of the audit is reported as `audit_mean`, and the mean disagreement over all judge ensembles as `judge_disagreement`.
     """
     values: dict[str, list[float]] = {}
     for name, value in (item for scored in counted for item in scored.score.parts.items() if math.isfinite(item[1])):
@@ -167,7 +167,7 @@ def record_excluded(folder: Path, step: int, groups: Sequence[Group]) -> None:
 
 
 def _left_out(folder: Path, steps: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Returns reason -> number of episodes excluded in these steps. Only the last line of a repeated step counts."""
+    """Returns the number of episodes excluded in these steps, by reason. Only the last line of a repeated step counts."""
     by_step = {line["step"]: line["left_out"] for line in read_json_lines(folder / EXCLUDED_FILE)}
     excluded = [by_step[line["step"]] for line in steps if line.get("episodes_left_out") and line["step"] in by_step]
     return merge_counts(*({reason: len(ids) for reason, ids in reasons.items()} for reasons in excluded))
@@ -190,7 +190,7 @@ def save_evaluation(
     *,
     of: str = "",
 ) -> None:
-    """Adds one phase to `evaluations.json`. A split has no value if it has no scored episodes.
+    """Adds one phase to `evaluations.json`. A split without scored episodes is recorded without a value.
 
     Args:
         bounded: evaluations with bounded thinking: split -> bound -> evaluation.
@@ -351,7 +351,8 @@ def _update_failures(folder: Path) -> dict[str, int]:
 
 
 def judge_costs(folder: Path) -> dict[str, float]:
-    """Returns the usage and costs of the run's judges; empty if there are none. If their ledger is unreadable, logs this and returns {}."""
+    """Returns the usage and costs of the run's judges; empty if there are none. If the judges' ledger is unreadable, logs this and returns
+    {}."""
     try:
         spent = usage_in(folder)
     except StoreError as error:
@@ -365,7 +366,7 @@ def _steps(folder: Path) -> list[dict[str, Any]]:
 
 
 def _last_lines(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the last line of every step. A step that a resumed run repeated is returned once."""
+    """Returns the last line that `metrics.jsonl` contains for each step. A step that a resumed run repeated is returned once."""
     return list({line["step"]: line for line in lines if "episodes" in line}.values())
 
 
@@ -386,7 +387,8 @@ def gate_problems(folder: Path, *, finished: bool) -> tuple[str, ...]:
 
 
 def is_zero_version(folder: Path, version: int) -> bool:
-    """Whether a version is an adapter that does not change the base policy. Its hash differs from the base version's."""
+    """Whether a version is an adapter that does not change the base policy. The hash of such an adapter differs from that of the base
+    version."""
     adapter = folder / "versions" / f"{version:06d}" / ADAPTER
     if not adapter.is_file():
         return False

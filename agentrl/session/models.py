@@ -68,8 +68,8 @@ def _download(model: str, key: str) -> Path:
 def copy_base_version(model: Path, target: Path, *, template: str | None = None) -> None:
     """Copies the base policy atomically into the run folder as version 0, so that later changes to the source do not affect the run.
 
-    A chat `template` from the recipe replaces the template in the model. It is copied from version 0 into every version and into the
-    result.
+    A chat `template` from the recipe replaces the template in the model. This template is copied from version 0 into every version and into
+    the result.
     """
     if target.exists():
         return
@@ -191,7 +191,8 @@ class DiskSpace:
 
 
 def required_disk_space(recipe: Recipe, model: Path) -> DiskSpace:
-    """Returns the disk space for a run that starts from `model`, a folder with safetensors files. Experience and logs are not included."""
+    """Returns the disk space needed by a run that starts from `model`, a folder with safetensors files. Experience and logs are not
+    included."""
     shapes = [entry["shape"] for path in model.glob("*.safetensors") for entry in read_safetensors_header(path).values()]
     width = 2 if recipe.policy.dtype == "bfloat16" else 4
     learner, weights = recipe.learner, sum(map(math.prod, shapes))

@@ -151,7 +151,7 @@ class Run:
         self.groups.runner.pace.set_idle_token_s(self.served.token_s)
 
     def stop_after_step(self) -> None:
-        """Stops the run after the current step, if there is one. This is how a run without a last step normally ends."""
+        """Stops the run after the step in progress, if there is one. This is how a run without a last step normally ends."""
         progress, serving = self.progress, self.served.version
         progress.stop_at = min(progress.stop_at, serving + 1 if progress.learning else max(serving, 0))
         if progress.learning and math.isinf(progress.end):
@@ -164,7 +164,7 @@ class Run:
 async def open_run(
     recipe: Recipe, start: RunStart, checked: PreflightResult, *, root: Path, console: bool, order: GroupOrder | None = None
 ) -> AsyncIterator[Run]:
-    """Runs the slow checks, then opens the parts of a run. Closes them in reverse order.
+    """Runs the slow checks, then opens the parts of a run. When the block ends, closes the parts in reverse order.
 
     Args:
         order: the groups that the run samples, and the order in which the learner selects them; None means the order in the recipe.
@@ -401,7 +401,7 @@ async def _open_experience(
 async def _open_servers(
     stack: AsyncExitStack, recipe: Recipe, folder: Path, checked: PreflightResult, launcher: Launcher, *, alert: Callable[[str], None]
 ) -> tuple[FolderRegistry, PolicyServer, RunLeague | None, VersionServer | None, JudgeServers]:
-    """Opens the registry, in which version 0 is registered, and the servers. Of the servers, only those for judges are started here."""
+    """Opens the registry, in which version 0 is registered, and the servers. Only the servers for judges are started here."""
     registry = await asyncio.to_thread(_open_registry, folder)
     stack.callback(registry.close)
     served = open_policy_server(recipe, folder, registry, launcher=launcher, alert=alert)

@@ -58,7 +58,7 @@ _COPY_PATH, _COPY_DATA = ".agentrl-copy", b"a file that is to be in the copy"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreflightResult:
-    """The objects that the preflight checks opened. None of them is running."""
+    """The objects that the preflight checks opened. None of these objects is running."""
 
     model: Path  # folder of the initial policy
     template: str | None  # in a new run, a chat template that replaces the one in the model
@@ -207,7 +207,7 @@ def _check_installed(recipe: Recipe) -> None:
 def _check_known(kind: str) -> None:
     """Raises `UserError` if the installed transformers does not support the model type.
 
-    It searches the source code of the auto classes, because importing them takes many seconds.
+    The check searches the source code of the auto classes, because importing these classes takes many seconds.
     """
     spec = find_spec("transformers")
     places = spec.submodule_search_locations if spec is not None else None
@@ -290,8 +290,8 @@ def measured_suites(recipe: Recipe) -> list[str]:
 def check_suite(suite: Suite, scorer: TaskScorer, tools: ToolSource | None = None, *, root: Path | None) -> None:
     """Resolves the verifiers and tools of every case. Raises `PluginError` if one of them cannot be resolved.
 
-    `root`: folder of the project. Raises `UserError` if a case names code or images outside it. None disables this check, for cases from
-    the recipe's task family.
+    `root`: folder of the project. Raises `UserError` if a case names code or images outside this folder. None, which is passed for cases
+    from the recipe's task family, disables this check.
     """
     if root is not None:
         check_suite_code(suite, root)
@@ -362,7 +362,7 @@ def check_thinking(chat: ChatFormat, family: TaskFamily, config: EvalConfig) -> 
     if chat.thinking is None:
         raise UserError(
             "evaluation.thinking_tokens does nothing: the policy's chat template has no <think> and </think>",
-            fix="remove it, or use a model that thinks between these tags",
+            fix="remove this setting, or use a model that thinks between these tags",
         )
     for split, count in ((Split.HELDOUT, config.heldout), (Split.HELDOUT_REAL, config.heldout_real)):
         if count and family.size(split) != 0:

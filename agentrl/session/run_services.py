@@ -39,7 +39,8 @@ async def open_services(
     judges: Mapping[str, Path],
     alert: Callable[[str], None],
 ) -> RunServices:
-    """Creates the interface, and opens it if some parts do not share the run folder. Otherwise, the first part that needs it opens it.
+    """Creates the interface, and opens it if some parts do not share the run folder. Otherwise, the first part that needs the interface
+    opens it.
 
     `judges`: model folders of judge servers by name. `alert`: called with a message for the user.
 

@@ -1,7 +1,7 @@
 """The HTTP server of `agentrl score RUN --serve`. It receives late scores from programs, and serves a page on which people score episodes.
 
-Every route except the page's static files requires the run's token as `Authorization: Bearer TOKEN`. No cookie is used, so another web
-page cannot send a score in a user's name.
+Every route except the page's static files requires the run's token as a bearer token in the header `Authorization`. No cookie is used, so
+another web page cannot send a score in a user's name.
 
     POST /scores    one score, or {"scores": [...]} with at most 100 scores (`agentrl.session.late_scores`)
     GET /pending    the parts that can be scored now, in pages: ?limit=100&after=EPISODE
@@ -137,7 +137,7 @@ class ScoreServer:
         return Identified(app)
 
     def _guarded(self, answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Any]:
-        """Returns a handler that requires the token. Its errors contain no details about the server."""
+        """Returns a handler that requires the token. The error responses of the handler contain no details about the server."""
 
         async def guarded(request: Request) -> Response:
             try:

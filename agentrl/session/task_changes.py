@@ -1,5 +1,5 @@
-"""Lists and changes the tasks of a run, whether it is running or stopped. `agentrl.task.changes` describes the files. The driver calls
-`start_changes`."""
+"""Lists and changes the tasks of a run, whether it is running or stopped. `agentrl.task.changes` describes the files. A driver applies new
+changes by calling `start_changes`."""
 
 from __future__ import annotations
 
@@ -80,10 +80,9 @@ def _base(recipe: Recipe) -> TaskChange:
 
 
 def open_added_family(change: TaskChange, recipe: Recipe, root: Path, folder: Path) -> TaskFamily:
-    """Opens the family of a change and checks its first training task, with its verifiers and tools. Raises `UserError`.
-
-    Also raises it if the scores of a verifier are late and the run accepts no late scores, because the first group would stop the run, and
-    again after each resumption.
+    """Opens the family of a change and checks its first training task, with its verifiers and tools. Raises `UserError` if one of them is
+    unusable. Also raises `UserError` if the scores of a verifier are late and the run accepts no late scores, because the first group would
+    stop the run, and again after each resumption.
     """
     part: dict[str, Any] = {"ref": change.family, "options": dict(change.options)}
     changed = recipe.but({"tasks.family": part, "seed": recipe.seed if change.seed is None else change.seed})
@@ -210,7 +209,7 @@ def _check_remaining(change: TaskChange, after: TaskMix, opened: Callable[[str],
 
 
 async def start_changes(run: Run, group: int) -> None:
-    """Applies the logged changes from `group` on, which must not have started, and reports them."""
+    """Applies the logged changes to all groups from `group` on, and reports them. Group `group` must not have started."""
     changes = run.task_changes
     for logged in await asyncio.to_thread(changes.pending):
         start, change = await asyncio.to_thread(changes.start, logged, group), logged.change

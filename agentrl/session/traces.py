@@ -1,7 +1,7 @@
 """Opens the OpenTelemetry traces of a run (`agentrl.observe.traces`) if environment variables enable them.
 
 The standard variables enable and configure them: `OTEL_EXPORTER_OTLP_ENDPOINT`, `OTEL_TRACES_EXPORTER`, `OTEL_TRACES_SAMPLER`,
-`OTEL_SERVICE_NAME` and so on. If they do not enable traces, the run has no such tracker, and OpenTelemetry is not imported.
+`OTEL_SERVICE_NAME` and so on. If they do not enable traces, the run has no tracker for traces, and OpenTelemetry is not imported.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL
 
 
 def open_traces(recipe: Recipe, folder: Path, *, alert: Callable[[str], None]) -> list[BackgroundTracker]:
-    """Returns a list with a tracker that exports traces; empty if the environment variables do not enable traces. Call it in the event
-    loop.
+    """Returns a list with a tracker that exports traces; empty if the environment variables do not enable traces. Call this function in the
+    event loop.
 
     Args:
         alert: called once, in the event loop, if spans cannot be exported.
@@ -98,7 +98,7 @@ def _exporter(name: str) -> Any:
 
 
 def _uses_of_step(recipe: Recipe, folder: Path, step: int) -> dict[int, GroupUse | None]:
-    """Returns a mapping group index -> use for the groups that the learner step of version `step` used, from the ledger."""
+    """Returns how the learner step of version `step` used each of its groups, by group index, as recorded in the ledger."""
     store = open_store(folder, recipe)
     try:
         return {entry.index: entry.use for entry in store.entries(step=step - 1) if not entry.is_residual}

@@ -99,8 +99,8 @@ class PendingTranscripts:
             return None
 
     def groups(self) -> set[int]:
-        """Returns the indices of the groups whose outcomes are not recorded. Some of them may not be in the store, if a driver was
-        killed."""
+        """Returns the indices of the groups whose outcomes are not recorded. If a driver was killed, some of these groups may not be in the
+        store."""
         return {int(path.stem) for path in self._folder.glob("*.json") if path.stem.isdecimal()}
 
     def remove(self, group: int) -> None:

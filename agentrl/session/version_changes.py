@@ -102,7 +102,7 @@ def promote(run_dir: Path, number: int) -> Promotion:
         if recipe.gate is None:
             raise UserError(f"{run_dir} has no gate, so its result is its last version: {busy.message}", fix=busy.fix) from None
         if version.state is VersionState.CANDIDATE and (serving is None or number > serving.number):
-            raise UserError(f"version {number} has not served yet", fix="wait until it serves") from None
+            raise UserError(f"version {number} has not served yet", fix="wait until the version serves") from None
         registry.set_state(number, VersionState.PROMOTED, sha256=version.sha256)
         model = None
     newest = registry.latest(VersionState.PROMOTED)
@@ -150,7 +150,8 @@ def request_rollback(run_dir: Path, number: int) -> RequestedRollback:
 
 
 def cancel_rollback(run_dir: Path) -> int:
-    """Withdraws the user's pending rollback request and returns its target. Raises `UserError` if a user has requested none."""
+    """Withdraws the user's pending rollback request and returns its target. Raises `UserError` if no rollback requested by a user is
+    pending."""
     registry = open_registry(run_dir)
     pending = rollback.pending_request(run_dir / "versions", registry)
     if pending is None:

@@ -58,7 +58,7 @@ def open_registry(run_dir: Path) -> FolderRegistry:
 
 
 def read_versions(run_dir: Path) -> tuple[VersionRecord, ...]:
-    """Returns all registered versions of a run, the oldest first. It can be called during the run.
+    """Returns all registered versions of a run, the oldest first. Can be called during the run.
 
     Raises `UserError` if the folder has no versions, and `StoreError` if the record of a version or a verdict is damaged. Any other record
     that cannot be read counts as missing.
@@ -105,8 +105,8 @@ def folder_bytes(folder: Path, *, without: str = "") -> int:
 
 
 def _held_out_evaluations(run_dir: Path, hashes: Iterable[str]) -> dict[str, tuple[str, dict[str, Rate]]]:
-    """Returns a mapping hash of weights -> (phase, rates) of their newest held-out evaluation. Versions with equal weights share an
-    evaluation."""
+    """Returns the phase and the rates of the newest held-out evaluation of each version's weights, by hash of the weights. Versions with
+    equal weights share an evaluation."""
     config = _evaluation_config(run_dir)
     if config is None:
         return {}
@@ -136,7 +136,7 @@ def _rate(result: Mapping[str, object]) -> Rate | None:
 
 
 def lineage(versions: Sequence[PolicyVersion], before: int, after: int) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """Returns the newest common ancestor of two versions, the versions from it to `before`, and the versions from it to `after`.
+    """Returns the newest common ancestor of two versions, the versions from that ancestor to `before`, and the versions from it to `after`.
 
     Both tuples of versions exclude the ancestor and start with the oldest version.
     """
@@ -148,8 +148,8 @@ def lineage(versions: Sequence[PolicyVersion], before: int, after: int) -> tuple
 
 
 def _ancestors(parents: Mapping[int, int | None], number: int) -> list[int]:
-    """Returns a version and its ancestors, the newest first. Stops at a parent that is not older, so that it returns even if a record is
-    damaged."""
+    """Returns a version and its ancestors, the newest first. Stops at a parent that is not older, so that the search ends even if a record
+    is damaged."""
     way = [number]
     while (parent := parents.get(way[-1])) is not None and parent < way[-1]:
         way.append(parent)

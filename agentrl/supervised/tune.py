@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from agentrl.base.files import commit_folder, partial_folder
+from agentrl.base.scratch import ScratchFolder
 from agentrl.errors import UserError
 from agentrl.judge import reward_model
 from agentrl.judge.labels import TextPreference
@@ -33,7 +33,7 @@ def train_sft(rows: Sequence[dict[str, list[int]]], model: Path, out: Path, *, e
     from trl import SFTConfig, SFTTrainer
 
     _require(rows, "an episode with a high enough score", "lower --min-score, or use a run that has trained longer")
-    with tempfile.TemporaryDirectory() as work:
+    with ScratchFolder() as work:
         common = _common(work, model, epochs, lr, batch, seed)
         trainer = SFTTrainer(
             model=_start(AutoModelForCausalLM, model),
@@ -57,7 +57,7 @@ def train_dpo(
 
     _require(pairs, "a task with attempts of different scores", "lower --margin, or use an earlier part of the run")
     tokenizer = _tokenizer(model)
-    with tempfile.TemporaryDirectory() as work:
+    with ScratchFolder() as work:
         trainer = _exact_dpo_trainer()(
             model=_start(AutoModelForCausalLM, model),
             ref_model=_start(AutoModelForCausalLM, model),
@@ -97,7 +97,7 @@ def train_reward_model(
     start.config.pad_token_id = tokenizer.pad_token_id
     longest = int(start.config.max_position_embeddings)
     rows = [_reward_row(pair, tokenizer, longest) for pair in pairs]
-    with tempfile.TemporaryDirectory() as work:
+    with ScratchFolder() as work:
         trainer = RewardTrainer(
             model=start,
             args=RewardConfig(**_common(work, model, epochs, lr, batch, seed), max_length=None),
@@ -126,11 +126,11 @@ def _own_dtype(model: Path) -> Any:
     return AutoConfig.from_pretrained(model, trust_remote_code=False).dtype or torch.float32
 
 
-def _common(work: str, model: Path, epochs: float, lr: float, batch: int, seed: int) -> dict[str, Any]:
+def _common(work: Path, model: Path, epochs: float, lr: float, batch: int, seed: int) -> dict[str, Any]:
     import torch
 
     return {
-        "output_dir": work,
+        "output_dir": str(work),
         "num_train_epochs": epochs,
         "per_device_train_batch_size": batch,
         "learning_rate": lr,
@@ -176,8 +176,8 @@ def _train(trainer: Any, model: Path, out: Path, *, finish: Callable[[Any, Path]
 
 
 def _reward_row(pair: Preference | TextPreference, tokenizer: Any, longest: int) -> dict[str, list[int]]:
-    """Returns the token ids of both sides, truncated to their last `longest` tokens. Text is tokenized as on a
-    server."""
+    """Returns the token ids of both sides of a pair, truncated to their last `longest` tokens. Text is tokenized as a server of the reward
+    model tokenizes it."""
     if isinstance(pair, Preference):
         sides = [[*pair.prompt_ids, *pair.chosen_ids], [*pair.prompt_ids, *pair.rejected_ids]]
     else:

@@ -73,7 +73,10 @@ class ChangeStart(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedChange:
-    """A change of a run, the hash of its line, and its start. The start is None if no driver has applied or rejected the change."""
+    """A change of a run, the hash of the change's line in `task_changes.jsonl`, and the change's start.
+
+    The start is None if no driver has applied or rejected the change.
+    """
 
     change: TaskChange
     sha256: str
@@ -98,7 +101,7 @@ class TaskMix:
         return self.kinds.get(task.kind, 1.0) * self.tasks.get(task.id, 1.0)
 
     def accepts(self, task: Task, *, seed: int, group: int, turn: int) -> bool:
-        """Whether the group uses this task after the group has skipped `turn` tasks; deterministic."""
+        """Whether a group that has already skipped `turn` tasks uses this task. The result is deterministic."""
         if not self.kinds and not self.tasks:
             return True
         heaviest = max([1.0, *self.kinds.values()]) * max([1.0, *self.tasks.values()])
@@ -147,11 +150,11 @@ class TaskChanges:
 
     Args:
         folder: the run folder.
-        base: the recipe's family, with a change that would add it.
+        base: the recipe's family, and a change that would add this family.
         open_added: opens the family of a change. Raises `UserError`.
         position: maps the number of a group to its position in the families' schedule. The schedule skips groups reserved for practice.
 
-    Raises `StoreError` if the two files do not match.
+    Raises `StoreError` if `task_changes.jsonl` and `task_starts.jsonl` do not match.
     """
 
     def __init__(
@@ -173,7 +176,7 @@ class TaskChanges:
 
     @property
     def mix(self) -> TaskMix:
-        """The tasks that the next group uses."""
+        """The tasks in use for the next group."""
         return self._segments[-1].mix
 
     def family(self, name: str) -> TaskFamily:
@@ -207,8 +210,8 @@ class TaskChanges:
         return changes
 
     def start(self, logged: LoggedChange, first: int) -> ChangeStart:
-        """Records durably that a change applies from group `first` on, or that it is rejected. Call it for each change in the order of
-        `pending`."""
+        """Records durably that a change applies from group `first` on, or that it is rejected. Call this method for each change in the
+        order of `pending`."""
         first, rejected = max(first, self._segments[-1].first), ""
         try:
             self._apply(logged.change, first)
@@ -286,7 +289,7 @@ def changing(folder: Path) -> Iterator[Callable[[TaskChange], None]]:
 
 
 def _chain(before: str, line: str, start: ChangeStart) -> str:
-    """Returns the hash of a start. It makes damage detectable, because a damaged start would assign different tasks to groups."""
+    """Returns the hash of a change's start. It makes damage detectable, because a damaged start would assign different tasks to groups."""
     return _hash(codec.to_json(replace(start, sha256=f"{before} {line}")))
 
 

@@ -61,7 +61,7 @@ class AgentSection(_Table):
 
 
 class EnvironmentSection(_Table):
-    """The sandbox. Programs reach only the hosts in `network`."""
+    """Settings of the sandbox. Programs in the sandbox can reach only the hosts in `network`."""
 
     network: tuple[str, ...] = Field((), strict=False)
     """Hosts that programs may reach, such as "pypi.org:443", also during grading."""

@@ -9,8 +9,8 @@
             tests/              hidden: test_*.py with runs.toml, or test.sh, which may write a reward as in Harbor
             solution/           hidden: solve.sh or solve.py, the gold solution
 
-All folders are read and checked when the family is opened. If any contain mistakes, the error lists all of them, with task, file, field and
-fix.
+All folders are read and checked when the family is opened. If any folders contain mistakes, the error lists every mistake with its task,
+file, field and fix.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ class FolderTask:
 class TaskFolders:
     """The task family in a folder (`agentrl.protocols.TaskFamily`). Training and held-out tasks come from different folders.
 
-    Image paths are relative to `root`. Of the tasks without a `split`, the fraction `heldout` is held out, chosen with the seed. If
-    `heldout` is not 0 and there are two or more such tasks, at least one of them is held out, but never all. Raises `TaskError` with all
+    Image paths are relative to `root`. A fraction `heldout` of the tasks without a `split` is held out; the seed determines which. If
+    `heldout` is not 0 and two or more tasks have no `split`, at least one of them is held out, but never all. Raises `TaskError` with all
     mistakes if a folder is invalid.
     """
 
@@ -254,7 +254,7 @@ def _given_files(folder: Path) -> dict[str, bytes]:
 
 
 def _digest(folder: Path) -> str:
-    """Returns the hash of the image's build context. It is part of the task's identity."""
+    """Returns the hash of the image's build context. The hash is part of the task's identity."""
     digest = hashlib.sha256()
     for path in _walk(folder):
         digest.update(f"{path.relative_to(folder).as_posix()}\0".encode("utf-8", "surrogateescape"))
@@ -276,7 +276,8 @@ def _fits_harbor(folder: Path, description: TaskDescription, grading: Grading, f
 
 
 def _image(folder: Path, description: TaskDescription) -> Path:
-    """Returns the folder with the image's recipe: the task's folder `environment`, or else the family's folder."""
+    """Returns the folder that contains the image's `image.toml` or `Dockerfile`: the task's folder `environment` or, if it has neither, the
+    family's folder."""
     environment = folder / "environment"
     own = [name for name in _IMAGES if (environment / name).is_file()]
     if len(own) == 2:
@@ -395,7 +396,7 @@ def _walk(top: Path) -> Iterator[Path]:
 
 
 def _split_texts(files: Mapping[str, bytes]) -> tuple[dict[str, str], dict[str, str]]:
-    """Returns the text files, and all other files as base64."""
+    """Returns two mappings: path -> text for the UTF-8 files, and path -> base64 for all other files."""
     texts: dict[str, str] = {}
     binaries: dict[str, bytes] = {}
     for path, data in files.items():

@@ -1,6 +1,6 @@
 """Describes how a task folder is graded: tests, runs, mode. The description is in `Task.data["grading"]`, which stays on the host.
 
-Four modes, strongest first:
+The four modes, from the strongest to the weakest protection against cheating:
 
     judge   programs under test and tests run in separate sandboxes
     pytest  the tests import the code under test, in one process
@@ -91,7 +91,7 @@ class GradingRun(BaseModel):
 
 
 class Grading(BaseModel):
-    """How a task is graded. The agent sees none of it."""
+    """How a task is graded. The agent cannot see any field."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -112,7 +112,7 @@ class Grading(BaseModel):
         if self.runs and self.mode != "judge":
             raise ValueError(f"runs have no effect with verifier.mode = {self.mode}: its tests start programs themselves")
         if sum(run.timeout_sec for run in self.runs) > MAX_RUN_SECONDS:
-            raise ValueError(f"the runs' timeout_sec together exceed {MAX_RUN_SECONDS:g} s")
+            raise ValueError(f"the sum of the runs' timeout_sec exceeds {MAX_RUN_SECONDS:g} s")
         for run in self.runs:
             for path in (*run.files.values(), *([run.stdin_file] if run.stdin_file else [])):
                 if path not in self.tests:
@@ -128,8 +128,8 @@ class Grading(BaseModel):
         return {path: base64.b64decode(text) for path, text in self.tests.items()}
 
     def test_names(self) -> tuple[str, ...]:
-        """Returns the names of the tests that must all pass, parsed from their source on the host. Raises `ValueError` if there are
-        none."""
+        """Returns the names of the tests that must all pass, parsed from their source on the host. Raises `ValueError` if there are no
+        tests."""
         if self.mode in SCRIPTED:
             return ("test.sh",)
         files = self.files()
@@ -150,7 +150,7 @@ def encode_files(files: dict[str, bytes]) -> dict[str, str]:
 
 
 def grading_of(task: Task) -> Grading:
-    """Returns the grading of a task. Raises `TaskError` if it has none."""
+    """Returns the grading of a task. Raises `TaskError` if the task has no valid grading."""
     try:
         return Grading.model_validate(task.data[GRADING_KEY])
     except (KeyError, ValidationError) as error:

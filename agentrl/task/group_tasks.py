@@ -2,9 +2,9 @@
 
 The weights for a block are a pure function of the groups that were consumed by the steps before the block's version
 (`agentrl.experience.BlockStarts`). These groups are known when the block starts, so a resumed run assigns the same task to each group.
-Because of the file, the groups need not be read again. The report also uses the file. After a crash, the file may lack a group. The group
-is then read from the store, and its task is created again. A group with late scores is recorded twice: without these scores before the
-group is stored, and again when the scores have arrived.
+Because `tasks.jsonl` stores the outcomes, a resumed run need not read the groups again. Reports also read this file. After a crash, the
+outcome of a group may be missing in `tasks.jsonl`. The group is then read from the store, and its task is created again. A group with late
+scores is recorded twice: without these scores before the group is stored, and again when the scores have arrived.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class GroupTasks:
         self._reaching = asyncio.Lock()
 
     async def prepare_block(self, block: int) -> None:
-        """Computes the weights of a block. Call it when the block may start, because the groups that determine the weights are known only
-        then."""
+        """Computes the weights of a block. Call this method when the block may start, because the groups that determine the weights are
+        known only then."""
         if self._record is None:
             return
         async with self._reaching:
@@ -67,7 +67,10 @@ class GroupTasks:
         return self._schedule.task(self._order.position(index), weights, slot=self._order.slot(index))
 
     def record(self, task: Task, group: Group) -> None:
-        """Records the outcome of a group, unless its task is practice. If some of its scores are late, call `record_scores` later."""
+        """Records the outcome of a group, unless its task is a practice task.
+
+        If some of the group's scores are late, call `record_scores` later.
+        """
         if self._schedule.is_practice(self._order.position(group.index)):
             return
         taught = GroupOutcome.from_group(task, group)
@@ -76,15 +79,15 @@ class GroupTasks:
             self._lines[group.index] = taught
 
     def record_scores(self, scored: Iterable[tuple[Task, Group]], *, again: bool) -> None:
-        """Records the outcomes of groups whose late scores have arrived or expired. `again`: whether to skip outcomes that are already
-        recorded."""
+        """Records the outcomes of groups whose late scores have arrived or expired. `again`: the outcomes may already be recorded; such
+        outcomes are skipped."""
         recorded = self._read() if again else {}
         taught = [GroupOutcome.from_group(*pair) for pair in scored if not self._schedule.is_practice(self._order.position(pair[1].index))]
         append_lines(self._path, [codec.to_json(line) + b"\n" for line in taught if line != recorded.get(line.group)])
 
     async def _needed_groups(self, entries: Sequence[LedgerEntry]) -> dict[int, Group]:
         """Returns index -> group for the groups of a step that have no recorded outcome, or whose outcome was recorded before their late
-        scores."""
+        scores arrived."""
         assert self._lines is not None, "the file is read first"
         indices = [entry.index for entry in entries if entry.late_parts or entry.index not in self._lines]
         return {group.index: group for group in await self._store.groups(indices)} if indices else {}
@@ -103,8 +106,8 @@ class GroupTasks:
                     yield GroupOutcome.from_group(task, group)
 
     async def _drop_weights(self) -> None:
-        """Deletes the weights of consumed blocks. A block counts as consumed if all its missing groups have late scores, because the tasks
-        of these groups are recorded."""
+        """Deletes the weights of consumed blocks. A block counts as consumed even if groups with late scores are not consumed yet, because
+        the tasks of these groups are recorded."""
         stored = await self._store.entries(first=self._order.block(self._open_block).start)
         self._open_block = self._order.first_open_block(stored, before=self._reached, start=self._open_block)
         oldest = self._starts.oldest_version(self._open_block)

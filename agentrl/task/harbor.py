@@ -1,4 +1,4 @@
-"""Translates the keys in Harbor's task folders to agentrl's keys, and rejects keys that require something unavailable.
+"""Translates the keys in Harbor's task folders to agentrl's keys, and rejects keys that require something that sandboxes do not provide.
 
 Harmless keys are accepted. A key that changes what a sandbox provides (a network, a GPU, root, a second container) causes an error with the
 reason and the fix, because ignoring it would change the task.

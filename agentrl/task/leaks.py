@@ -115,7 +115,7 @@ def _compared(source: str) -> Iterator[str]:
 
 
 def find_leaks(files: Mapping[str, bytes], wanted: Iterable[Truth]) -> list[Leak]:
-    """Returns the leaks in these files: at most one for each file and truth, the most obvious one."""
+    """Returns the leaks in `files`. If a file leaks a truth in several ways, only the most obvious leak is returned."""
     readable: list[Leak] = []
     known = list(wanted)
     for path, data in files.items():
@@ -142,7 +142,7 @@ def _leak(path: str, text: str, labelled: list[str], truth: Truth) -> Leak | Non
 
 
 def _labelled_texts(text: str) -> Iterator[str]:
-    """Yields the text after each key such as `answer:`, and the values in columns with such a name."""
+    """Yields the text after each key such as `answer:`, and the values in columns whose header is such a key."""
     for match in _PAIR.finditer(text):
         yield text[match.end() : match.end() + LONGEST + 2]
     lines = text.splitlines()

@@ -95,7 +95,10 @@ def is_exact(pattern: str) -> bool:
 
 
 def matches_pattern(pattern: str, path: str) -> bool:
-    """Whether a pattern matches a path. The running time is at most proportional to the product of their lengths."""
+    """Whether a pattern matches a path.
+
+    The running time is at most proportional to the length of the pattern times the length of the path.
+    """
     if pattern == WHOLE_DIRECTORY:
         return True
     steps, reached = pattern.split("/"), {0}
@@ -152,9 +155,9 @@ async def collect_outputs(sandbox: Sandbox, patterns: Sequence[str], *, timeout_
     """Collects the files that match `patterns` from an agent's sandbox, at most `OUTPUT_FILES` files and `OUTPUT_BYTES` bytes.
 
     If a pattern has wildcards, all processes in the sandbox are killed first. The agent is responsible for links, devices, files that are
-    too large and folders that cannot be listed. These are reported as rejected.
+    too large and folders that cannot be listed. Such files and folders are reported as rejected.
 
-    Raises `SandboxError` if the sandbox fails, and `SandboxTimeout` if this takes longer than `timeout_s` seconds.
+    Raises `SandboxError` if the sandbox fails, and `SandboxTimeout` if the collection takes longer than `timeout_s` seconds.
     """
     try:
         async with asyncio.timeout(timeout_s):
@@ -206,7 +209,7 @@ def _printable(name: str) -> str:
 
 
 def _root(pattern: str) -> str:
-    """Returns the folder that contains everything a pattern can match; empty for the working directory."""
+    """Returns the path of the folder that contains every file that a pattern can match; empty for the working directory."""
     steps = pattern.split("/")[:-1]
     exact = next((count for count, step in enumerate(steps) if not is_exact(step)), len(steps))
     return "/".join(steps[:exact])
@@ -247,12 +250,12 @@ async def _answer(sandbox: Sandbox, program: str) -> tuple[object, str]:
 
 
 def _names(answer: object) -> list[str] | None:
-    """Returns the answer if it is a list of names, else None."""
+    """Returns `answer` if it is a list of strings, otherwise None."""
     return answer if isinstance(answer, list) and all(isinstance(name, str) for name in answer) else None
 
 
 def sandbox_of(task: Task) -> SandboxSpec:
-    """Returns the spec of a task's sandbox. Raises `TaskError` if it has none."""
+    """Returns the spec of a task's sandbox. Raises `TaskError` if the task has no sandbox."""
     if task.sandbox is None:
         raise TaskError(f"task {task.id!r} has no sandbox, which a tool, program or verifier needs", fix="set Task.sandbox")
     return task.sandbox

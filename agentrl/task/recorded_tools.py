@@ -28,7 +28,7 @@ class RecordedCall(Record):
 
 
 def arguments_key(arguments: Mapping[str, Any]) -> str:
-    """Returns a string that represents arguments. Equal arguments have equal strings."""
+    """Returns the arguments of a call as a string. Equal arguments have equal strings."""
     return json.dumps(arguments, sort_keys=True)
 
 
@@ -40,7 +40,7 @@ class Recording(Record):
     calls: tuple[RecordedCall, ...]
 
     def data(self) -> dict[str, Any]:
-        """Returns the entry for `Task.data`."""
+        """Returns a mapping with the recording, to be merged into `Task.data`."""
         recording: dict[str, Any] = codec.to_data(self)
         return {RECORDED_TOOLS: recording}
 

@@ -163,10 +163,10 @@ class ReservedGroups(Protocol):
 class GroupSchedule:
     """Maps each group index to a training task. A finite split is shuffled in each epoch; an endless split is used in order.
 
-    A task in `withheld` is replaced by a distant task. In a finite split, the distance differs between groups, because neighbouring groups
-    would have the same task if all groups used the next task in the epoch. Groups that `practice` reserves use its tasks. The other groups
-    use the family's tasks as if the reserved groups did not exist. `changes` may add families, and may remove or reweight tasks. Each
-    change applies from a certain group on.
+    A task in `withheld` is replaced by a task at some distance in the order. In a finite split, the distance differs between groups; if
+    every group used the next task, neighbouring groups would have the same task. Groups that `practice` reserves use its tasks. The other
+    groups use the family's tasks as if the reserved groups did not exist. `changes` may add families, and may remove or reweight tasks.
+    Each change applies from a certain group on.
 
     `task` raises `TaskError` if the family cannot create the task, and `RecipeError` if no task may be trained on.
     """
@@ -179,12 +179,12 @@ class GroupSchedule:
     _orders: dict[tuple[int, int], list[int]] = field(default_factory=dict, repr=False)
 
     def task(self, group_index: int, weights: Weights | None = None, *, slot: int | None = None) -> Task:
-        """Returns the task of a group. A task that `weights` rejects is replaced by a distant task. If all tasks are rejected, the first
-        task is used.
+        """Returns the task of a group. A task that `weights` rejects is replaced by a task at some distance in the order. If all tasks are
+        rejected, the first task is used.
 
         Args:
             group_index: position of the group in the schedule.
-            slot: number of the group that is passed to `changes`; None means `group_index`.
+            slot: the group's number, which is passed to `changes`; None means `group_index`.
         """
         slot = group_index if slot is None else slot
         if self.practice is not None:

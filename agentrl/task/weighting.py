@@ -76,7 +76,7 @@ class GroupOutcome:
 
     @classmethod
     def from_line(cls, line: bytes) -> GroupOutcome | None:
-        """Parses a line that `agentrl.records.codec` wrote. Returns None if it is invalid or has scores that are not finite."""
+        """Parses a line that `agentrl.records.codec` wrote. Returns None if the line is invalid or has scores that are not finite."""
         try:
             return codec.from_json(cls, line)
         except ValueError:
@@ -104,9 +104,9 @@ NO_GROUPS = Tally(0, 0, 0.0)
 class Weights:
     """Weights of tasks, between `MIN_WEIGHT` and 1. They are relative to the kind with the largest weight, which has weight 1.
 
-    A weight is the probability that the next group has different scores, times the headroom. Both factors are estimated from the n newest
-    groups. If s is the sum over these groups, the estimate is (PRIOR * r + s) / (PRIOR + n) for a task, where r is the rate of its kind,
-    and (1 + s) / (1 + n) for a kind.
+    A weight is the probability that the next group has different scores, times the headroom, which is 1 minus the mean score. Both factors
+    are estimated from the n newest groups. If s is the sum over these groups, the estimate is (PRIOR * r + s) / (PRIOR + n) for a task,
+    where r is the rate of its kind, and (1 + s) / (1 + n) for a kind.
     """
 
     tasks: Mapping[str, Tally]  # by `Task.key`, for the tasks that were used
@@ -124,12 +124,15 @@ class Weights:
         return max((differed * headroom for differed, headroom in map(_kind_rates, self.kinds.values())), default=1.0)
 
     def accepts(self, task: Task, *, seed: int, group: int, turn: int) -> bool:
-        """Whether the group uses this task after the group has skipped `turn` tasks; deterministic."""
+        """Whether a group that has already skipped `turn` tasks uses this task. The result is deterministic."""
         return random.Random(f"{seed}/{group}/{turn}/weight").random() < self.weight_of(task)
 
 
 def _kind_rates(tally: Tally) -> tuple[float, float]:
-    """Returns the rates of a kind. They are never 0. They are 1 if the kind has no groups, so that the kind is tried."""
+    """Returns the two estimates of `Tally.rates` for a kind.
+
+    They are never 0, and they are 1 if the kind has no groups, so that the kind is tried.
+    """
     return tally.rates((1.0, 1.0), 1.0)
 
 

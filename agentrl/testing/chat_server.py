@@ -3,7 +3,7 @@
 with ChatServer(lambda body, number: ScriptedAnswer('{"reasoning": "", "scores": {"correct": 1}, "abstain": false}')) as server:
     endpoint = Endpoint(url=server.url, model="scripted")
 
-It also serves the route of a reward model, `/classify`: `ScriptedAnswer(number=1.5)` is a response from it.
+The server also serves the route of a reward model, `/classify`. `ScriptedAnswer(number=1.5)` is a response of this route.
 """
 
 from __future__ import annotations

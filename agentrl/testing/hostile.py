@@ -1,8 +1,8 @@
 """Scripts of strings that a policy may sample at temperature 1, by accident or because of a reward. Each script has broken a component at
 some time.
 
-A script contains the turns of one episode. The task's tools are `python`, `shell` and `submit`. A call to any other tool names a tool that
-the task does not have, or that raises on its arguments.
+A script contains the turns of one episode. The task's tools are `python`, `shell` and `submit`. If a script calls any other tool, the task
+does not have this tool, or the tool raises an exception for the arguments of the call.
 """
 
 from __future__ import annotations

@@ -51,7 +51,8 @@ class ScriptedPolicy:
     If supports are requested, token t of a completion was drawn from 1 + t % top_k tokens: itself and the ids that follow.
 
     `script` receives the number of the turn in this episode (0, 1, ...) and the episode id. If an answer is sampled after thinking has
-    reached its limit, the id ends in ".answer". The script returns the text, or raises like a failing server.
+    reached its limit, the episode id passed to `script` ends in ".answer". The script returns the text, or raises the error of a failing
+    server.
     """
 
     def __init__(self, tokenizer: Any, script: Callable[[int, str], str], *, version: int = 0) -> None:
@@ -88,7 +89,7 @@ class ScriptedPolicy:
 class ReadingPolicy(ScriptedPolicy):
     """A scripted policy whose turns depend on the context, so several agents in one episode may use it in any order.
 
-    `reads` receives the text of the context, including control tokens, and returns the text of the turn. It may be async.
+    `reads` receives the text of the context, including control tokens, and returns the text of the turn. `reads` may be async.
     """
 
     def __init__(self, tokenizer: Any, reads: Callable[[str], str | Awaitable[str]]) -> None:
@@ -123,7 +124,7 @@ def _completion(ids: Sequence[int], params: SamplingParams, version: int) -> Com
 
 
 class PacedPolicy:
-    """Samples the letter `x` until a turn has its planned number of tokens, then ends the turn. Use it with `run_virtually`.
+    """Samples the letter `x` until a turn has its planned number of tokens, then ends the turn. Use this policy with `run_virtually`.
 
     Args:
         tokenizer: tokenizer for the sampled ids.

@@ -1,5 +1,5 @@
-"""Sandboxes that run no programs; a function returns the result of each program. `sample_task` returns a task for tests that need some
-task."""
+"""Sandboxes that run no programs; a function returns the result of each program. `sample_task` returns a task for tests that do not depend
+on what the task is."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def sample_task(**changes: Any) -> Task:
 
 
 def printing(text: str) -> Answer:
-    """Returns a function whose result for every program is the output `text` and success."""
+    """Returns a function that returns, for every program, a successful result with the output `text`."""
     return lambda code: ExecResult(exit_code=0, stdout=text, stderr="", wall_s=0.0)
 
 
 class ScriptedSandbox:
-    """A sandbox in which `answer(code)` returns the result of each program. Its files are in memory."""
+    """A sandbox in which `answer(code)` returns the result of each program. The sandbox keeps its files in memory."""
 
     def __init__(self, name: str, answer: Answer, files: Mapping[str, bytes]) -> None:
         self.id = name

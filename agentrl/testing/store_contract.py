@@ -55,7 +55,7 @@ class StoreContract:
             store.close()
 
     def test_groups_are_returned_equal_and_in_the_requested_order(self, tmp_path: Path) -> None:
-        """The groups are also equal after the store has been closed and reopened."""
+        """The returned groups equal the stored groups, even after the store has been closed and reopened."""
         with self.opened(tmp_path) as store:
             assert [store.put(make_group(index)) for index in (2, 0, 1)] == [True] * 3
         with self.opened(tmp_path) as store:
@@ -64,7 +64,8 @@ class StoreContract:
             _rejects(lambda: store.groups([0, 9]), "9")
 
     def test_an_index_is_stored_once(self, tmp_path: Path) -> None:
-        """The group that was stored first is kept. If threads store the same groups at the same moment, each group is stored once."""
+        """If a second group with the same index is stored, the first group is kept. If threads store the same groups at the same moment,
+        each group is stored once."""
         stored: list[int] = []
         with self.opened(tmp_path, 1) as store, self.opened(tmp_path) as other:
             assert not store.put(make_group(0, "another")) and store.groups([0]) == (make_group(0),)
@@ -83,14 +84,14 @@ class StoreContract:
             assert [entry.index for entry in store.entries()] == list(range(9))
 
     def test_groups_of_one_commit_are_stored_like_others(self, tmp_path: Path) -> None:
-        """Runs only for stores with `GroupCommit`."""
+        """This test applies only to stores that implement `GroupCommit`."""
         with self.opened(tmp_path, 1) as store:
             if isinstance(store, GroupCommit):
                 assert store.put_all([make_group(1), make_group(0, "another"), make_group(2), make_group(2)]) == (True, False, True, False)
                 assert store.groups([0, 1, 2]) == tuple(map(make_group, range(3)))
 
     def test_a_group_is_ready_then_assigned_then_consumed(self, tmp_path: Path) -> None:
-        """The ledger's token counts change with the state."""
+        """The ledger's token counts change with the state of a group."""
         with self.opened(tmp_path, 4) as store:
             assert [entry.state for entry in store.entries()] == ["ready"] * 4
             store.assign(0, [2, 3])
@@ -103,7 +104,7 @@ class StoreContract:
             assert figures == [("trained", 2, 0, 0), ("excluded", 2, 0, 2), ("ready", 2, 2, 0)]
 
     def test_a_group_belongs_to_one_step(self, tmp_path: Path) -> None:
-        """A rejected call changes nothing."""
+        """A rejected call changes nothing in the ledger."""
         with self.opened(tmp_path, 4) as store:
             store.commit(0, _used(0, 1), "checkpoints/000001")
             before = store.entries()
@@ -125,7 +126,7 @@ class StoreContract:
             assert {entry.index for entry in store.entries() if entry.state == "ready"} == {2, 3}
 
     def test_of_two_learners_that_commit_the_same_groups_one_wins(self, tmp_path: Path) -> None:
-        """Each learner is a separate process."""
+        """Two learners in separate processes commit the same groups, and only one of them succeeds."""
         with self.opened(tmp_path, 3) as store:
             learners = [self._process(tmp_path, "commit", str(step)) for step in (5, 6)]
             won = [learner.communicate("go\n", timeout=_TIMEOUT_S)[0].split() for learner in learners]
@@ -133,7 +134,7 @@ class StoreContract:
             assert _consumed(store) == dict.fromkeys(range(3), 5 if won[0] == ["won"] else 6)
 
     def test_kill_9_loses_nothing_that_was_acknowledged(self, tmp_path: Path) -> None:
-        """The process is killed while it stores, assigns and commits. An interrupted call has taken effect either completely or not at
+        """A process is killed while it stores, assigns and commits groups. An interrupted call has taken effect either completely or not at
         all."""
         for acknowledged in (5, 30):
             folder = tmp_path / str(acknowledged)
@@ -217,7 +218,7 @@ def _commit(store: ExperienceStore, step: int) -> None:
 
 
 def main(module: str, contract: str, folder: str, what: str, *step: str) -> None:
-    """Uses the store of a run folder as the arguments specify."""
+    """Uses the store of a run folder as the command-line arguments specify."""
     contract_class: type[StoreContract] = getattr(importlib.import_module(module), contract)
     with contract_class().opened(Path(folder)) as store:
         print("open", flush=True)

@@ -25,7 +25,7 @@ _A, _B = ".lora_A.weight", ".lora_B.weight"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
-    """An adapter's file that has been checked to fit a model."""
+    """An adapter file that has been checked against the model's tensor shapes."""
 
     path: Path
     scaling: float
@@ -46,7 +46,7 @@ class Adapter:
 
 
 def read_adapter(path: Path, model: Mapping[str, Shape]) -> Adapter:
-    """Returns the adapter in a file. Raises `ValueError` unless it fits a model with tensors of these shapes."""
+    """Returns the adapter in a file. Raises `ValueError` unless the adapter fits a model with tensors of these shapes."""
     shapes = tensor_shapes([path])
     layers = {name.removeprefix(_PREFIX).removesuffix(_A) for name in shapes if name.startswith(_PREFIX) and name.endswith(_A)}
     if not layers or len(shapes) != 2 * len(layers):
@@ -69,7 +69,7 @@ def merge_folder(base: Path, version: Path, target: Path) -> None:
 
 
 def is_zero_adapter(path: Path) -> bool:
-    """Whether an adapter does not change its base, that is, in each layer A or B is zero, as before the first update."""
+    """Whether an adapter leaves its base unchanged: in each layer, A or B is zero, as before the first update."""
     with safe_open(path, framework="pt", device="cpu") as file:
         layers = [name.removesuffix(_B) for name in file.keys() if name.endswith(_B)]  # noqa: SIM118 - a handle is not a mapping
         return all(not file.get_tensor(layer + _B).any() or not file.get_tensor(layer + _A).any() for layer in layers)

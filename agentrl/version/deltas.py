@@ -84,7 +84,7 @@ def write_delta(parent: Path, target: Path, folder: Path, *, number: int) -> Del
 
 
 def read_delta(folder: Path) -> Delta | None:
-    """Returns the delta in a version folder; None if there is none. Raises `ValueError` if it is damaged."""
+    """Returns the delta in a version folder; None if there is none. Raises `ValueError` if the delta is damaged."""
     path = folder / DELTA_RECORD
     return codec.from_json(Delta, path.read_bytes()) if path.exists() else None
 
@@ -135,7 +135,7 @@ def delta_chain(folder: Path) -> list[Path]:
 
 
 def materialize(folder: Path) -> Path:
-    """Returns `folder/model.safetensors`. If the file is missing, builds it atomically from the delta.
+    """Returns `folder/model.safetensors`. If the file is missing, builds it atomically from the version's delta.
 
     Raises `ValueError` if a delta in the chain is missing or damaged.
     """
@@ -191,7 +191,7 @@ def _build(links: list[Path], target: Path) -> None:
 
 
 def _stride(path: Path) -> int:
-    """Returns the size in bytes of a number in the most common dtype of a safetensors file; 1 if that is unknown."""
+    """Returns the size in bytes of a number in the most common dtype of a safetensors file; 1 if the dtype is unknown."""
     sizes: Counter[int] = Counter()
     try:
         for entry in read_safetensors_header(path).values():
@@ -205,7 +205,7 @@ def _stride(path: Path) -> int:
 def read_safetensors_header(path: Path) -> dict[str, dict[str, Any]]:
     """Returns tensor name -> dtype, shape and data_offsets for each tensor in a safetensors file. The entries are not checked.
 
-    Raises `ValueError` if it is not a safetensors file (format: https://github.com/huggingface/safetensors#format).
+    Raises `ValueError` if the file is not a safetensors file (format: https://github.com/huggingface/safetensors#format).
     """
     with path.open("rb") as file:
         prefix = file.read(8)
@@ -235,7 +235,7 @@ def _split(data: NDArray[np.uint8], stride: int) -> NDArray[np.uint8]:
 
 
 def _join(data: NDArray[np.uint8], stride: int) -> NDArray[np.uint8]:
-    """Returns the inverse of `_split`."""
+    """Reverses `_split`."""
     import numpy as np
 
     whole = len(data) - len(data) % stride

@@ -71,7 +71,8 @@ class LeagueTable:
 
     Args:
         folder: the run folder.
-        size: maximum number of members. Version 0 and the newest member stay. Other members are removed so that the rest are spread evenly.
+        size: maximum number of members. Version 0 and the newest member are never removed to make room. Other members are removed so that
+            the numbers of the remaining members are spread evenly.
 
     Raises `StoreError` for a damaged file.
     """
@@ -117,7 +118,7 @@ class LeagueTable:
         self.members.remove(member)
 
     def record(self, version: int, opponent: int, gain: float) -> None:
-        """Counts a game. The version won it if `gain` is positive, and lost it if `gain` is negative."""
+        """Counts a game. The version won the game if `gain` is positive, and lost it if `gain` is negative."""
         results = self.results[version, opponent]
         if gain > 0:
             results.wins += 1
@@ -153,8 +154,8 @@ class LeagueTable:
 
 
 def ratings(results: Mapping[tuple[int, int], tuple[float, int]]) -> list[Rating]:
-    """Returns the ratings of the versions in `results`, which maps (version, opponent) to points and games. Needs version 0 as the
-    origin."""
+    """Returns the ratings of the versions in `results`, which maps (version, opponent) to points and games. Version 0 is always included,
+    as the origin of the scale."""
     import numpy as np
 
     versions: Sequence[int] = sorted({0, *(number for pair in results for number in pair)})

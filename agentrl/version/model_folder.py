@@ -248,7 +248,7 @@ def _largest_token(path: Path) -> int | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Returns the JSON object in a file in a model folder. Raises `UserError` if it is invalid."""
+    """Returns the JSON object in a file in a model folder. Raises `UserError` if the file does not contain a valid JSON object."""
     try:
         content = json.loads(untrusted_files.read_bytes(path, most=_LARGEST_JSON))
     except (ValueError, RecursionError) as error:
@@ -259,7 +259,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _value(config: dict[str, Any], key: str, kind: type[T]) -> T | None:
-    """Returns a value in config.json; None if it is missing. Raises `UserError` if it has the wrong type."""
+    """Returns a value in config.json; None if the key is missing. Raises `UserError` if the value has the wrong type."""
     value = config.get(key)
     if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
         raise UserError(f"policy.model: config.json: {key} is a {type(value).__name__}, not a {kind.__name__}", fix=_SAVE_AGAIN)

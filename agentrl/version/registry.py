@@ -68,7 +68,8 @@ class FolderRegistry:
             folder.mkdir(parents=True, exist_ok=True)
 
     def add(self, version: PolicyVersion) -> None:
-        """Registers a published version. Adding it again does nothing, but adding it with different weights raises `StoreError`."""
+        """Registers a published version. Adding a registered version again does nothing, but adding it with different weights raises
+        `StoreError`."""
         with self._locked(fcntl.LOCK_EX):
             known = self._read(version.number)
             if known is None:
@@ -93,9 +94,10 @@ class FolderRegistry:
             return next((version for version in newest_first if version is not None and (not states or version.state in states)), None)
 
     def set_state(self, number: int, state: VersionState, *, sha256: str | None = None) -> None:
-        """Changes a version's state as the table above allows. Setting its current state does nothing.
+        """Changes a version's state as the table above allows. Setting the current state again does nothing.
 
-        Raises `StoreError` if the version's weights do not have the hash `sha256`, which means that it was retracted and published again.
+        Raises `StoreError` if the version's weights do not have the hash `sha256`, which means that the version was retracted and published
+        again.
         """
         with self._locked(fcntl.LOCK_EX):
             version = self._must_read(number)
@@ -136,7 +138,8 @@ class FolderRegistry:
                 raise StoreError(str(error)) from error
 
     def reconcile(self, newest: int) -> tuple[int, ...]:
-        """Deletes every version newer than the learner's checkpoint, with its weights, and returns their numbers. Call it after a crash.
+        """Deletes every version newer than the learner's checkpoint, with its weights, and returns their numbers. Call this method after a
+        crash.
 
         The learner will publish different weights under these numbers. If the serving version is among the deleted versions, the newest
         remaining version that was not rolled back becomes the serving version, so `latest(SERVING, PROMOTED)` never returns a deleted
@@ -174,10 +177,10 @@ class FolderRegistry:
             return frozenset(self._read_numbers(_PINNED))
 
     def prune(self, keep: int) -> tuple[int, ...]:
-        """Deletes the weights of old versions and returns their numbers. The newest `MAX_RECORDS` records stay as history.
+        """Deletes the weights of old versions and returns the numbers of these versions. The newest `MAX_RECORDS` records stay as history.
 
-        It keeps the `keep` newest versions, the `keep` newest promoted versions, version 0, the serving version, the held version, the
-        pinned versions, the target of a rollback request, and the versions from which a kept delta is built. It never changes folders
+        `prune` keeps the `keep` newest versions, the `keep` newest promoted versions, version 0, the serving version, the held version, the
+        pinned versions, the target of a rollback request, and the versions from which a kept delta is built. `prune` never changes folders
         outside `versions/`.
         """
         with self._locked(fcntl.LOCK_EX):
@@ -230,7 +233,7 @@ class FolderRegistry:
         self._write(replace(version, state=state))
 
     def _read_numbers(self, name: str) -> set[int]:
-        """Returns the version numbers in a file in the registry, which has one per line; empty if there is no such file."""
+        """Returns the version numbers in a file in the registry, which contains one number per line; empty if there is no such file."""
         path = self.folder / name
         try:
             return {int(line) for line in read_bytes(path, most=_LARGEST, inside=self.folder).split()}
@@ -319,7 +322,7 @@ class FolderRegistry:
         try:
             if not wait_for_lock(handle, how, within_s=self._lock_timeout_s):
                 raise StoreError(
-                    f"{self.folder} was locked by another process for {self._lock_timeout_s:g} s\n  fix: end that process (see"
+                    f"{self.folder} was locked by another process for {self._lock_timeout_s:g} s\n  fix: stop that process (see"
                     f" lsof {path}), then continue with --resume"
                 )
             yield

@@ -2,10 +2,10 @@
 
 The learner reads the file before every step, including the first step of a resumed run. The learner owns the weights, and the writer of a
 request does not wait for the learner. A request contains the rejected version and the target of the rollback, with the hashes of their
-weights. It is valid until the learner has published a successor and rolled the version back. It becomes void if the version is retracted or
-replaced by different weights. A request from the gate also becomes void if a later version is promoted. So a request can be written and
-read any number of times, even after a crash. A user's request replaces any other request, and the gate does not replace it while it is
-pending.
+weights. A request is valid until the learner has published a successor and rolled the version back. A request becomes void if the rejected
+version is retracted or replaced by different weights. A request from the gate also becomes void if a later version is promoted. Therefore,
+a request can be written and read any number of times, even after a crash. A user's request replaces any other request, and while a user's
+request is pending, the gate does not replace it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BUDGET_STEPS = 256
 
 
 def recent_steps(steps: Iterable[int], now: int) -> tuple[int, ...]:
-    """Returns the steps with setbacks that still count in step `now`."""
+    """Returns the steps with setbacks that still count in step `now`, that is, the steps among the last `BUDGET_STEPS`."""
     return tuple(step for step in steps if step > now - BUDGET_STEPS)
 
 
@@ -67,7 +67,7 @@ def withdraw_request(versions: Path) -> None:
 
 
 def read_request(versions: Path) -> RollbackRequest | None:
-    """Returns the last request, whether it is pending or not; None if there is none. Raises `StoreError` if it cannot be read."""
+    """Returns the last request, whether it is pending or not; None if there is none. Raises `StoreError` if the request cannot be read."""
     path = versions / ROLLBACK_FILE
     try:
         return codec.from_json(RollbackRequest, read_bytes(path, most=_LARGEST, inside=versions))
@@ -78,7 +78,7 @@ def read_request(versions: Path) -> RollbackRequest | None:
 
 
 def pending_request(versions: Path, registry: VersionRegistry) -> RollbackRequest | None:
-    """Returns the pending request; None if there is none. Raises `StoreError` if it cannot be read."""
+    """Returns the pending request; None if there is none. Raises `StoreError` if the request cannot be read."""
     request = read_request(versions)
     if request is None:
         return None

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from agentrl.base.scratch import ScratchFolder
 from agentrl.records import ADAPTER, WHOLE_MODEL
 from agentrl.version import deltas
 
@@ -81,14 +81,15 @@ def _complete_weights(folder: Path) -> Iterator[Path]:
     if weights.is_file():
         yield weights
         return
-    with tempfile.TemporaryDirectory(prefix="agentrl-diff-") as scratch:
-        target = Path(scratch) / WHOLE_MODEL
+    with ScratchFolder() as scratch:
+        target = scratch / WHOLE_MODEL
         deltas.write_complete(folder, target)
         yield target
 
 
 def _stored(path: Path | None) -> dict[str, _Stored]:
-    """Returns the tensors in a safetensors file, by name, with offsets that are checked against its size. Raises `ValueError`."""
+    """Returns the tensors in a safetensors file, by name, with offsets that are checked against the size of the file. Raises
+    `ValueError`."""
     if path is None:
         return {}
     try:

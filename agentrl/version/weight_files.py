@@ -55,8 +55,8 @@ class WeightCopy:
     def apply_delta(self, folder: Path) -> Path:
         """Returns the path of the complete weights of the delta version in `folder`. The file is valid until the next call.
 
-        Raises `ValueError` if the delta is damaged, if neither these weights nor its parent's file fits it, or if the result has the wrong
-        checksum.
+        Raises `ValueError` if the delta is damaged, if neither the loaded weights nor the file of the delta's parent are the parent's
+        weights, or if the result has the wrong checksum.
         """
         delta = deltas.read_delta(folder)
         if delta is None:

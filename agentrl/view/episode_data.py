@@ -27,7 +27,8 @@ _PROMPT_TOKENS = 4000  # maximum number of tokens of a prompt that are decoded
 
 
 def episode_data(source: RunSource, index: int, attempt: int, *, offset: int = 0) -> Data:
-    """Returns an episode with at most `MAX_TURNS` turns, starting at number `offset`. Raises `Missing` and `StoreError`."""
+    """Returns an episode with at most `MAX_TURNS` turns, starting at number `offset`. Raises `Missing` if the run, the group or the attempt
+    does not exist, and `StoreError` if the store cannot be read."""
     notes = source.refresh()
     group, scored = _scored(source, index, attempt)
     entry = source.store().entry(index)
@@ -58,7 +59,8 @@ def episode_data(source: RunSource, index: int, attempt: int, *, offset: int = 0
 
 
 def evaluated_data(source: RunSource, episode_id: str) -> Data:
-    """Returns an episode from an evaluation. Such episodes are never used for training. Raises `Missing`, `UserError` and `StoreError`."""
+    """Returns an episode from an evaluation. Episodes from evaluations are never used for training. Raises `Missing` if the run or the
+    episode does not exist, `UserError` if the run has no index, and `StoreError` if the store cannot be read."""
     notes = source.refresh()
     record = source.index().episode(episode_id)
     if record is None:
@@ -106,7 +108,7 @@ def episode_tree(
 def tokens_data(source: RunSource, index: int, attempt: int, trajectory: int, turn: int, *, offset: int = 0) -> Data:
     """Returns the sampled and trained values of the tokens in a turn as columns: at most `MAX_TOKENS` tokens, starting at number `offset`.
 
-    Raises `Missing` and `StoreError`.
+    Raises `Missing` if the run, the group, the attempt or the turn does not exist, and `StoreError` if the store cannot be read.
     """
     notes = source.refresh()
     group, scored = _scored(source, index, attempt)
@@ -282,7 +284,8 @@ def _columns(sample: Sample | None, trajectory: Trajectory, turn: int, offset: i
 
 
 def _learned(record: TokenRecord | None, sample: Sample | None, trajectory: Trajectory, turn: int, offset: int, end: int) -> Data:
-    """Returns the values that the learner computed for the tokens. A masked token has None. A column is None if nothing is recorded."""
+    """Returns the values that the learner computed for the tokens. The value of a masked token is None. A column is None if its values were
+    not recorded."""
     names = {"new_logprobs": "logprobs", "entropies": "entropies", "weights": "weights", "clipped": "clipped"}
     if record is None or sample is None:
         return dict.fromkeys(names)

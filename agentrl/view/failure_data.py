@@ -58,7 +58,8 @@ def failures_data(source: RunSource, query: Query) -> dict[str, Any]:
 
 
 def clusters_data(source: RunSource, query: Query) -> dict[str, Any]:
-    """Returns clusters of similar failures. A separate process computes them, and its memory is freed when it exits."""
+    """Returns clusters of similar failures. A separate process computes the clusters, and the memory of this process is freed when it
+    exits."""
     filters = [f"--{name}={value}" for name in ("tag", "kind", "phase") if (value := query.text(name))]
     # -P: modules must not be imported from the current folder, which may come from a third party
     command = [sys.executable, "-P", "-m", "agentrl", "failures", "cluster", str(source.path), "--json", *filters]

@@ -35,7 +35,8 @@ def verdict_rows(source: RunSource, notes: list[str]) -> list[Line]:
 
 
 def gate_data(source: RunSource, version: int) -> dict[str, Any]:
-    """Returns the verdict on a version, with both transcripts of the regressed cases. Raises `Missing` and `StoreError`."""
+    """Returns the verdict on a version, with both transcripts of the regressed cases. Raises `Missing` if there is no verdict on this
+    version, and `StoreError` if the verdict cannot be read."""
     verdict = read_verdict(source.path, version)
     if verdict is None:
         raise Missing(f"the gate has no verdict on version {version}", fix="choose a version under Gate on the run's page")

@@ -86,7 +86,8 @@ def newest_groups(source: RunSource, *, before: int | None) -> Data:
 
 
 def group_data(source: RunSource, index: int) -> Data:
-    """Returns a group with its attempts. Raises `Missing` and `StoreError`."""
+    """Returns a group with its attempts. Raises `Missing` if the run or the group does not exist, and `StoreError` if the store cannot be
+    read."""
     notes = source.refresh()
     group = source.group(index)
     entry = source.store().entry(index)

@@ -92,7 +92,7 @@ class RunLibrary:
 def _close_unused(source: RunSource) -> None:
     """Closes the store of a run if no request is reading it.
 
-    Otherwise the store is closed when the request finishes, because the request holds the last reference.
+    If a request is reading it, the store is closed when the request finishes, because the request holds the last reference.
     """
     if source.lock.acquire(blocking=False):
         try:

@@ -48,7 +48,7 @@ GONE = {"gone": True}
 
 @dataclass(slots=True, eq=False)
 class Live:
-    """The streams of a server."""
+    """The event streams that a server sends to the pages of runs."""
 
     library: RunLibrary
     streams: int = 0
@@ -94,7 +94,7 @@ class Live:
             self.streams -= 1
 
     async def _look(self, run: str) -> dict[str, Any]:
-        """Returns a mark that changes with the run. The mark is at most `LOOK_S` seconds old."""
+        """Returns a value that changes whenever the run changes. The value is at most `LOOK_S` seconds old."""
         now = asyncio.get_running_loop().time()
         known = self._looks.get(run)
         if known is None or now - known[0] > 0.9 * LOOK_S:
@@ -103,7 +103,7 @@ class Live:
         return await asyncio.shield(known[1])
 
     def _activity(self, run: str, offset: int | None) -> tuple[list[dict[str, Any]], int | None]:
-        """Returns the newest events after an offset, and the next offset. The offset None starts at the end of the stream."""
+        """Returns the newest events after an offset, and the next offset. With the offset None, reading starts at the end of the stream."""
         source = self.library.open(run)
         if source is None:
             return [], offset
@@ -135,7 +135,7 @@ class Live:
 
 
 def events_data(source: RunSource) -> dict[str, Any]:
-    """Returns the newest events and the newest notable events, the newest first. Both are empty if the run has no events."""
+    """Returns the newest events and the newest notable events, the newest first. Both lists are empty if the run has no events."""
     try:
         newest = _read_back(source.path, _EVENTS_BACK)
         notable = [event for event in _read_back(source.path, _NOTABLE_BACK) if isinstance(event, NOTABLE)]

@@ -48,7 +48,8 @@ class Operation:
     work: Callable[[RunSource, Body, str], dict[str, Any]]
 
     def run(self, source: RunSource, body: Body, user: str) -> dict[str, Any]:
-        """Performs the operation and records it. Raises `UserError` and `StoreError`."""
+        """Performs the operation and records it. Raises `UserError` if a field is invalid or the operation cannot be performed, and
+        `StoreError` if a file of the run cannot be read."""
         with source.lock:
             _check_output(source, source.path / LOG_FILE)
             _check_text(body)
@@ -128,7 +129,7 @@ OPERATIONS: Mapping[str, Operation] = {
 def _text(body: Body, name: str, *, optional: bool = False) -> str:
     value = body.get(name, "" if optional else None)
     if not isinstance(value, str) or len(value) > MAX_NOTE or not (value or optional):
-        raise UserError(f"{name} must be a string of at most {MAX_NOTE} characters", fix="fill in the field")
+        raise UserError(f"{name} must be a string of at most {MAX_NOTE} characters", fix="fill in or shorten the field")
     if "\0" in value:
         raise UserError(f"{name} contains a null character", fix="type it again")
     return value
@@ -160,10 +161,11 @@ def _trace(collection: Collection, body: Body) -> Trace:
 
 
 def _suite(text: str) -> Path:
-    """Returns the folder of a suite, relative to the current folder of the command. Raises `UserError` if it is not inside that folder."""
+    """Returns the folder of a suite, relative to the current folder of the command. Raises `UserError` if the suite is not inside the
+    current folder."""
     path = Path(text)
     if path.is_absolute() or ".." in path.parts or not (Path.cwd() / path).resolve().is_relative_to(Path.cwd()):
         raise UserError(
-            "the suite must be a folder inside the one in which agentrl view was started", fix="give a path such as evals/regressions"
+            "the suite must be inside the folder in which agentrl view was started", fix="give a path such as evals/regressions"
         )
     return path

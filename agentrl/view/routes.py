@@ -1,6 +1,6 @@
 """The routes of the JSON API, and the function for each route.
 
-These functions only read. The functions that change a run are in `operations`.
+These functions only read runs. The functions that change a run are in `operations`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Query:
         return values
 
     def number(self, name: str, default: int | None = None) -> int | None:
-        """Returns an integer parameter from the path or the query; `default` if it is missing. Raises `RequestError` if it is not an
+        """Returns an integer parameter from the path or the query; `default` if it is missing. Raises `RequestError` if the value is not an
         integer."""
         value = self.path.get(name) or self.text(name)
         if not value:
@@ -54,7 +54,7 @@ class Query:
         return int(value)
 
     def count(self, name: str) -> int:
-        """Returns an integer parameter; 0 if it is missing. Raises `RequestError` if it is negative or not an integer."""
+        """Returns an integer parameter; 0 if it is missing. Raises `RequestError` if the value is negative or not an integer."""
         value = self.number(name, 0)
         if value is None or value < 0:
             raise RequestError("invalid", f"{name} must not be negative.")
@@ -65,8 +65,8 @@ Read = Callable[[RunSource, Query], Any]
 
 
 def _runs(library: RunLibrary, query: Query) -> Any:
-    """Returns a page of the runs whose name, recipe or model contains the search text. Active runs are first, then the most recently
-    changed."""
+    """Returns a page of the runs whose name, recipe or model contains the search text. Active runs come first; active and inactive runs are
+    each sorted by the time of the last change, the newest first."""
     search, entries = query.text("search").casefold(), library.entries()
     runs = list_runs(entries)
     matching = [run for run in runs if search in f"{run['name']}\n{run['recipe']}\n{run['model']}".casefold()]

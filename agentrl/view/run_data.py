@@ -76,7 +76,7 @@ def curves_data(source: RunSource, keys: Sequence[str]) -> dict[str, Any]:
 
 def reward_drops(points: Sequence[tuple[int, float]]) -> list[dict[str, float]]:
     """Returns the steps with the largest falls of the reward, the largest first. A fall counts if it is at least a third of the standard
-    deviation of the changes."""
+    deviation of the reward's changes between consecutive steps."""
     changes = [(step, value, value - before) for (_, before), (step, value) in pairwise(points)]
     if len(changes) < 2:
         return []
@@ -124,7 +124,7 @@ def _recipe_facts(recipe: Line) -> dict[str, str]:
 
 
 def _summary_facts(summary: Line) -> Line:
-    """Returns the figures of summary.json, without strings that may be long."""
+    """Returns the figures of summary.json, with at most `_MAX_ENTRIES` entries per mapping, and shortened problems."""
     facts: Line = {key: value for key, value in summary.items() if is_finite(value) or isinstance(value, bool) or read_rate(value)}
     for key in ("failures", "left_out_reasons", "tokens", "versions", "judges"):
         if isinstance(summary.get(key), dict):

@@ -20,7 +20,8 @@ _LIMIT = 50
 
 
 def search_data(source: RunSource, query: Query) -> dict[str, Any]:
-    """Returns a page of the matching episodes. Raises `RequestError`, `UserError` and `StoreError`."""
+    """Returns a page of the matching episodes. Raises `RequestError` if a filter is invalid, `UserError` if the run has no index, and
+    `StoreError` if the index cannot be read."""
     notes = source.refresh()
     fields: dict[str, Any] = {name: text for name in TEXTS if (text := query.text(name))}
     fields |= {name: number for name in NUMBERS if (number := query.number(name)) is not None}
@@ -38,8 +39,8 @@ def search_data(source: RunSource, query: Query) -> dict[str, Any]:
 
 
 def facets_data(source: RunSource) -> dict[str, Any]:
-    """Returns the values of each filter, each with its number of episodes. If the run has no index, they are empty and a note explains
-    it."""
+    """Returns the values of each filter, each with its number of episodes. If the run has no index, there are no values, and a note gives
+    the reason."""
     try:
         index = source.index()
         deleted = "The episodes of older steps were deleted because of store.options.keep_steps. They cannot be listed or searched."

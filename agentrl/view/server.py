@@ -161,7 +161,7 @@ class ViewServer:
 
         assert self._live is not None, "the server is started"
         if self._live.streams >= MAX_STREAMS:
-            raise RequestError("too_many", f"At most {MAX_STREAMS} pages are updated live. Close some of them.")
+            raise RequestError("too_many", f"At most {MAX_STREAMS} pages are updated live. Close some of these pages.")
         if self.library.open(request.path_params["run"]) is None:
             raise Missing("there is no such run", fix="return to the list of runs")
         events = self._live.events(request.path_params["run"], is_closed=lambda: bool(request.scope.get(HALF_CLOSED)))

@@ -48,7 +48,7 @@ class RunSource:
         self._recipe: tuple[object, Line, Recipe | None, str] | None = None
 
     def refresh(self) -> list[str]:
-        """Reads the lines that were added to the files.
+        """Reads the lines that were added to the files of metrics and tasks.
 
         Returns notes about files that cannot be read. Raises `Missing` if the folder was removed.
         """

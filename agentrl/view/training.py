@@ -54,8 +54,8 @@ def explain(reason: str) -> str:
 
 
 def train_group(source: RunSource, entry: LedgerEntry, group: Group) -> GroupTraining:
-    """Returns how a step trained a group, with the samples that the objective creates from it. Never raises. A note describes each unknown
-    value."""
+    """Returns how a step trained a group, with the samples that the objective creates from the group. Never raises. A note describes each
+    unknown value."""
     recipe, why = source.recipe()
     if recipe is None:
         return _unknown(group, f"Advantages and masks cannot be computed: {why}.")
@@ -93,8 +93,7 @@ def _unknown(group: Group, note: str) -> GroupTraining:
 
 
 def _others(source: RunSource, entry: LedgerEntry, recipe: Recipe) -> tuple[list[Group], list[str]]:
-    """Returns the other groups of the step with their scores, and notes. The groups are empty if the estimator does not compare with
-    them."""
+    """Returns the other groups of the step with their scores, and notes. Returns no groups if the estimator does not compare groups."""
     if recipe.objective.advantage.ref not in OF_THE_BATCH:
         return [], []
     if entry.step is None:

@@ -83,7 +83,7 @@ def _character_size(first: int) -> int:
 
 
 def read_vocabulary(path: Path, *, inside: Path) -> Vocabulary:
-    """Reads a `tokenizer.json`. Raises `FileNotFoundError` if it does not exist, and `ValueError` if it is too large or has no
+    """Reads a `tokenizer.json`. Raises `FileNotFoundError` if the file does not exist, and `ValueError` if the file is too large or has no
     vocabulary."""
     try:
         data = json.loads(read_bytes(path, most=MAX_BYTES, inside=inside))
@@ -116,7 +116,7 @@ def _fits(token: Any, number: Any) -> bool:
 
 
 def _has_type(data: Any, kind: str) -> bool:
-    """Whether the decoder or the pre-tokenizer, or a part of either, has the type `kind`."""
+    """Whether the decoder, the pre-tokenizer, or a part of one of them has the type `kind`."""
     parts = [data.get("decoder"), data.get("pre_tokenizer")]
     for part in parts[:2]:
         if isinstance(part, dict):

@@ -126,7 +126,7 @@ def shown(text: object, most: int = 300) -> str:
 
 
 def crop(lines: Sequence[Text], size: Size) -> list[Text]:
-    """Returns the first lines that fit, each cropped to the width."""
+    """Returns the first lines that fit the height, each cropped to the width."""
     cropped = []
     for line in lines[: max(1, size.height)]:
         short = line.copy()
@@ -322,7 +322,7 @@ def _selectable(rows: Sequence[str], selected: int, room: int, *, empty: str) ->
 
 
 def _padded(text: str, width: int) -> str:
-    """Pads or shortens a string to exactly `width` columns, including if it contains wide characters."""
+    """Pads or shortens a string to exactly `width` columns, even if the string contains wide characters."""
     short = text
     while cell_len(short) > width:
         short = short[:-1]
@@ -330,8 +330,8 @@ def _padded(text: str, width: int) -> str:
 
 
 def _pieces(line: str, width: int) -> Iterator[str]:
-    """Yields the pieces into which a line is wrapped. Their length in characters is also bounded, because combining characters need no
-    column."""
+    """Yields the pieces into which a line is wrapped. The length of each piece in characters is also bounded, because combining characters
+    need no column."""
     for piece in chop_cells(line, width) or [""]:
         yield from (piece[at : at + 4 * width] for at in range(0, max(1, len(piece)), 4 * width))
 

@@ -1,5 +1,5 @@
-"""The screens of `agentrl watch`: the runs in a folder, one run, and one episode. Each screen reads what has changed, and shows everything
-that can be read.
+"""The screens of `agentrl watch`: the runs in a folder, one run, and one episode. Each screen reads the files that have changed, and shows
+everything that can be read.
 
 A run folder may be incomplete, damaged, from a different version or from a third party, and it may be removed at any time. A note in the
 frame describes each part that cannot be read.
@@ -122,7 +122,7 @@ class RunScreen:
         self.frame = RunFrame(name=folder.name, state="")
 
     def refresh(self) -> None:
-        """Reads what has changed."""
+        """Reads the files that have changed."""
         notes: list[str] = []
         if not self._folder.is_dir():
             self.frame = RunFrame(name=self._folder.name, state="removed", notes=("the run folder was removed or renamed",))
@@ -197,8 +197,8 @@ class RunScreen:
             return token_balance(store.counts().tokens)
 
     def _success(self) -> Iterator[tuple[str, float]]:
-        """Yields the label and the newest success rate of each held-out split: from after training if there is one, otherwise from during
-        training, otherwise from before."""
+        """Yields the label and the newest success rate of each held-out split: the rate after training or, if it is missing, the newest
+        rate during training or, if both are missing, the rate before training."""
         phases = self._evaluations.get()
         for split, label in (("heldout", "held-out"), ("heldout_real", "held-out, real")):
             during = [value for _, value in self._metrics.series(split)]

@@ -132,7 +132,7 @@ def _read(keys: int) -> bytes:
 
 @contextmanager
 def _reading_keys(keys: int | None) -> Iterator[None]:
-    """Lets keys be read without waiting for the end of a line during the block, and restores the terminal afterwards."""
+    """During the block, keys can be read before the end of a line. Restores the terminal afterwards."""
     if keys is None:
         yield
         return

@@ -1,6 +1,6 @@
 """An agent that answers questions about tables, written with the OpenAI SDK and without agentrl.
 
-Reads the question from standard input, lets the model run code in the current folder, and prints the answer that it submits.
+Reads the question from standard input, lets the model run code in the current folder, and prints the answer that the model submits.
 """
 
 import json

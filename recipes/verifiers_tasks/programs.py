@@ -1,6 +1,6 @@
 """A taskset for verifiers 0.4: the model writes a program that answers a question about a table.
 
-The tool `python` accepts a program. The program is compared with the reference and never run, so no sandbox is needed.
+The tool `python` accepts a program. The program is compared with the reference program and never run, so no sandbox is needed.
 
     vf-eval programs                                   # as an evaluation, with this folder on PYTHONPATH
     agentrl train recipes/verifiers_programs.py        # as training tasks
@@ -66,7 +66,7 @@ class Programs(vf.Taskset[ProgramTask, ProgramConfig]):
 
 
 def _written(trace: vf.Trace) -> str:
-    """Returns the program in the first call."""
+    """Returns the program in the model's first tool call."""
     for message in trace.assistant_messages:
         for call in message.tool_calls or []:
             try:

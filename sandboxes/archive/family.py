@@ -17,10 +17,11 @@ KINDS = ("invoice", "lease", "licence", "order", "permit", "quote", "receipt", "
 class Archive:
     """Questions like "What is the amount of permit 4711 in project kelmor?", for an agent that has time for only a few of the drawers.
 
-    Each kind of record is in one drawer. The assignment is the same for all tasks of a project, and an agent can only find it by looking.
-    An agent that looks into `turns - 1` of 8 drawers finds that fraction of the records. An agent with notes about the drawers finds all of
-    them. Each task asks for a different record, so a note that contains an answer does not help. `task` is a pure function of (seed, split,
-    index). The projects of different splits have different names and drawers.
+    Each kind of record is in one drawer. The assignment of kinds to drawers is the same for all tasks of a project, and an agent can
+    discover it only by opening drawers. An agent without notes can open `turns - 1` of the 8 drawers, and finds the record in `turns - 1`
+    of 8 tasks on average. An agent with notes about the drawers finds every record. Each task asks for a different record, so a note that
+    contains an answer does not help. `task` is a pure function of (seed, split, index). The projects of different splits have different
+    names and drawers.
     """
 
     name = "archive"
@@ -31,8 +32,8 @@ class Archive:
         Args:
             projects: number of projects per split; task `index` is about project `index % projects`.
             entries: number of records in a drawer.
-            turns: number of turns in an episode, including the turn that submits. At most the number of drawers, so that an episode cannot
-                look into all of them.
+            turns: number of turns in an episode, including the turn that submits. Must not exceed the number of drawers, so that an episode
+                cannot look into all of them.
 
         Raises `UserError` if a number is invalid.
         """

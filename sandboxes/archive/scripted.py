@@ -1,4 +1,4 @@
-"""Two strategies for `archive`. They map a context, in the chat format of `agentrl.testing`, to the next turn.
+"""Two strategies for `archive`. A strategy maps a context, in the chat format of `agentrl.testing`, to the next turn.
 
 `alone` looks into as many drawers as its turns allow. `noting` first recalls notes, opens the drawer that they name, and writes notes about
 what it saw. Both are for `agentrl.testing.ReadingPolicy`.

@@ -128,7 +128,7 @@ def _orders(rng: Random) -> dict[str, dict[str, Any]]:
 
 
 def _status(kind: str, rng: Random) -> dict[str, Any]:
-    """Returns the status of an order for a request of this kind."""
+    """Returns a random status of the order for which the customer makes a request of this kind."""
     if kind in ("cancel", "move"):
         return {"status": PLACED}
     if kind == "late_cancel" or kind == "late_move":

@@ -24,7 +24,7 @@ class Doors(Environment):
     Args:
         gold: the door with the gold.
         days: number of days in an episode.
-        visit: number of the visit. Notes contain it, so that notes from later visits count as newer.
+        visit: number of the visit. Notes contain this number, so that notes from later visits count as newer.
     """
 
     rewards = (0.0, 1.0)

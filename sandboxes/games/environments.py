@@ -19,7 +19,7 @@ class BoardGame(Game):
     start: ClassVar[Any]
 
     def reset(self, seed: int) -> Mapping[str, Observation]:
-        """Starts a game. The seed determines its random events."""
+        """Starts a game. The seed determines the game's random events."""
         draw, self.state = random.Random(seed), self.start
         while self.state.actor == CHANCE:
             chances, children = zip(*self.state.chances(), strict=True)

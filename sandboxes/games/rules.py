@@ -1,6 +1,6 @@
 """Rules of two-player zero-sum games as immutable states: Kuhn poker and tic-tac-toe.
 
-Kuhn poker: H. W. Kuhn 1950, A simplified two-person poker. Its value for the first player is -1/18.
+Kuhn poker: H. W. Kuhn 1950, A simplified two-person poker. The value of Kuhn poker for the first player is -1/18.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class Archive:
         return generator.choices(open_states, [1 / (1 + entry.visits) for entry in open_states])[0]
 
     def best(self) -> tuple[Comparator, ...] | None:
-        """Returns the smallest network that sorts; None if none does."""
+        """Returns the smallest network that sorts; None if no network in the archive sorts."""
         return min((entry.network for entry in self.states.values() if not entry.unsorted), key=len, default=None)
 
     def save(self, path: Path) -> None:

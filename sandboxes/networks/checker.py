@@ -1,8 +1,8 @@
-"""Verifies sorting networks by trying every order of the inputs. Shares no code with the environment, its archive or its score.
+"""Verifies sorting networks by trying every order of the inputs. This module shares no code with the environment, its archive or its score.
 
     python sandboxes/networks/checker.py "1-2 3-4 1-3 2-4 2-3"
 
-Prints whether the network sorts, its number of comparators, and the smallest known number. Exits with 1 if it does not sort.
+Prints whether the network sorts, its number of comparators, and the smallest known number. Exits with 1 if the network does not sort.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def counterexample(pairs: list[tuple[int, int]], channels: int) -> tuple[int, ..
 
 
 def main(arguments: list[str]) -> int:
-    """Checks the network that the arguments contain. Returns the exit code."""
+    """Checks the network in the command line arguments. Returns the exit code."""
     try:
         pairs = []
         for text in " ".join(arguments).split():

@@ -15,7 +15,7 @@ from sandboxes.networks.state import Comparator, Outputs, comparators, label, pa
 
 
 class SortingNetwork(Environment):
-    """Build a sorting network with few comparators.
+    """The agent builds a sorting network with few comparators.
 
     The reward is given at the end. For a network that sorts, it is 1 plus the unused share of the budget. Otherwise it is at most 0.5, and
     decreases with each doubling of the number of unsorted 0-1 outputs. With an archive, the part `novelty` rewards the share of reached
@@ -24,8 +24,8 @@ class SortingNetwork(Environment):
     Args:
         channels: number of inputs.
         budget: maximum number of comparators, including those of the initial network.
-        archive: file of an `Archive`. Episodes start from a state in it with the probability `restarts`.
-        restarts: see `archive`.
+        archive: file of an `Archive`. An episode starts from a state in the archive with the probability `restarts`.
+        restarts: probability that an episode starts from a state in `archive`.
         novelty: weight of the part `novelty`.
     """
 
@@ -39,7 +39,7 @@ class SortingNetwork(Environment):
         self._restarts, self._novelty = restarts, novelty
 
     def reset(self, seed: int) -> str:
-        """Returns the initial observation, of the empty network or a network from the archive."""
+        """Returns the initial observation: the empty network, or a network from the archive."""
         generator, start = random.Random(seed), Entry(network=())
         if self._archive is not None and generator.random() < self._restarts:
             start = self._archive.draw(generator)

@@ -1,8 +1,8 @@
 """The task families `pages` and `questions`, in which the pages of a task do not fit into one context.
 
 `Pages(seed=0)` asks for an entry on one of many pages. `Questions(seed=0)` asks for the answers to the questions on all pages. `read` is
-their tool. `scripted` and `strategies` contain strategies for scripted policies. `demonstrations` writes the training data of a base
-policy.
+the tool of both families. `scripted` and `strategies` contain strategies for scripted policies. `demonstrations` writes the training data
+of a base policy.
 """
 
 from __future__ import annotations

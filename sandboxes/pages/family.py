@@ -26,7 +26,8 @@ class Pages:
 
         Args:
             pages: number of pages in a task.
-            entries: number of entries on a page. Each is a name with a number, and needs five to twelve tokens, depending on the tokenizer.
+            entries: number of entries on a page. Each entry is a name with a number, and needs five to twelve tokens, depending on the
+                tokenizer.
             turn_tokens: maximum number of completion tokens in one turn. Delegating every page needs about forty tokens per page.
             episode_tokens: size of one context, which has room for more than two pages but not for all of them.
 

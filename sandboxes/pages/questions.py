@@ -1,4 +1,4 @@
-"""`Questions`: tasks by split and index, with their gold solutions. Each page is a question, and every task has several pages."""
+"""`Questions`: tasks by split and index, with their gold solutions. Each page contains one question, and every task has several pages."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ KINDS = "total, distinct, line_count, longest_line"
 class Questions:
     """Tasks like "Answer the questions on pages 1 to 3.": each page asks about a small file and requires a different program.
 
-    A context has room for one question from its page to its answer, but not for all pages and programs. A single agent therefore cannot
-    solve these tasks, but an agent that delegates every page to a sub-agent (`rollout.agent=delegating`) can solve all of them. `task` is a
-    pure function of (seed, split, index). The questions come from `Tables`, whose training and held-out names come from disjoint pools.
+    A context has room for the page, the program and the answer of one question, but not for all pages and programs. A single agent
+    therefore cannot solve these tasks, but an agent that delegates every page to a sub-agent (`rollout.agent=delegating`) can solve all of
+    them. `task` is a pure function of (seed, split, index). The questions come from `Tables`, whose training and held-out names come from
+    disjoint pools.
     """
 
     name = "questions"

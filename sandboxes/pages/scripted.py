@@ -1,7 +1,8 @@
-"""Three strategies for `pages`. They map a context, in the chat format of `agentrl.testing`, to the next turn.
+"""Three strategies for `pages`. A strategy maps a context, in the chat format of `agentrl.testing`, to the next turn.
 
 `alone` reads page after page in one context, `splitting` delegates every page to a sub-agent, and `noting` reads page after page and
-lists the pages seen in its summary. They are for `agentrl.testing.ReadingPolicy`, which measures strategies and generates demonstrations.
+lists the pages seen in its summary. The strategies are for `agentrl.testing.ReadingPolicy`, which measures strategies and generates
+demonstrations.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def alone(context: str) -> str:
 
 
 def noting(context: str) -> str:
-    """Reads pages like `alone`. Its summary contains the number or, if it is not found, the pages seen so far."""
+    """Reads pages like `alone`. A summary contains the requested number or, if the number was not found, the count of pages seen so far."""
     outputs = _tool_outputs(context)
     if not outputs or not outputs[-1].endswith(SUMMARY_REQUEST):
         return alone(context)

@@ -1,8 +1,8 @@
 """Four strategies for `questions`. Each maps a context, in the chat format of the base policies, to the next turn.
 
 `splitting` delegates every page to a helper. `alone` works through page after page in one context. `at_once` reads all pages in one turn
-and writes one short program for all of them, which needs the smallest context. `handing_on` delegates all pages to one helper. They are
-for `agentrl.testing.ReadingPolicy`.
+and writes one short program for all of them, which needs the smallest context. `handing_on` delegates all pages to one helper. The
+strategies are for `agentrl.testing.ReadingPolicy`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sandboxes.pages.questions import program, request
 
 
 def request_text(context: str) -> str:
-    """Returns the agent's request."""
+    """Returns the request that the agent received."""
     return str(re.findall(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", context, re.DOTALL)[0])
 
 

@@ -1,4 +1,4 @@
-"""The datasets of the package that are excluded, with the reasons, and the alphabets of answers.
+"""The datasets of reasoning-gym that are excluded, with the reasons, and the alphabets to which answers are restricted.
 
 `docs/generate_reasoning_table.py` measures whether only the gold answer scores 1, whether a problem is the same in every process, and
 whether a scorer accepts any input.
@@ -95,7 +95,10 @@ def admit(source: Source) -> None:
 
 
 def exact(name: str, answer: str, truth: str) -> bool:
-    """Whether an answer with full marks contains only the truth. For datasets with several truths, the alphabet ensures this."""
+    """Whether an answer with full marks contains only the truth.
+
+    Always true for datasets with several correct answers, whose alphabet rules out additional text.
+    """
     return name in SEVERAL or says_the_same(name, answer, truth)
 
 

@@ -28,8 +28,8 @@ class Reasoning:
     """Problems from reasoning-gym. `task` is a pure function of (seed, split, index). The datasets rotate by index.
 
     The training and held-out splits draw from different seeds and share no question: for every seed, a hash of a question's text determines
-    its split. The split `heldout_real` contains the datasets in `heldout_kinds`, which are never trained. The agent submits its answer. If
-    there is no tool, the agent's message is the answer. `Task.data` contains the answer and the origin of the problem, but not the scorer's
+    its split. The split `heldout_real` contains the datasets in `heldout_kinds`, which are never trained. The agent submits its answer.
+    With `tool=none`, the agent's message is the answer. `Task.data` contains the answer and the origin of the problem, but not the scorer's
     data.
     """
 
@@ -53,8 +53,8 @@ class Reasoning:
                 see `sandboxes.reasoning.mixture`.
             heldout_kinds: datasets that are only evaluated, in the split `heldout_real`.
             tool: `python` or `none`.
-            examples: number of solved problems at the start of the prompt. They come from the task's dataset if a short program solves its
-                problems.
+            examples: number of solved problems at the start of the prompt. The solved problems come from the task's dataset if a short
+                program solves its problems.
             turn_tokens: maximum number of completion tokens in one turn.
             episode_tokens: maximum number of prompt and completion tokens in an episode.
 
@@ -70,7 +70,7 @@ class Reasoning:
         trained, unseen = parse(datasets, "datasets"), parse(heldout_kinds, "heldout_kinds")
         if not trained:
             raise UserError(
-                "tasks.family.options.datasets is empty", fix="set it to datasets, as in tasks.family.options.datasets=chain_sum"
+                "tasks.family.options.datasets is empty", fix="name at least one dataset, as in tasks.family.options.datasets=chain_sum"
             )
         if both := sorted({source.name for source in trained} & {source.name for source in unseen}):
             raise UserError(f"tasks.family.options.heldout_kinds and datasets both contain {both[0]}", fix="remove it from one of them")
@@ -96,10 +96,11 @@ class Reasoning:
         return self._make_task(source, self.seed, split, number, f"reasoning-{self.seed}-{split}-{index}")
 
     def variants(self, task: Task, *, seed: int) -> Iterator[tuple[str, Task]]:
-        """Yields training problems from the task's dataset: similar problems and, if it has levels, problems of the next levels.
+        """Yields training problems from the task's dataset: similar problems and, if the dataset has levels, problems of neighbouring
+        levels.
 
-        The next levels are one harder and one easier. A pure function of the task's content and the seed. Yields nothing for datasets in
-        `heldout_kinds`.
+        The problems of other levels come from the next harder and the next easier level. The sequence is a pure function of the task's
+        content and the seed. Yields nothing for datasets in `heldout_kinds`.
         """
         origin = task.data["origin"]
         source = Source(name=origin["dataset"], level=origin["level"], keys=origin["config"])
@@ -144,7 +145,10 @@ class Reasoning:
         return f"print({task.data['answer']!r})" if known is None else known
 
     def _examples(self, source: Source) -> tuple[Problem, ...]:
-        """Returns the solved problems for a dataset's prompts. They are the same for every task and seed. No task asks their questions."""
+        """Returns the solved problems for a dataset's prompts.
+
+        These problems are the same for every task and seed, and no task uses their questions.
+        """
         if source.name not in self._worked:
             own = self._representative(source, self.examples)
             self._worked[source.name] = own or self._of_other_kinds()
@@ -165,7 +169,10 @@ class Reasoning:
         return telling([drawn, *(candidate for candidate in others if program(source.name, candidate.question) is not None)], count)
 
     def _solved(self, example: Problem) -> tuple[Message, ...]:
-        """Returns an example as messages: the question, the program, its output and the answer. Without a tool, only the answer."""
+        """Returns an example as messages: the question, the program, its output and the answer.
+
+        Without a tool, returns only the question and the answer.
+        """
         question = Message(role="user", content=example.question)
         if self.tool == "none":
             return question, Message(role="assistant", content=example.answer)

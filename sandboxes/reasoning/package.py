@@ -37,7 +37,10 @@ def dataset_class(name: str) -> Any:
 
 
 def configuration(source: Source) -> Any:
-    """Returns the configuration for a source. Raises `UserError` if its dataset, its level or a key does not exist."""
+    """Returns the configuration of a dataset with the source's level and keys.
+
+    Raises `UserError` if the dataset, the level or a key does not exist.
+    """
     dataset_class(source.name)
     config = DATASETS[source.name][1]() if source.level is None else _of_level(source)
     known = {field.name for field in fields(config)} - set(OWN_KEYS)

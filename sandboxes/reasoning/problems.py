@@ -41,7 +41,7 @@ class Problem:
     answer: str
 
     def origin(self) -> dict[str, Any]:
-        """Returns the arguments of `entry_of`, as plain JSON."""
+        """Returns the argument of `entry_of` for this problem, as plain JSON."""
         return {
             "dataset": self.source.name,
             "level": self.source.level,
@@ -112,7 +112,7 @@ def _entry(data: Any, index: int, source: Source) -> Mapping[str, Any]:
 def entry_of(origin: Mapping[str, Any], answer: str) -> tuple[Any, Mapping[str, Any]]:
     """Returns the dataset and the entry for a problem's origin (`Problem.origin`), for the scorer.
 
-    Raises `TaskError` if the package generates a problem that differs from the problem at the time when the task was created.
+    Raises `TaskError` if the package no longer generates the problem that it generated when the task was created.
     """
     source = Source(name=origin["dataset"], level=origin["level"], keys=origin["config"])
     drawn = copy.deepcopy(_cached_entry(json.dumps(origin, sort_keys=True)))  # copied because scorers modify it
@@ -123,7 +123,10 @@ def entry_of(origin: Mapping[str, Any], answer: str) -> tuple[Any, Mapping[str, 
 
 @lru_cache(maxsize=32)
 def _cached_entry(origin: str) -> Mapping[str, Any]:
-    """Returns the entry of a problem. Cached, because a group's episodes need the same entry, and some entries are slow to generate."""
+    """Returns the entry of a problem.
+
+    Entries are cached, because a group's episodes need the same entry, and some entries are slow to generate.
+    """
     data = json.loads(origin)
     return entry(Source(name=data["dataset"], level=data["level"], keys=data["config"]), data["seed"], data["index"])
 
@@ -168,7 +171,7 @@ def _create(source: Source, *, seed: int, size: int) -> Any:
 
 
 def _settings_text(source: Source) -> str:
-    """Returns a string that shows the keys or the level."""
+    """Returns a description of a dataset's keys or, if no keys are set, of its level, for error messages."""
     keys = ", ".join(f"{key}={value!r}" for key, value in source.keys.items())
     return keys or ("its default keys" if source.level is None else f"level {source.level}")
 

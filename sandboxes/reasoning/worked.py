@@ -1,6 +1,6 @@
 """Short programs for datasets whose problems can be solved in a few lines of Python.
 
-They are the worked examples in prompts, and the gold solutions for these datasets. A program prints exactly the answer.
+The programs are used as worked examples in prompts and as gold solutions for these datasets. A program prints exactly the answer.
 
 A small model depends more on the choice of examples than on anything else in its prompt. If no example contains a formula with a leading
 minus sign or bracket, the model omits the sign or bracket. If no example contains a division, the model never uses `//` (whole results)
@@ -20,7 +20,7 @@ GENERAL = ("products", "spell_backward")
 
 
 class _Unlike(ValueError):
-    """The question differs from the package's default wording because of configuration keys."""
+    """A question does not have the package's default wording, because configuration keys change the wording."""
 
 
 def program(kind: str, question: str) -> str | None:
@@ -56,7 +56,7 @@ def _marks(question: str) -> set[str]:
 
 
 def _new(marks: set[str]) -> tuple[int, int]:
-    """Returns the number of characters and the number of pairs."""
+    """Returns the number of single characters and the number of pairs in a set."""
     return sum(len(mark) == 1 for mark in marks), sum(len(mark) == 2 for mark in marks)
 
 

@@ -56,7 +56,10 @@ def demonstrate(task: Task, rng: Random, *, careful: float = CAREFUL, guess: flo
 
 
 def run_template(code: str, files: Mapping[str, str]) -> str:
-    """Returns the output of a program from this package on these files, or the end of its traceback. Do not use it for other programs."""
+    """Returns the output of a program from this package on these files, or the end of its traceback.
+
+    Do not use this function for other programs, because they run without a sandbox.
+    """
     printed: list[str] = []
 
     def open_file(path: str) -> io.StringIO:

@@ -21,7 +21,7 @@ LIMITS = Limits(turns=4, turn_tokens=192, episode_tokens=768, tool_timeout_s=10.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """The tables of a task: number of rows, and whether their names are unusual."""
+    """The size of a task's tables: the number of rows, and whether names are unusual."""
 
     rows: tuple[int, int] = ROWS
     wild: bool = False
@@ -35,7 +35,7 @@ class Tables:
     """Questions about small files. `task` is a pure function of (seed, split, index). The kinds of questions rotate by index.
 
     The training and held-out splits are infinite, and are generated from disjoint word pools. The real held-out split has `REAL_TASKS`
-    tasks about tables from scikit-learn and pycountry. Only this split needs these packages.
+    tasks about tables from scikit-learn and pycountry. Only this split needs scikit-learn and pycountry.
     """
 
     name = "tables"
@@ -83,7 +83,7 @@ class Tables:
     def variants(self, task: Task, *, seed: int) -> Iterator[tuple[str, Task]]:
         """Yields training questions of the task's kind about other tables: similar, harder (longer tables, more unusual names) and easier.
 
-        The sequence is infinite. It is a pure function of the task's content and the seed.
+        The infinite sequence is a pure function of the task's content and the seed.
         """
         kind = BY_NAME[str(task.data["kind"])]
         sizes = {"alike": Size(wild=self.wild), "harder": _HARDER, "easier": _EASIER}

@@ -51,7 +51,7 @@ class Science:
 
 @dataclass(frozen=True, kw_only=True)
 class Registry:
-    """Records from pycountry that have all of these columns. If `groups` is set, only records from some of the larger groups."""
+    """Records from pycountry that have all of these columns. If `groups` is set, only records from some of the larger groups are used."""
 
     stem: str
     dataset: str

@@ -375,5 +375,5 @@ def test_an_invalid_tool_raises_with_its_name(name: str, message: str) -> None:
 
 def test_two_tools_with_the_same_name_raise() -> None:
     assert load_tools((f"{__file__}:same_name",)).keys() == {"own"}
-    with pytest.raises(TaskError, match="are called 'submit'"):
+    with pytest.raises(TaskError, match="are named 'submit'"):
         load_tools(("submit", "submit"))

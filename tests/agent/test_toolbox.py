@@ -372,7 +372,7 @@ def test_a_class_whose_state_could_be_lost_or_shared_raises(name: str, message: 
 
 
 def test_two_classes_with_the_same_tool_name_raise() -> None:
-    with pytest.raises(TaskError, match="called 'pay'"):
+    with pytest.raises(TaskError, match="named 'pay'"):
         load_tools((ref("Till"), ref("Unopened")))
 
 

@@ -30,7 +30,7 @@ def test_check_applies_overrides_to_a_recipe_and_rejects_them_for_a_folder() -> 
 
     source, config, _ = open_target("recipes/quickstart.py", "bubblewrap", ['tasks.verifiers=["rewards.close:close_number"]'])
     assert source.open().task(Split.TRAIN, 0).verifiers == ("rewards.close:close_number",) and config.backend.ref == "bubblewrap"
-    with pytest.raises(UserError, match="sandboxes/chores takes no overrides"):
+    with pytest.raises(UserError, match="sandboxes/chores accepts no overrides"):
         open_target("sandboxes/chores", None, ["tasks.verifiers=[]"])
 
 

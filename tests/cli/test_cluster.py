@@ -83,4 +83,4 @@ def test_a_plan_is_compared_with_the_nodes_of_a_running_cluster(head: str) -> No
 @pytest.mark.slow
 def test_a_port_without_a_listener_is_an_error_within_30_s() -> None:
     result = agentrl("cluster", "plan", QUICKSTART, "--cluster", "127.0.0.1:1")
-    assert result.returncode == 2 and "no Ray cluster answers at 127.0.0.1:1" in result.stderr
+    assert result.returncode == 2 and "no Ray cluster responds at 127.0.0.1:1" in result.stderr

@@ -50,9 +50,9 @@ def nothing_left() -> Any:
 def test_an_address_that_accepts_connections_and_never_answers() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        with pytest.raises(UserError, match=rf"no Ray cluster answers at {address}: .*\n  fix: start a cluster"):
+        with pytest.raises(UserError, match=rf"no Ray cluster responds at {address}: .*\n  fix: start a cluster"):
             list_nodes(address, wait_s=10.0)
-        with pytest.raises(UserError, match=rf"no Ray cluster answers at ray://{address}: "):
+        with pytest.raises(UserError, match=rf"no Ray cluster responds at ray://{address}: "):
             list_nodes(f"ray://{address}", wait_s=10.0)
 
 
@@ -65,7 +65,7 @@ def test_a_cluster_of_another_ray_or_python_version(
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    with pytest.raises(UserError, match=r"the Ray cluster at .* has different versions: .*(2\.1\.0|3\.9\.1)"):
+    with pytest.raises(UserError, match=r"the Ray cluster at .* uses a different version of Ray or Python: .*(2\.1\.0|3\.9\.1)"):
         list_nodes(ray_nodes.address)
 
 
@@ -93,7 +93,7 @@ async def test_a_node_without_the_sandbox_backend(tmp_path: Path, monkeypatch: p
         record_event=do_nothing,
     )
     try:
-        with pytest.RaisesGroup(pytest.RaisesExc(InfrastructureError, match=r"rollout worker 0 ended 2 times in a row: .*bubblewrap")):
+        with pytest.RaisesGroup(pytest.RaisesExc(InfrastructureError, match=r"rollout worker 0 failed 2 times in a row: .*bubblewrap")):
             await pool.watch()
     finally:
         await launcher.close()

@@ -47,7 +47,7 @@ async def test_slots_are_filled_in_arguments_environment_and_input(
 ) -> None:
     monkeypatch.setenv("SOME_API_KEY", "3f9a8b7c6d5e4f3a2b1c")
     slots = (RUN, ROOT, HOST, PORT, SCRATCH, '{"versions": "' + RUN + '/versions"}')
-    part = await launcher.start(command(DUMP, *slots, environment={"SOCKET": f"{SCRATCH}/socket"}, stdin=f"bind {HOST}", scratch="x"))
+    part = await launcher.start(command(DUMP, *slots, environment={"SOCKET": f"{SCRATCH}/socket"}, stdin=f"bind {HOST}"))
     assert await part.wait() == 0
     arguments, stdin, environment, entries = json.loads((tmp_path / "logs" / "part.log").read_text())
     assert arguments[:2] == [str(tmp_path), str(tmp_path / "project")] == [part.folder, arguments[1]]

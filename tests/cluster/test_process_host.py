@@ -99,7 +99,7 @@ async def test_a_process_that_does_not_end_after_sigkill_is_an_error(tmp_path: P
     monkeypatch.setattr(process_host, "_GONE_S", 0.2)
     with monkeypatch.context() as patch:
         patch.setattr(process_host, "_kill", lambda members, group: None)
-        with pytest.raises(LaunchError, match=rf"process {part.pid} of part does not end after SIGKILL: a disk or GPU .*\n  fix: "):
+        with pytest.raises(LaunchError, match=rf"process {part.pid} of part did not exit after SIGKILL: a disk or GPU .*\n  fix: "):
             await part.kill()
     await host.close()
     assert part.returncode == -signal.SIGKILL

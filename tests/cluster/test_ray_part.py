@@ -86,8 +86,8 @@ async def test_a_restarted_host_does_not_know_the_part() -> None:
 
 
 async def test_a_part_that_its_host_cannot_end_is_an_error_and_a_dead_host_is_a_loss() -> None:
-    stuck = part_of(lambda: "process 7 of learner does not end after SIGKILL")
-    with pytest.raises(LaunchError, match="process 7 of learner does not end after SIGKILL, on n"):
+    stuck = part_of(lambda: "process 7 of learner did not exit after SIGKILL")
+    with pytest.raises(LaunchError, match="process 7 of learner did not exit after SIGKILL, on n"):
         await stuck.kill()
 
     def actor_died() -> Any:

@@ -76,5 +76,5 @@ async def test_a_start_without_a_connection_to_the_cluster_is_an_error(tmp_path:
     launcher = launcher_of(SimpleNamespace(start=disconnected, describe=disconnected), tmp_path)
     for earlier in ({}, {"learner": SimpleNamespace(lost="node n is gone")}):
         launcher._parts = dict(earlier)
-        with pytest.raises(LaunchError, match="the connection to auto has ended: GRPC connection failed"):
+        with pytest.raises(LaunchError, match="the connection to auto was lost: GRPC connection failed"):
             await launcher.start(PartCommand(name="learner", argv=("true",), log="log"))

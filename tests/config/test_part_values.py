@@ -106,7 +106,7 @@ def test_a_wrong_part_raises_an_error_that_names_the_key(override: str, message:
 
 def test_other_wrong_values_of_options_raise_an_error() -> None:
     for section, key in (("objective", "objective.loss"), ("tasks", "tasks.family")):
-        with pytest.raises(RecipeError, match=r"objective\.loss=clip takes no options|tasks\.family\.ref: Field required"):
+        with pytest.raises(RecipeError, match=r"objective\.loss=clip accepts no options|tasks\.family\.ref: Field required"):
             BASE.but({section: {}, f"{key}.options.a": 1})
     with pytest.raises(RecipeError, match=r"^tasks\.family\.options: expected a mapping, got 3"):
         BASE.but({"tasks.family.options": 3, "tasks.family.options.a": 1})

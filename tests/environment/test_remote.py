@@ -99,7 +99,7 @@ FAULTS: Mapping[str, tuple[Any, str]] = {
     "drops the connection": (lambda *_: None, "request /world/call failed"),
     "drops it within the answer": (incomplete, "request /world/call failed"),
     "an endless stream": (endless, "exceeds the limits|did not answer"),
-    "a stream that ends early": (events(("task_id", "t"), ("chunk", "{")), "ended the answer"),
+    "a stream that ends early": (events(("task_id", "t"), ("chunk", "{")), "ended the response"),
     "an error event": (events(("error", "pump")), "pump"),
     "a large result": (events(("end", "x" * (3 << 20))), "exceeds the limits"),
     "no JSON": (events(("end", "{")), "invalid JSON"),

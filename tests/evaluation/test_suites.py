@@ -266,7 +266,7 @@ def test_a_version_uses_its_runs_settings_and_a_folder_the_defaults(project: Pat
         (["s"], "its suite.toml sets no policy"),
         (["nothing", "--policy", "a:b"], "no folder nothing"),
         (["s", "--policy", "a:b", "--suite", "s"], "--policy and --suite cannot be combined"),
-        (["s", "--policy", "a:b", "--junit", "no/such/folder.xml"], "cannot write there"),
+        (["s", "--policy", "a:b", "--junit", "no/such/folder.xml"], "its folder does not exist"),
         (["s", "--policy", "a:b", "--repeats", "0"], "--repeats 0"),
         (["s", "same/s", "--policy", "a:b"], "two suites have the name 's'"),
         (["s", "--policy", "a:b", "rollout.size=3"], "rollout.size: unknown key"),

@@ -81,7 +81,7 @@ def test_a_misspelt_name_raises_when_the_recipe_is_built(override: str, message:
 def test_options_of_a_built_in_part_raise_an_error(kind: parts.PartKind) -> None:
     name = next(iter(kind.shipped))
     value = Part(name, options={"a": 1})
-    expected = rf"{re.escape(kind.key)}={name} takes no options: remove them"
+    expected = rf"{re.escape(kind.key)}={name} accepts no options: remove them"
     if kind is parts.STORE:  # it has options
         expected = r"store\.options of store=sqlite: unknown a; the only option is keep_steps"
     if kind is parts.CHANNEL:

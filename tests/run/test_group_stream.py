@@ -136,7 +136,7 @@ def test_an_address_of_another_server_is_an_error_before_the_run_starts(answer: 
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Other) as other:
         threading.Thread(target=other.serve_forever, args=(0.01,)).start()
         try:
-            with pytest.raises(UserError, match="does not answer like a Redis server"):
+            with pytest.raises(UserError, match="does not respond like a Redis server"):
                 check_stream(with_stream(url=f"redis://127.0.0.1:{other.server_address[1]}/0"))
         finally:
             other.shutdown()

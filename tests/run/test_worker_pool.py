@@ -52,7 +52,7 @@ async def test_a_host_without_the_sandbox_backend_ends_the_run_within_30_seconds
         await launcher.close()
     (error,) = raised.value.exceptions
     assert isinstance(error, InfrastructureError)
-    assert "rollout worker 0 ended 2 times in a row" in str(error) and "bwrap is not installed" in str(error), str(error)
+    assert "rollout worker 0 failed 2 times in a row" in str(error) and "bwrap is not installed" in str(error), str(error)
     assert len(alerts) == 1 and "bwrap is not installed" in str(alerts[0])
     assert time.monotonic() - start < 30 * max(1.0, os.getloadavg()[0] / 4)
     assert not any(Path(f"/proc/{pid}").exists() for pid in pool.pids)

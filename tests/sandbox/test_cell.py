@@ -447,7 +447,7 @@ async def test_messages_are_bounded():
     with near, far:
         for sock in (near, far):
             sock.setblocking(False)
-        for data, text in ((b"\xff\xff\xff\xff", "at most"), (b"\0\0\0\x02[]", "not an object"), (b"\0\0\0\x01{", "not JSON")):
+        for data, text in ((b"\xff\xff\xff\xff", "at most"), (b"\0\0\0\x02[]", "not a JSON object"), (b"\0\0\0\x01{", "not JSON")):
             await asyncio.get_running_loop().sock_sendall(near, data)
             with pytest.raises(wire.CellProtocolError, match=text):
                 await wire.receive(far)

@@ -196,6 +196,6 @@ async def test_a_judges_logprobs_are_read_from_its_completions() -> None:
         await control.close()
     async with scripted_server(lambda call: {"choices": [{}]}) as script:
         control = ControlPlane(script.url)
-        with pytest.raises(ServingError, match="malformed answer to the logprob probe of mine"):
+        with pytest.raises(ServingError, match="malformed response to the logprob probe of mine"):
             await judge_logprob_difference(control, "mine", probe, max_model_len=512, timeout_s=5.0)
         await control.close()

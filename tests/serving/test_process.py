@@ -58,7 +58,7 @@ async def test_a_failed_start_reports_its_cause(tmp_path: Path) -> None:
     config = tmp_path / version.folder / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"architectures": ["NoSuchModel"], "model_type": "no_such"}))
     server = VLLMServer(recipe=RECIPE, model=tmp_path / version.folder, version=0, run_dir=tmp_path)
-    with pytest.raises(ServingError, match=r"ended with code \d+ while starting: The checkpoint .* model type `no_such`") as error:
+    with pytest.raises(ServingError, match=r"exited with code \d+ while starting: The checkpoint .* model type `no_such`") as error:
         await server.start()
     assert str(server.log_path) in str(error.value) and len(str(error.value)) < 1000
     assert server.pid is None

@@ -50,7 +50,7 @@ class Small(ServerProcess):
     """A server that needs no model."""
 
     def __init__(self, folder: Path, program: str) -> None:
-        super().__init__("the small server", folder=folder, name="small", log="small.log", scratch=str(folder))
+        super().__init__("the small server", folder=folder, name="small", log="small.log")
         self.program = program
         self.warmed: list[int] = []
 
@@ -111,7 +111,10 @@ async def test_a_server_process_starts_answers_and_stops(tmp_path: Path) -> None
     await server.stop()
     assert not scratch.exists() and server.pid is None and not await server.alive()
 
-    for program, match in ((REFUSES, "the small server ended with code 1 while starting: .*no room here"), (SILENT, "not ready after 1 s")):
+    for program, match in (
+        (REFUSES, "the small server exited with code 1 while starting: .*no room here"),
+        (SILENT, "not ready after 1 s"),
+    ):
         failed = Small(tmp_path, program)
         with pytest.raises(ServingError, match=match):
             await failed.start(timeout_s=60.0 if program == REFUSES else 1.0)

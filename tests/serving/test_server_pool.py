@@ -491,12 +491,11 @@ def test_the_largest_load_lead(rollout: dict[str, Any], expected: int) -> None:
     assert max_load_lead(RECIPE.but({f"rollout.{key}": value for key, value in rollout.items()})) == expected
 
 
-def test_each_replica_has_a_separate_log_and_scratch_folder_and_a_share_of_the_cores(
+def test_each_replica_has_a_separate_log_and_a_share_of_the_cores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = ("", "0", "gate")
     pool = [VLLMServer(recipe=RECIPE, model=tmp_path, version=0, run_dir=tmp_path, name=name) for name in names]
     assert [server.log_path.name for server in pool] == ["server.log", "server-0.log", "server-gate.log"] == [*map(server_log_name, names)]
-    assert len({server._scratch_of for server in pool}) == 3
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
     assert [thread_count(threads, servers=servers) for threads, servers in ((0, 1), (0, 3), (0, 9), (5, 2))] == [8, 2, 1, 5]

@@ -150,7 +150,7 @@ def test_very_unlikely_tokens_are_compared() -> None:
 
 @pytest.mark.parametrize("tables", [None, [], [{4: 0.0, 5: -9999.0}, {4: 0.0}], [{4: 0.0}], [{4: -1.0, 5: -9999.0}]])
 def test_an_invalid_support_rejects_the_version(tables: Any) -> None:
-    with pytest.raises(SwapError, match="version 5: malformed answer to the logprob probe"):
+    with pytest.raises(SwapError, match="version 5: malformed response to the logprob probe"):
         next_token_differences({} if tables is None else top_logprobs_answer(*tables), LEARNER, TOP_2, 5)
 
 
@@ -426,7 +426,7 @@ async def test_rows_are_cut_to_a_context_that_is_shorter_than_in_training(tmp_pa
 
 @pytest.mark.parametrize("answer", [{}, [], {"choices": []}, {"choices": [{"weight_versions": [{}]}], "prompt_logprobs": [None]}])
 def test_an_answer_without_logprobs_rejects_the_version(answer: Any) -> None:
-    with pytest.raises(SwapError, match="version 5: malformed answer to the logprob probe"):
+    with pytest.raises(SwapError, match="version 5: malformed response to the logprob probe"):
         parse_prompt_logprobs(answer, (1, 2), 5)
 
 

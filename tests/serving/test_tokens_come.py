@@ -70,7 +70,7 @@ def running(pid: int) -> Any:
 async def serving(tmp_path: Path, engine: Engine) -> AsyncIterator[Server]:
     """A server that has started to compute tokens."""
     async with scripted_server(engine.answer) as script:
-        server = Server("the server", folder=tmp_path, name="server", log="server.log", scratch=str(tmp_path))
+        server = Server("the server", folder=tmp_path, name="server", log="server.log")
         server._process, server._control = running(os.getpid()), ControlPlane(script.url)
         server.liveness = Liveness("the server", first_s=SHORT_S, least_s=SHORT_S)
         server.liveness.begin("computing tokens")

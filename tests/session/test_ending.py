@@ -93,7 +93,7 @@ def test_a_full_disk_is_reported_whatever_failed_first(run: Path, capsys: pytest
 @pytest.mark.parametrize(
     "error",
     [
-        LearnerError("the learner ended with exit code -7: it gave no reason\n  fix: see there\n  full output: logs/learner.log"),
+        LearnerError("the learner exited with code -7: it gave no reason\n  fix: see there\n  full output: logs/learner.log"),
         sqlite3.OperationalError("disk I/O error"),
         LearnerError(""),
     ],

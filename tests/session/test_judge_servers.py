@@ -108,7 +108,7 @@ async def test_a_dead_server_is_restarted_and_its_judges_wait(tmp_path: Path) ->
 async def test_a_server_that_cannot_start_fails_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(JudgeServer, "_command", lambda self: [PYTHON, "-c", "raise SystemExit('no such model')"])
     async with JudgeServers(recipe(), {"small": Path("m")}, folder=tmp_path) as running:
-        with pytest.raises(ServingError, match="the judge's server small ended with code 1"):
+        with pytest.raises(ServingError, match="the judge's server small exited with code 1"):
             await running.ready()
         assert "cannot be started" in servers.registered_servers()["small"].refused
     async with JudgeServers(recipe(), {}, folder=tmp_path) as no_servers:

@@ -1,6 +1,6 @@
 """The forms in which models write tool calls. Each form has a reader that converts the text of a turn to calls or errors.
 
-`FORMS` maps names to forms. The probe of a chat template tries them in this order.
+`FORMS` maps names to forms. The probe of a chat template tries the forms in this order.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ FORMS: Mapping[str, CallForm] = {
 
 
 def call_form(name: str) -> CallForm:
-    """Returns the form with this name. Raises `UserError` if there is none."""
+    """Returns the form with this name. Raises `UserError` if no form has this name."""
     if name not in FORMS:
         raise UserError(f"policy.tool_format={name}: unknown form of tool calls", fix=f"use one of {', '.join(FORMS)}")
     return FORMS[name]

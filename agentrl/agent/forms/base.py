@@ -76,7 +76,7 @@ class CallForm:
 
 @dataclass(slots=True)
 class Collected:
-    """Collects a turn's calls and errors from at most `MAX_CALLS` calls."""
+    """Collects the calls and errors of a turn, up to `MAX_CALLS` calls."""
 
     calls: list[ToolCall] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)

@@ -62,7 +62,7 @@ def _parse_header(header: str, *, first: bool) -> tuple[str, str]:
     Raises `CallError` if the message is not from the assistant, because the model must not write tool results.
     """
     if len(header) > _MOST_HEADER:
-        raise CallError(f"the header of a message has {len(header)} characters; it may have {_MOST_HEADER}")
+        raise CallError(f"the header of a message has {len(header)} characters; the maximum is {_MOST_HEADER}")
     started = header.strip().startswith(START)
     if not started and not first:
         raise CallError("the end of a message must be followed by <|start|>assistant or the end of the turn")
@@ -70,7 +70,7 @@ def _parse_header(header: str, *, first: bool) -> tuple[str, str]:
     if match is None:
         raise CallError(f"the header of a message is invalid: {ascii(header)[:120]}")
     if match["role"] != ("assistant" if started else ""):
-        raise CallError(f"a turn may contain messages of the assistant only, not of {match['role'][:40] or 'no role'}")
+        raise CallError(f"a turn may contain messages from the assistant only, not from {match['role'][:40] or 'no role'}")
     if match["early"] and match["late"]:
         raise CallError("a message must have one recipient")
     recipient = match["early"] or match["late"] or ""

@@ -151,7 +151,7 @@ class _Reader:
 
 def _put(into: dict[str, Any], key: str, value: Any) -> None:
     if key in into:
-        raise CallError(f"tool call names {ascii(key)[:80]} twice in one object")
+        raise CallError(f"tool call contains the key {ascii(key)[:80]} twice in one object")
     into[key] = value
 
 

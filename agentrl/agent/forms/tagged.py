@@ -75,8 +75,8 @@ def _value(
 ) -> tuple[str, int]:
     """Returns the text up to the closing tag that is followed by an argument or the end of the call, and the position after that tag.
 
-    A value that cannot be a string ends where its JSON ends. A string that contains the opening of another argument is an error, because
-    its closing tag may be missing.
+    A value that cannot be a string ends where its JSON ends. A string that contains the opening tag of another argument is an error,
+    because its closing tag may be missing.
     """
     start = at
     if kinds and "string" not in kinds and not text.startswith('"', _space(text, at)):
@@ -96,7 +96,7 @@ def _value(
 
 def _bounded(start: int, end: int) -> int:
     if end - start > MAX_CHARS:
-        raise CallError(f"tool call of {end - start} characters; it may have {MAX_CHARS}", at=end)
+        raise CallError(f"tool call has {end - start} characters; the maximum is {MAX_CHARS}", at=end)
     return end
 
 
@@ -123,7 +123,7 @@ def _call(body: _Body) -> ToolCall:
     arguments: dict[str, Any] = {}
     for key, value, allowed in written:
         if key in arguments:
-            raise CallError(f"tool call names {ascii(key)[:80]} twice in one object")
+            raise CallError(f"tool call contains the key {ascii(key)[:80]} twice in one object")
         arguments[key] = value_of(value, allowed)
     return build_call(name, arguments)
 

@@ -30,11 +30,11 @@ FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class OperationError(Exception):
-    """The operation is impossible. The message states the reason and the fix."""
+    """An operation cannot be performed. The message states the reason and the fix."""
 
 
 class TimeUp(BaseException):
-    """The time limit has passed. Derives from `BaseException`, so that no handler in between catches it."""
+    """The time limit of an operation has passed. Derives from `BaseException`, so that no handler in between catches it."""
 
 
 def parts_of(path: str) -> list[str]:
@@ -57,7 +57,7 @@ def printable(name: str) -> str:
 
 
 class OpenPath:
-    """A path whose folder stays open: `name` is its last part, relative to the descriptor `fd`."""
+    """A path with its parent folder open: `name` is the last part of the path, relative to the folder's descriptor `fd`."""
 
     def __init__(self, path: str, create: bool = False) -> None:
         self.path = path
@@ -109,11 +109,11 @@ class OpenPath:
                 raise OperationError(f"{printable(self.path)} is not a regular file")
             data = file.read(MAX_BYTES + 1)
         if len(data) > MAX_BYTES:
-            raise OperationError(f"{printable(self.path)} has more than {MAX_BYTES} bytes: search it, or use a program")
+            raise OperationError(f"{printable(self.path)} has more than {MAX_BYTES} bytes: search it, or read it with a program")
         try:
             return data.decode(), stat.S_IMODE(mode)
         except UnicodeDecodeError:
-            raise OperationError(f"{printable(self.path)} is not UTF-8 text: use a program") from None
+            raise OperationError(f"{printable(self.path)} is not UTF-8 text: read it with a program") from None
 
     def write(self, text: str, mode: int) -> None:
         """Writes a temporary file and renames it, so that a reader sees either the old file or the new one."""
@@ -263,7 +263,7 @@ def excerpt(path: str, text: str, first: int, last: int, limit: int) -> str:
 
 
 class Search:
-    """Collects matches within bounds, and records what the bounds excluded."""
+    """Collects the matches of a search up to its limits, and records what the limits excluded."""
 
     def __init__(self, pattern: str, regex: bool, files: str) -> None:
         try:
@@ -369,7 +369,7 @@ OPERATIONS: dict[str, Callable[..., str]] = {"view": view, "create": create, "re
 
 
 def raise_time_up(*_: object) -> NoReturn:
-    """Handles the signal from the timer."""
+    """Raises `TimeUp` when the timer sends its signal."""
     raise TimeUp
 
 

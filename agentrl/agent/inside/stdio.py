@@ -1,7 +1,7 @@
 """A program that exchanges lines of JSON-RPC over its standard input and output, such as an MCP server.
 
-The module is imported on the host. Its source is also sent to a sandbox and runs there. The program's output is bounded in bytes and time.
-A program that exceeds a bound is killed with its process group.
+The module is imported on the host, and its source is also sent to a sandbox and runs there. The program's output is bounded in bytes and
+time. A program that exceeds a bound is killed with its process group.
 """
 
 from __future__ import annotations

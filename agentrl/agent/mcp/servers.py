@@ -92,7 +92,7 @@ class ServerConnection:
         self._lock = asyncio.Lock()
 
     async def state(self, *, timeout_s: float) -> Any:
-        """Returns as JSON data whether the server was used. A restarted server has lost its state, and the agent is notified."""
+        """Returns the state as JSON data: whether the server was used. A restarted server has lost its state, and the agent is notified."""
         return {"used": self.used}
 
     async def close(self, *, timeout_s: float) -> None:
@@ -271,7 +271,7 @@ def find_tool(run: ToolSource, name: str) -> tuple[Server, str]:
 
 
 def offered(server: Server, name: str) -> Sequence[ListedTool]:
-    """Returns the tools of a server, or only the tool called `name` if it is not empty; no tools before the run starts. Raises
+    """Returns the tools of a server, or only the tool named `name` if `name` is not empty; no tools before the run starts. Raises
     `TaskError`."""
     if server.offers is None:
         return ()

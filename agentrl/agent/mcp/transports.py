@@ -208,7 +208,7 @@ class HTTPTransport:
     async def _answer(self, client: httpx.AsyncClient, response: httpx.Response, until: int | None) -> bytes:
         """Returns the message with the response to request `until`. Answers requests from the server that arrive before this message.
 
-        The numbers of bytes and pieces are bounded, and other tasks may run between two pieces.
+        The response may contain a limited number of bytes and pieces. Other asyncio tasks may run between two pieces.
         """
         kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind not in ("application/json", "text/event-stream"):

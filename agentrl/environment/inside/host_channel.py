@@ -1,4 +1,5 @@
-"""The host's side of the channel to agentrl. It runs in a different Python environment, so it imports only the standard library.
+"""The host's side of the channel to agentrl. This module runs outside agentrl's Python environment, so it imports only the standard
+library.
 
     python HOST_SCRIPT.py FD             serves requests on the socket FD
     python HOST_SCRIPT.py describe FILE  reads a configuration from standard input and writes the description of its tasks to FILE
@@ -138,7 +139,7 @@ def main(
     Args:
         describe: returns the description of a configuration's tasks as JSON data, or raises `Fault`.
         serve: runs until the channel closes. The second argument is the configuration.
-        handlers: each handles the requests whose method is the handler's name.
+        handlers: functions that handle requests; the method of a request is the name of its handler.
     """
     sys.path.append(sys.path.pop(0))  # this folder comes last, so that it hides no modules of tasks
     if sys.argv[1] == "describe":

@@ -1,8 +1,8 @@
 """Runs the samples of one inspect task as episodes. Implements `host_channel.py`'s protocol on top of inspect's `SampleSource`.
 
-A single call of `eval_async` runs for the lifetime of the process. Each episode is a sample with a unique epoch. Its model calls go to the
-gateway with the episode's key, and its tools run in the episode's sandbox. With the solver `agentrl`, agentrl's turn loop has already
-played the episode, and only the scorers run here.
+A single call of `eval_async` runs for the lifetime of the process. Each episode is a sample with a unique epoch. The episode's model calls
+go to the gateway with the episode's key, and its tools run in the episode's sandbox. With the solver `agentrl`, agentrl's turn loop has
+already played the episode, and only the scorers run here.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Episode:
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
-        """Adds the duration of the block to the time that the policy or its programs use."""
+        """Adds the duration of the `with` block to the time that the policy or its programs use."""
         started = time.monotonic()
         try:
             yield
@@ -61,7 +61,7 @@ class Episode:
 
 
 class BusyCaller:
-    """Sends an episode's requests, and counts their duration as time that the policy or its programs use."""
+    """Sends an episode's requests, and counts the duration of each request as time that the policy or its programs use."""
 
     def __init__(self, episode: Episode, caller: Caller) -> None:
         self._episode, self._caller = episode, caller
@@ -88,12 +88,12 @@ class Samples:
         self._wanted = asyncio.Event()
 
     def current(self) -> Episode:
-        """Returns the episode of the sample that runs in this context. Raises `Fault` if there is none."""
+        """Returns the episode of the sample that runs in this context. Raises `Fault` if no sample runs in this context."""
         from inspect_ai.log._samples import sample_active
 
         active = sample_active()
         if active is None or active.epoch not in self._episodes:
-            raise Fault(TASK, "the task uses the policy or its sandbox outside a sample")
+            raise Fault(TASK, "the task uses the policy or the sandbox outside a sample")
         return self._episodes[active.epoch]
 
     async def play(self, params: dict[str, Any], caller: Caller) -> Any:

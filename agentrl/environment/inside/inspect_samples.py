@@ -53,7 +53,7 @@ def load_attribute(reference: str) -> Any:
 
 
 def load_task(config: dict[str, Any]) -> Any:
-    """Returns the inspect task that a configuration describes. Raises `Fault` if it cannot be loaded."""
+    """Returns the inspect task that a configuration describes. Raises `Fault` if the task cannot be loaded."""
     from inspect_ai import Task, task_with
 
     sys.path[:0] = config["path"]
@@ -146,8 +146,8 @@ def score_result(scores: dict[str, Any], chosen: str, values: dict[str, float]) 
     """Returns the value of a sample, its parts and its evidence.
 
     Each scorer's value is a part. If a scorer returns a dictionary or a list, each entry is also a part, and the scorer's value is the mean
-    of the entries. The sample's value is the part `chosen`, or the mean over its scorers if `chosen` is empty. If a scorer that counts
-    returns no number, the sample has no value.
+    of the entries. The sample's value is the part `chosen`, or the mean over its scorers if `chosen` is empty. The sample has no value if
+    the part `chosen` is not a number, or if `chosen` is empty and any scorer or entry is not a number.
 
     Args:
         values: mapping string -> number, in addition to inspect's C, P, I, N, yes, no, true and false.

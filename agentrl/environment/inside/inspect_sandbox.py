@@ -44,7 +44,7 @@ class EpisodeSandbox(SandboxEnvironment):
 
     @classmethod
     async def sample_init(cls, task_name: str, config: Any, metadata: dict[str, str]) -> dict[str, SandboxEnvironment]:
-        """Returns the sandbox of the sample. It is opened when it is first used."""
+        """Returns the sandbox of the sample. The sandbox is opened when it is first used."""
         return {"default": cls(cls.caller_of_sample())}
 
     @classmethod
@@ -116,7 +116,7 @@ class EpisodeSandbox(SandboxEnvironment):
             "exec", argv=argv, stdin=base64.b64encode(data).decode(), timeout_s=timeout_s, output_bytes=output_bytes, env=env
         )
         if result["reason"] == "timeout":
-            raise TimeoutError(f"the program ran for {timeout_s:g} s")
+            raise TimeoutError(f"the program did not exit within {timeout_s:g} s")
         return result
 
     @staticmethod

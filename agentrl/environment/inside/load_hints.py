@@ -32,8 +32,8 @@ def load_hint(error: BaseException) -> str:
 
 
 def _hint_for_module(module: str) -> str:
-    """Returns a hint with the command that adds a module's package to this environment; empty if the name cannot be that of a package's
-    module."""
+    """Returns a hint with the command that adds a module's package to this environment; empty if `module` cannot be the name of a module in
+    a package."""
     package = module.partition(".")[0]
     if not package.isidentifier() or not module.replace(".", "_").isidentifier() or package in sys.stdlib_module_names:
         return ""  # the name comes from an exception and becomes part of a command

@@ -20,7 +20,7 @@ from load_hints import add_command, load_hint
 
 
 def load(config: dict[str, Any]) -> Any:
-    """Returns the adapter for a package: `verifiers_tasksets.Taskset` or `verifiers_legacy.Legacy`. Raises `Fault` if it cannot be
+    """Returns the adapter for a package: `verifiers_tasksets.Taskset` or `verifiers_legacy.Legacy`. Raises `Fault` if the package cannot be
     loaded."""
     sys.path.append(str(Path(__file__).parent))  # last, so that this folder hides no module of the package
     name = config["package"]
@@ -46,7 +46,7 @@ def load(config: dict[str, Any]) -> Any:
 
 
 def _exports_taskset(package: Any) -> bool:
-    """Returns whether `__all__` lists a taskset class of verifiers 0.4. Packages for 0.3 may have `__all__` too."""
+    """Returns whether `__all__` lists a taskset class of verifiers 0.4. Packages for verifiers 0.3 may also define `__all__`."""
     exported = []
     names = getattr(package, "__all__", ())
     for name in names if isinstance(names, list | tuple) else ():
@@ -100,7 +100,7 @@ async def play(params: dict[str, Any], caller: Caller) -> dict[str, Any]:
 
 
 def _adapter() -> asyncio.Future[Any]:
-    """Returns a future whose result is the adapter. It is set when the adapter is ready to serve."""
+    """Returns a future whose result is the adapter. The result is set when the adapter is ready to serve."""
     global ADAPTER
     if ADAPTER is None:
         ADAPTER = asyncio.get_running_loop().create_future()

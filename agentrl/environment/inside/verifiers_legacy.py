@@ -41,7 +41,7 @@ class Legacy:
             )
 
     def describe(self) -> list[dict[str, Any]]:
-        """Returns the tasks in both datasets. Raises `Fault` if they cannot be loaded."""
+        """Returns the tasks in both datasets. Raises `Fault` if the tasks cannot be loaded."""
         try:
             self._env.build_eval_dataset()
             heldout = [] if self._env.eval_dataset is None else self._rows(self._env.get_eval_dataset())
@@ -56,7 +56,7 @@ class Legacy:
         return [(f"{row.get('example_id', number)}", _text(row.get("prompt")), row) for number, row in enumerate(rows)]
 
     async def serve(self, ready: Callable[[], None]) -> None:
-        """Waits until it is cancelled, then frees the environment."""
+        """Waits until this task is cancelled, then frees the environment."""
         ready()
         try:
             await asyncio.Event().wait()

@@ -1,6 +1,7 @@
 """Runs verifiers' programs in the episode's agentrl sandbox. Used by `verifiers_tasksets.py`.
 
-Otherwise, verifiers would run them on this machine. Tool servers, which are part of the package's code, still run on this machine.
+Without this module, verifiers would run these programs on this machine. Tool servers, which are part of the package's code, still run on
+this machine.
 """
 
 from __future__ import annotations
@@ -56,13 +57,13 @@ class EpisodeRuntime(SubprocessRuntime):
         return base64.b64decode(done["stdout"])
 
     async def run_background(self, argv: list[str], env: dict[str, str], log: str) -> None:
-        """Starts a program that keeps running, such as a tool server. Raises `TaskError` in a sandbox."""
+        """Starts a program that keeps running, such as a tool server. Raises `TaskError` if the runtime is a sandbox."""
         if self._caller is not None:
             raise TaskError("agentrl's sandboxes cannot run programs in the background")
         await super().run_background(argv, env, log)
 
     async def open_process(self, argv: list[str], env: dict[str, str]) -> Any:
-        """Starts a program with pipes. Raises `TaskError` in a sandbox."""
+        """Starts a program with pipes. Raises `TaskError` if the runtime is a sandbox."""
         if self._caller is not None:
             raise TaskError("agentrl's sandboxes cannot run programs with pipes")
         return await super().open_process(argv, env)

@@ -1,4 +1,4 @@
-"""Adapter for verifiers 0.4 tasksets. Their `Env` plays an episode in `verifiers_host.py`, with the gateway as its model.
+"""Adapter for verifiers 0.4 tasksets. The verifiers class `Env` plays each episode in `verifiers_host.py`, with the gateway as its model.
 
 A taskset without a harness uses `ChatHarness`, which runs in this process, because verifiers' default harness would run the policy's
 commands on this machine.
@@ -92,11 +92,11 @@ class Taskset:
             if self._task_class.NEEDS_CONTAINER and runtime.type == LOCAL:
                 raise Fault(TASK, f"{self._name} needs a container: set the option image to use agentrl's sandboxes, or runtime to docker")
             if runtime.type == LOCAL and any(getattr(tool.config, "colocated", False) for tool in tools):
-                raise Fault(TASK, f"{self._name}: its tool servers run next to its programs: set the option runtime to docker")
+                raise Fault(TASK, f"{self._name}: its tool servers must run in its programs' container: set the option runtime to docker")
             validate_pairing(harness, self._task_class, runtime, tools=tools)
 
     def describe(self) -> list[dict[str, Any]]:
-        """Returns the tasks. Raises `Fault` if they cannot be loaded."""
+        """Returns the tasks. Raises `Fault` if the tasks cannot be loaded."""
         try:
             drawn = islice(iter(self._env.taskset), self._size)
             tasks: list[dict[str, Any]] = described(
@@ -109,7 +109,7 @@ class Taskset:
             raise Fault(TASK, f"loading its tasks failed: {describe_error(error)}{load_hint(error)}") from error
 
     async def serve(self, ready: Callable[[], None]) -> None:
-        """Provides the resources that episodes share. Runs until it is cancelled."""
+        """Provides the resources that episodes share. Runs until this task is cancelled."""
         serve_policy()
         serve_programs()
         with tempfile.TemporaryDirectory(prefix="agentrl-verifiers-") as folder:

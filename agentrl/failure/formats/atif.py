@@ -2,8 +2,8 @@
 
 rfcs/0001-trajectory-format.md in the Harbor repository specifies the format, and the package `atif` contains models for it. A document
 contains the steps of one agent and the documents of its sub-agents. Paths in a document are never opened. Written documents have version
-1.8. Those for traces of agentrl's runs contain the exact token ids and logprobs. Values for which ATIF has no field are stored in
-`extra.agentrl`.
+1.8. Documents written for traces of agentrl's runs contain the exact token ids and logprobs. Values for which ATIF has no field are stored
+in `extra.agentrl`.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ _TOKEN_KEYS = ("prompt_token_ids", "completion_token_ids", "logprobs")
 
 
 def recognizes(document: Any) -> bool:
-    """Whether a JSON document appears to be in this format."""
+    """Whether a JSON document appears to be an ATIF document."""
     return isinstance(document, dict) and (
         str(document.get("schema_version", "")).upper().startswith("ATIF") or ("steps" in document and "agent" in document)
     )
 
 
 def parse(document: Any, location: Mapping[str, str]) -> Trace:
-    """Returns the trace in one document. If the document is invalid, raises a `ValueError` that describes the problem."""
+    """Returns the trace in an ATIF document. If the document is invalid, raises a `ValueError` that describes the problem."""
     data = as_object(document, "the document")
     version = data.get("schema_version")
     match = _VERSION.fullmatch(version) if isinstance(version, str) else None
@@ -105,7 +105,7 @@ class _Reader:
     untimed: int = 0
 
     def trajectory(self, data: dict[str, Any], at: str, depth: int) -> Iterator[ImportedMessage]:
-        """Yields the messages of a trajectory. A sub-agent's messages come before the result that refers to it."""
+        """Yields the messages of a trajectory. A sub-agent's messages come before the tool result that refers to the sub-agent."""
         if depth > MAX_DEPTH or len(self.taken) >= MAX_AGENTS:
             raise ValueError(f"has more than {MAX_DEPTH} levels of sub-agents, or more than {MAX_AGENTS} agents")
         agent = self._agent(data, at, depth)
@@ -206,7 +206,7 @@ class _Reader:
         return (when - self.started).total_seconds()
 
     def _note_gaps(self, step: Mapping[str, Any], model: Any) -> None:
-        """Records the parts of a step that a trace cannot contain."""
+        """Records the data of a step that a trace cannot contain as gaps."""
         metrics = object_or_empty(step.get("metrics"))
         if any(metrics.get(key) for key in _TOKEN_KEYS):
             self.gaps.add("exact tokens and logprobs of a step: they are not kept")
@@ -253,8 +253,9 @@ def document(trace: Trace) -> dict[str, Any]:
 def _containers(conversations: Sequence[Conversation]) -> list[int]:
     """Returns, for each conversation, the index of the conversation whose document contains it.
 
-    A conversation is contained in its caller or, if it continues a conversation, in the container of that conversation. The first
-    conversation contains all others that have no caller or would be nested too deeply.
+    A conversation is stored in the document of its caller or, if it continues another conversation, in the document that contains the
+    continued one. The document of the first conversation contains all other conversations that have no caller or would be nested too
+    deeply.
     """
     containers, levels = [0], [0]
     for conversation in conversations[1:]:
@@ -276,7 +277,7 @@ def _id(trace: Trace, conversation: Conversation, *, first: bool, taken: dict[st
 
 
 def _known(**fields: Any) -> dict[str, Any]:
-    """Returns the fields whose values are not None, False or empty. Fields whose value is 0 are included."""
+    """Returns the fields whose values are not None, False or empty. Fields with the value 0 are included."""
     return {name: value for name, value in fields.items() if value or (value == 0 and value is not False)}
 
 
@@ -310,7 +311,7 @@ def _trajectory(trace: Trace, conversation: Conversation, id: str | None, ids: S
 
 
 def _trace_fields(trace: Trace) -> dict[str, Any]:
-    """Returns what the trace of an agentrl run contains in addition to its messages."""
+    """Returns the data that a trace of an agentrl run contains in addition to its messages: ids, answer, score and tags."""
     extra: dict[str, Any] = {"trace": trace.id, "why": str(trace.why), "phase": trace.phase, "step": trace.step}
     if trace.episode is not None:
         extra["task"] = {"id": trace.episode.task_id, "key": trace.episode.task_key}

@@ -1,7 +1,8 @@
-"""Splits a trace into conversations, one per agent, linked to the conversations that called them. The format writers use them.
+"""Splits a trace into conversations, one per agent, linked to the conversations that called them.
 
-An imported trace is a list of messages, each with the name of its agent. A sub-agent's messages precede the tool result that they
-produced. If only assistant messages have an agent name, all messages form one conversation.
+The modules that write ATIF and OpenAI documents use these conversations. An imported trace is a list of messages, each with the name of its
+agent. A sub-agent's messages precede the tool result that they produced. If only assistant messages have an agent name, all messages form
+one conversation.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from agentrl.records.fields import JsonObject
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversationMessage:
-    """One message. `turn` is set if agentrl's policy sampled it. `result` is set if the message is a tool result from an agentrl run."""
+    """One message.
+
+    `turn` is set if agentrl's policy sampled the message, and `result` if the message is a tool result from an agentrl run.
+    """
 
     imported: ImportedMessage
     turn: Turn | None = None
@@ -42,7 +46,10 @@ class Conversation:
 
 
 def conversations_of(trace: Trace) -> tuple[Conversation, ...]:
-    """Returns the conversations in a trace, starting with that of the first agent. Parents precede their children."""
+    """Returns the conversations in a trace, the conversation of the first agent first.
+
+    A conversation follows the conversation that called it.
+    """
     if trace.task is not None and trace.episode is not None:
         return _from_episode(trace.task, trace.episode.trajectories)
     if is_single_conversation(trace.spoken):
@@ -51,14 +58,14 @@ def conversations_of(trace: Trace) -> tuple[Conversation, ...]:
 
 
 def is_single_conversation(spoken: Sequence[ImportedMessage]) -> bool:
-    """Whether messages form one conversation, even if several agents wrote them."""
+    """Whether imported messages form one conversation, because only assistant messages have an agent name."""
     return all(utterance.agent == "" for utterance in spoken if utterance.message.role != "assistant")
 
 
 def build_trace(
     source: str, messages: Sequence[ImportedMessage], origin: Mapping[str, str], gaps: Gaps, *, tools: Sequence[JsonObject] = ()
 ) -> Trace:
-    """Builds a trace from imported messages. Its id contains a hash of its content and of its id in the source."""
+    """Builds a trace from imported messages. The id of the trace contains a hash of its content and of its id in the source."""
     if not tools and any(message.message.tool_calls for message in messages):
         gaps.add("schemas of the tools")
     if broken := sum(UNPARSED in call.arguments for message in messages for call in message.message.tool_calls):
@@ -76,7 +83,10 @@ def build_trace(
 
 
 def unique_label(wanted: str, taken: dict[str, int]) -> str:
-    """Returns `wanted`, followed by a number if it is already in use. Adds the result to `taken`, which counts the uses of each label."""
+    """Returns the label `wanted`, followed by a number if `wanted` is already in use.
+
+    Adds the result to `taken`, which counts uses by label.
+    """
     label = wanted
     while label in taken:
         taken[wanted] += 1
@@ -110,7 +120,7 @@ def _from_messages(spoken: Sequence[ImportedMessage]) -> tuple[Conversation, ...
 
 
 def _parents_first(conversations: list[Conversation]) -> tuple[Conversation, ...]:
-    """Orders conversations so that parents precede children, and updates the parent indices."""
+    """Orders conversations so that each one follows its parent, and updates the parent indices."""
     order: list[int] = []
     children: dict[int | None, list[int]] = {}
     for number, conversation in enumerate(conversations):

@@ -25,9 +25,10 @@ _LIST_BYTES, _OBJECT_BYTES, _VALUE_BYTES = 72, 240, 40  # estimated bytes of an 
 
 
 class UnreadableDocument(UserError):
-    """An error for a file, or a part of a file, that contains no trace. `read` yields these errors among the traces.
+    """An error for a file, or a part of a file, from which no trace can be read.
 
-    `path` is the file. `position` is the position in the file, such as "line 3" or "span 1f..."; empty means the entire file.
+    `registry.read` yields these errors together with the traces. `path` is the file. `position` is the position in the file, such as "line
+    3" or "span 1f..."; if it is empty, the error concerns the entire file.
     """
 
     def __init__(self, path: Path, position: str, message: str, *, fix: str = "") -> None:
@@ -45,7 +46,7 @@ class SourceLocation:
 
     @property
     def origin(self) -> dict[str, str]:
-        """The location as part of a trace's origin."""
+        """The file name and the position in the file, as entries of `Trace.origin`."""
         return {"file": self.name} | ({"place": self.position} if self.position else {})
 
     def unreadable(self, error: Exception, *, position: str = "", fix: str) -> UnreadableDocument:
@@ -66,7 +67,7 @@ class Document:
 def documents(path: Path) -> Iterator[Document | UnreadableDocument]:
     """Yields the documents in a file, or in all JSON files below a folder, ordered by path. Unreadable documents are yielded as errors.
 
-    Raises `UserError` if the file does not exist, or if the folder contains no JSON files or too many.
+    Raises `UserError` if the path does not exist, or if the folder contains no JSON files or more than `MOST_FILES`.
     """
     if path.is_dir():
         files = _files_below(path)
@@ -85,7 +86,10 @@ def documents(path: Path) -> Iterator[Document | UnreadableDocument]:
 
 
 def decode_document(data: bytes) -> Any:
-    """Returns the JSON value that UTF-8 bytes encode. Raises `ValueError` if they are invalid or the value would need too much memory."""
+    """Returns the JSON value that UTF-8 bytes encode.
+
+    Raises `ValueError` if the bytes are not JSON in UTF-8, or if the value would need too much memory.
+    """
     if len(data) > LARGEST:
         raise UserError(f"is larger than {LARGEST >> 20} MiB", fix="split it: the lines of a .jsonl file are read one by one")
     lists, objects, parts = data.count(b"["), data.count(b"{"), data.count(b",") + data.count(b":")
@@ -131,7 +135,8 @@ def _documents_of(location: SourceLocation) -> Iterator[Document | UnreadableDoc
 def _has_lines(location: SourceLocation, file: IO[bytes]) -> bool:
     """Whether a file contains one document per line: its first nonblank line is a document, and other nonblank lines follow.
 
-    If that line is damaged, the file's name or the braces of the line decide.
+    If the first nonblank line cannot be decoded, the file is assumed to contain lines if its name ends in .jsonl or .ndjson, or if that
+    line starts with { and ends with }.
     """
     first = b""
     while not first.strip():

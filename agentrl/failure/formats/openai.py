@@ -23,14 +23,17 @@ _KNOWN_KEYS |= {"refusal", "reasoning_content", "reasoning", "annotations"}
 
 
 def recognizes(document: Any) -> bool:
-    """Whether a JSON document appears to be in this format."""
+    """Whether a JSON document appears to contain OpenAI chat messages."""
     if isinstance(document, list):
         return bool(document) and isinstance(document[0], dict) and ("role" in document[0] or _is_of_responses_api(document[0]))
     return isinstance(document, dict) and (any(key in document for key in _REQUEST_KEYS) or isinstance(document.get("input"), list))
 
 
 def parse(document: Any, location: Mapping[str, str]) -> Trace:
-    """Returns the trace in one document. If the document is invalid, raises a `ValueError` that describes the problem."""
+    """Returns the trace in a document of OpenAI chat messages.
+
+    If the document is invalid, raises a `ValueError` that describes the problem.
+    """
     gaps = Gaps()
     data: dict[str, Any] = {"messages": document} if isinstance(document, list) else as_object(document, "the document")
     request = next((value for key in ("request", "body") if isinstance(value := data.get(key), dict)), data)
@@ -64,7 +67,7 @@ def parse(document: Any, location: Mapping[str, str]) -> Trace:
 
 
 def parse_message(item: Mapping[str, Any], what: str, gaps: Gaps) -> ImportedMessage:
-    """Parses one message of the chat completions API. Raises `ValueError` if it is invalid."""
+    """Parses one message of the chat completions API. Raises `ValueError` if the message is invalid."""
     role = values.parse_role(item.get("role"), f"{what}.role")
     calls = as_objects(item.get("tool_calls"), f"{what}.tool_calls")
     functions = [(call.get("id"), as_object(call.get("function") or call.get("custom"), f"{what}.tool_calls")) for call in calls]
@@ -89,7 +92,7 @@ def parse_message(item: Mapping[str, Any], what: str, gaps: Gaps) -> ImportedMes
 
 
 def documents(trace: Trace) -> Iterator[dict[str, Any]]:
-    """Yields one object with chat messages for each agent in a trace."""
+    """Yields one object with the key `messages` for each conversation in a trace."""
     tools = {"tools": [dict(tool) for tool in trace.tools]} if trace.tools else {}
     for conversation in conversations_of(trace):
         if conversation.messages:

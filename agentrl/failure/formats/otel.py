@@ -9,7 +9,7 @@ https://github.com/traceloop/openllmetry, packages/opentelemetry-semantic-conven
 OpenInference (https://github.com/Arize-ai/openinference, spec/semantic_conventions.md). Indices become dictionary keys, so a large index
 needs no additional memory.
 
-Each call repeats the conversation so far. `otel_conversations` joins the calls.
+Each call repeats the conversation so far. `otel_conversations` joins the calls into conversations.
 """
 
 from __future__ import annotations
@@ -88,7 +88,10 @@ class SpanCollector:
     chars: int = 0
 
     def add(self, document: Document) -> Iterator[UnreadableDocument]:
-        """Adds an export, and yields its unreadable parts. Raises `UserError` if a limit is exceeded."""
+        """Adds the spans and events of an export, and yields the unreadable entries.
+
+        Raises `UserError` if there are too many spans or messages.
+        """
         for entry in entries(document):
             if isinstance(entry, UnreadableDocument):
                 yield entry
@@ -109,7 +112,10 @@ class SpanCollector:
                 yield entry.location.unreadable(error, position=position, fix="export it again; other spans are read")
 
     def traces(self) -> Iterator[Trace | UnreadableDocument]:
-        """Yields one trace per conversation, in order of start time. For a conversation that cannot be converted, yields the error."""
+        """Yields one trace per conversation, in order of start time.
+
+        For a conversation that cannot be converted, yields an `UnreadableDocument`.
+        """
         for group in self._groups():
             location = group.calls[0].location
             try:
@@ -119,7 +125,10 @@ class SpanCollector:
                 yield location.unreadable(error, position=f"trace {printable_label(group.id)}", fix=fix)
 
     def _groups(self) -> list[CallGroup]:
-        """Groups calls by conversation id or, if there is none, by trace id. Calls without surrounding spans are split by conversation."""
+        """Groups model calls by conversation id or, if there is none, by trace id.
+
+        Calls without surrounding spans are grouped by their messages.
+        """
         spans = Counter(key[0] for key in (*self.calls, *self.agents, *self.tools))
         conversations = {key[0]: call.conversation for key, call in self.calls.items() if call.conversation}
         groups: dict[tuple[str, str], CallGroup] = {}
@@ -179,7 +188,7 @@ class SpanCollector:
             call.end = max(call.end, event.at)
 
     def _add_message_event(self, call: ModelCall, event: Event) -> None:
-        """Adds a message in the form up to v1.36: that of a chat completion message, but with the role in the event's name."""
+        """Adds a message from an event in the form up to v1.36: a chat completion message whose role is in the name of the event."""
         fields = ((key, value) for key, value in _fields(event).items() if not key.startswith("gen_ai."))
         body = {key: decode_json(value) if key in _STRUCTURED else value for key, value in fields}
         if event.name == _CHOICE:
@@ -228,7 +237,7 @@ class SpanCollector:
             call.tools = values.tool_schemas(tools, call.gaps)
 
     def _entry(self, message: ImportedMessage) -> MessageEntry:
-        """Returns the entry that all messages equal to this one share."""
+        """Returns the entry shared by all messages that are equal to this one. Raises `UserError` if there are too many messages."""
         self.messages += 1
         entry = MessageEntry.of(message)
         if entry.full_hash not in self.distinct:
@@ -240,7 +249,7 @@ class SpanCollector:
 
 
 def _tool_span(span: Span, name: str, id: str, arguments: Sequence[str], result: str) -> ToolSpan:
-    """Returns the tool call that a span describes. `name`, `id`, `arguments` and `result` are names of its attributes."""
+    """Returns the tool call that a span describes. `name`, `id`, `arguments` and `result` are names of attributes of the span."""
     attributes = span.attributes
     arguments_json = decode_json(next((attributes[key] for key in arguments if key in attributes), None))
     return ToolSpan(
@@ -256,12 +265,12 @@ def _tool_span(span: Span, name: str, id: str, arguments: Sequence[str], result:
 
 
 def _first_label(attributes: Mapping[str, Any], keys: Sequence[str]) -> str:
-    """Returns the label in the first attribute of `keys` that is set; empty if none is set."""
+    """Returns the value of the first attribute in `keys` that is set, as a printable label; empty if none is set."""
     return printable_label(next((attributes[key] for key in keys if attributes.get(key)), None))
 
 
 def _fields(event: Event) -> dict[str, Any]:
-    """Returns the content of an event from its body, the attribute that holds all of it as JSON, and its other attributes."""
+    """Returns the fields of an event, merged from its body, the JSON in its attribute `gen_ai.event.content`, and its other attributes."""
     fields: dict[str, Any] = {}
     for content in (event.body, event.attributes.get("gen_ai.event.content")):
         value = decode_json(content)
@@ -270,7 +279,7 @@ def _fields(event: Event) -> dict[str, Any]:
 
 
 def _plain_messages(attributes: Mapping[str, Any], name: str, role: str, gaps: Gaps) -> Iterator[ImportedMessage]:
-    """Yields the messages in an attribute that is used up to v1.27: chat messages as JSON, or plain text."""
+    """Yields the messages in an attribute of the conventions up to v1.27, which contains chat messages as JSON, or plain text."""
     value = decode_json(attributes.get(name))
     if isinstance(value, str):
         yield build_message(role, value)
@@ -280,7 +289,10 @@ def _plain_messages(attributes: Mapping[str, Any], name: str, role: str, gaps: G
 
 
 def _messages(attributes: Mapping[str, Any], name: str, gaps: Gaps) -> Iterator[ImportedMessage]:
-    """Yields the messages in an attribute, which is JSON text or structured. Text that is not JSON is recorded as a gap, not an error."""
+    """Yields the messages in an attribute, which contains a structured list or its JSON text.
+
+    Text that is not JSON is recorded as a gap, not an error.
+    """
     value = decode_json(attributes.get(name))
     if isinstance(value, str):
         gaps.add(f"{name} of a call: it is not JSON, perhaps cut by the emitter's limit")
@@ -290,7 +302,10 @@ def _messages(attributes: Mapping[str, Any], name: str, gaps: Gaps) -> Iterator[
 
 
 def _message(item: Mapping[str, Any], what: str, gaps: Gaps) -> Iterator[ImportedMessage]:
-    """Yields the messages in one item. If the item has parts, each tool result among them becomes a separate message."""
+    """Yields the messages in one item of a message list.
+
+    If the item has parts, each tool result among the parts becomes a separate message.
+    """
     if "parts" not in item:
         yield openai.parse_message(item, what, gaps)
         return
@@ -331,13 +346,13 @@ def _instructions(value: Any, gaps: Gaps) -> Sequence[ImportedMessage]:
 
 
 def _has_indexed_messages(attributes: Mapping[str, Any]) -> bool:
-    """Whether attributes hold indexed messages."""
+    """Whether the attributes of a span contain messages in indexed attributes."""
     prefixes = tuple(f"{name}." for name in (*_PROMPT_LISTS, *_COMPLETION_LISTS))
     return any(key.startswith(prefixes) and any(map(str.isdigit, key)) for key in attributes)
 
 
 def _indexed_messages(attributes: Mapping[str, Any], lists: tuple[str, ...], role: str, gaps: Gaps) -> Iterator[ImportedMessage]:
-    """Yields the messages in the first list that is not empty, ordered by index. A message without a role receives `role`."""
+    """Yields the messages in the first of `lists` that is not empty, ordered by index. `role` is the role of messages that contain none."""
     for name in lists:
         items = _indexed_items(attributes, name, gaps)
         for number, item in enumerate(items):
@@ -347,7 +362,7 @@ def _indexed_messages(attributes: Mapping[str, Any], lists: tuple[str, ...], rol
 
 
 def _indexed_definitions(attributes: Mapping[str, Any], gaps: Gaps) -> list[dict[str, Any]]:
-    """Returns the schemas of the tools that a call offers."""
+    """Returns the schemas of the tools offered in a model call, read from indexed attributes."""
     schemas: list[dict[str, Any]] = []
     for name in _TOOL_LISTS:
         for item in _indexed_items(attributes, name, gaps):
@@ -375,7 +390,10 @@ def _indexed_items(attributes: Mapping[str, Any], name: str, gaps: Gaps) -> list
 
 
 def _put(item: dict[str, Any], path: list[str], value: Any, name: str, gaps: Gaps) -> None:
-    """Sets a value at a path of keys. A path that is too long, or that leads through a value, is recorded as a gap."""
+    """Sets a value at a path of keys.
+
+    A path that is too long, or that contains a key whose value is not an object, is recorded as a gap.
+    """
     node = item
     if len(path) <= _MAX_DEPTH:
         for step in path[:-1]:
@@ -390,7 +408,7 @@ def _put(item: dict[str, Any], path: list[str], value: Any, name: str, gaps: Gap
 
 
 def _with_lists(value: Any) -> Any:
-    """Returns the value after replacing each object whose keys are all indices with a list."""
+    """Returns a value in which each object whose keys are all indices is replaced with a list."""
     if not isinstance(value, dict):
         return value
     if value and all(map(_INDEX.fullmatch, value)):
@@ -399,7 +417,7 @@ def _with_lists(value: Any) -> Any:
 
 
 def _chat_message(item: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the message converted to the form of the chat completions API."""
+    """Returns an indexed message, converted to the form of the chat completions API."""
     fields = object_or_empty(item.get("message")) or dict(item)
     message = {key: value for key, value in fields.items() if key not in _IGNORED_KEYS}
     if "role" not in message and len(roles := [role for role in _ROLES if isinstance(message.get(role), str)]) == 1:

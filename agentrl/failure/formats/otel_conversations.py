@@ -1,7 +1,8 @@
 """Builds one conversation per agent from model calls, each of which repeats the conversation so far.
 
 A call whose input starts with a known conversation continues that conversation. Any other call starts a new conversation. Messages are
-compared only by the parts that all emitters repeat: when some emitters repeat an answer with tool calls, they omit its text.
+compared only by the parts that all emitters repeat, because some emitters omit the text of an answer with tool calls when they repeat the
+answer.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ DEEPEST = 14
 
 @dataclass(frozen=True, slots=True)
 class MessageEntry:
-    """A message with its hashes."""
+    """A message and the hashes by which it is compared with other messages."""
 
     message: ImportedMessage
     repeat_hash: bytes  # hash of the parts that stay the same when a later call repeats the message
@@ -34,7 +35,7 @@ class MessageEntry:
 
     @classmethod
     def of(cls, one: ImportedMessage) -> MessageEntry:
-        """Returns the entry of a message."""
+        """Returns a message with its hashes."""
         message = one.message
         calls = [[call.name, dict(call.arguments)] for call in message.tool_calls]
         repeated = [message.role, calls or message.content, one.call_ids, one.answers]
@@ -102,7 +103,7 @@ class DraftConversation:
 
 @dataclass(slots=True, kw_only=True)
 class CallGroup:
-    """Calls that become one trace."""
+    """Model calls that become one trace, or one trace per conversation if `lone` is true."""
 
     id: str
     lone: bool = False  # whether the calls have no surrounding spans, and may belong to many conversations
@@ -142,7 +143,7 @@ def join_calls(calls: Iterable[ModelCall]) -> list[DraftConversation]:
 
 
 def trace_of_calls(group: CallGroup, location: Mapping[str, str], parents: Mapping[SpanKey, str]) -> Trace:
-    """Returns the trace that a group of calls forms. Raises `ValueError` if none of its messages has content."""
+    """Returns the trace of a group of model calls. Raises `ValueError` if no message in it has content."""
     gaps = Gaps()
     callers = _Callers(group, parents, gaps)
     calls_by_agent: dict[SpanKey | None, list[ModelCall]] = {}
@@ -185,7 +186,7 @@ def _note_gaps(call: ModelCall, gaps: Gaps) -> None:
 
 
 class _Callers:
-    """Finds the nearest agent above a span, and the tool call of this agent in which the span is."""
+    """Finds the nearest agent span above a span, and the tool span of that agent that contains the span."""
 
     def __init__(self, group: CallGroup, parents: Mapping[SpanKey, str], gaps: Gaps) -> None:
         self._group, self._parents, self._gaps = group, parents, gaps
@@ -196,7 +197,7 @@ class _Callers:
         return self.at(key[0], self._parents.get(key, ""))
 
     def at(self, trace_id: str, span: str) -> tuple[SpanKey | None, SpanKey | None]:
-        """Returns the nearest agent span at or above a span, and that agent's tool span at or above it; None for each that is absent."""
+        """Returns the nearest agent span at or above a span, and that agent's tool span at or above the span; None if absent."""
         path: list[SpanKey] = []
         seen: set[SpanKey] = set()
         key = (trace_id, span)
@@ -224,7 +225,7 @@ class _Callers:
 
 @dataclass(slots=True)
 class _Slot:
-    """A tool call in a conversation, and the index of its result, if there is one."""
+    """A tool call in a conversation, and the index of its result; None if the call has no result."""
 
     draft: DraftConversation
     id: str
@@ -235,7 +236,7 @@ class _Slot:
 
 
 def _link_agents(group: CallGroup, drafts: Mapping[SpanKey | None, list[DraftConversation]], callers: _Callers, gaps: Gaps) -> None:
-    """Assigns tool spans to tool calls, and inserts the agents below a tool span before the result of its call."""
+    """Assigns tool spans to tool calls, and inserts the conversations of agents below a tool span before the result of the span's call."""
     tools_by_agent: dict[SpanKey | None, list[ToolSpan]] = {}
     for tool in sorted(group.tools.values(), key=lambda tool: tool.start):
         tools_by_agent.setdefault(callers.above(tool.key)[0], []).append(tool)
@@ -263,7 +264,7 @@ def _link_agents(group: CallGroup, drafts: Mapping[SpanKey | None, list[DraftCon
 
 
 def _add_result(slot: _Slot, tool: ToolSpan, gaps: Gaps) -> None:
-    """Adds the result and the error in a tool's span to the call that the span belongs to."""
+    """Adds the result and the error in a tool span to the tool call that the span belongs to."""
     entries, failed = slot.draft.entries, bool(tool.error)
     if slot.answer is not None:
         one, at = entries[slot.answer]
@@ -289,10 +290,10 @@ class _SlotMatcher:
                     self._slots.setdefault(key, deque()).append(slot)
 
     def match(self, tool: ToolSpan) -> _Slot | None:
-        """Returns the first unmatched call with the span's id.
+        """Returns the first unmatched tool call with the call id in the span.
 
-        If the span has no id, returns the first unmatched call with the same name and arguments or, if there is none, with the same name.
-        Returns None if no call matches.
+        If the span contains no call id, returns the first unmatched call with the same tool name and arguments or, if there is none, with
+        the same tool name. Returns None if no call matches.
         """
         keys: list[Any] = [("id", tool.id)] if tool.id else [("both", tool.name, _hash(tool.arguments)), ("name", tool.name)]
         for key in keys:
@@ -328,7 +329,7 @@ def _slots(draft: DraftConversation) -> list[_Slot]:
 def _in_order(drafts: Mapping[SpanKey | None, list[DraftConversation]]) -> Iterator[tuple[ImportedMessage, int]]:
     """Yields (message, time in ns) for all messages.
 
-    A sub-agent's messages precede the result that they produced. Agents without a caller are ordered by time.
+    A sub-agent's messages precede the result that they produced. The conversations of agents without a caller are ordered by time.
     """
     called = {key for group in drafts.values() for draft in group for keys in (*draft.before.values(), draft.after) for key in keys}
     remaining = dict.fromkeys(drafts)

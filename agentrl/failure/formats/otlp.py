@@ -1,7 +1,7 @@
 """Reads spans, their events and log records from OTLP JSON, as collectors and the SDKs' file exporters write it.
 
-https://opentelemetry.io/docs/specs/otlp/ and opentelemetry/proto/trace/v1/trace.proto describe the format. Keeps the attributes
-that conventions for generative AI define, and the parents of spans.
+https://opentelemetry.io/docs/specs/otlp/ and opentelemetry/proto/trace/v1/trace.proto describe the format. Of a span, only the parent, the
+times, the error, and the attributes that conventions for generative AI define are kept.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def recognizes(value: Any) -> bool:
 
 
 def entries(document: Document) -> Iterator[Span | Event | UnreadableDocument]:
-    """Yields the spans and events in an export. An invalid entry is yielded as an `UnreadableDocument`, and the others are still read."""
+    """Yields the spans and events in an export. For an invalid entry, yields an `UnreadableDocument`, and continues with the next entry."""
     location, fix = document.location, "export spans as OTLP JSON, with ids in hex"
     for outer, scope, inner in (("resourceSpans", "scopeSpans", "spans"), ("resourceLogs", "scopeLogs", "logRecords")):
         try:
@@ -77,7 +77,7 @@ def entries(document: Document) -> Iterator[Span | Event | UnreadableDocument]:
 
 
 def any_value(value: Any, levels: int = _MAX_DEPTH) -> Any:
-    """Returns the plain value of an `AnyValue`. Raises `ValueError` if it is invalid."""
+    """Returns the plain value of an OTLP `AnyValue`. Raises `ValueError` if the `AnyValue` is invalid."""
     if value is None or value == {}:
         return None
     if not isinstance(value, dict):
@@ -132,7 +132,7 @@ def _span(span: Mapping[str, Any], service: str, location: SourceLocation) -> Sp
 
 
 def _events(span: Span, events: Any) -> Iterator[Event | UnreadableDocument]:
-    """Yields those events of a span that concern generative AI. Earlier conventions put messages in events."""
+    """Yields those events of a span that concern generative AI. Earlier conventions store messages in events."""
     try:
         for event in as_objects(events, "events"):
             name = event.get("name")

@@ -58,7 +58,7 @@ def read(path: Path | str, format: str | None = None) -> Iterator[Trace | Unread
 def read_all(path: Path | str, format: str | None = None) -> tuple[list[Trace], list[UnreadableDocument]]:
     """Returns the traces and the unreadable documents that `read` yields.
 
-    If there is no trace, raises the first unreadable document, which is a `UserError`.
+    If there is no trace, raises `UserError`: the first unreadable document, if there is one.
     """
     traces: list[Trace] = []
     unreadable: list[UnreadableDocument] = []
@@ -75,8 +75,8 @@ def read_all(path: Path | str, format: str | None = None) -> tuple[list[Trace], 
 def write(traces: Iterable[Trace], path: Path | str, format: str = "atif") -> int:
     """Writes traces and returns the number of documents.
 
-    If the path ends in .jsonl, the file contains one document per line. If it ends in .json, the file contains the only document. Any other
-    path is a folder, which is created if necessary and contains one file per document. Files are replaced atomically.
+    If the path ends in .jsonl, the file contains one document per line. If it ends in .json, the file contains exactly one document. Any
+    other path is a folder, which is created if necessary and contains one file per document. Files are replaced atomically.
 
     Raises:
         UserError: the format cannot be written, or the number of documents for a .json file is not 1.
@@ -107,7 +107,7 @@ def _distinct(items: Iterator[Trace | UnreadableDocument]) -> Iterator[Trace | U
         if isinstance(item, Trace):
             file, position = item.origin.get("file", ""), item.origin.get("place", "")
             if item.id in locations:
-                yield UnreadableDocument(Path(file), position, f"is the same as {locations[item.id]}", fix="nothing to do: it is read once")
+                yield UnreadableDocument(Path(file), position, f"is the same as {locations[item.id]}", fix="nothing to do: the trace is read once")
                 continue
             locations[item.id] = ", ".join(filter(None, (file, position)))
         yield item
@@ -139,7 +139,7 @@ def _parse(document: Document, kind: str) -> Trace | UnreadableDocument:
 
 
 def _parts(document: Document, format: str | None) -> Iterator[Document]:
-    """Yields the entries if the document is a list of documents, otherwise the document itself."""
+    """Yields the entries of a document that is a list of documents, and any other document itself."""
     value, location = document.value, document.location
     if isinstance(value, list) and not openai.recognizes(value) and any(_format(item, format) for item in value[:_PROBED]):
         for number, item in enumerate(value):

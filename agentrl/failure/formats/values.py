@@ -1,4 +1,4 @@
-"""Checks values in third-party JSON. If a value has the wrong type, a `ValueError` that names the value is raised."""
+"""Checks values in third-party JSON. If a value has the wrong type, the functions raise a `ValueError` that names the value."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class Gaps:
         self._counts[description if known else "other things"] += times
 
     def merge_repeated(self, other: Gaps) -> None:
-        """Merges gaps that may repeat these gaps. Each gap keeps the larger of its two counts."""
+        """Merges the gaps in `other`, which may repeat gaps that are already counted. Each gap keeps the larger of the two counts."""
         for description, times in other._counts.items():
             self.add(description, max(0, times - self._counts[description]))
 
     def descriptions(self) -> tuple[str, ...]:
-        """Returns the descriptions, each with its count if it is above 1."""
+        """Returns the descriptions of the gaps. A description with a count above 1 includes the count."""
         return tuple(text if times == 1 else f"{text} ({times} times)" for text, times in self._counts.items())
 
 
@@ -54,7 +54,7 @@ def type_name(value: Any) -> str:
 
 
 def as_objects(value: Any, what: str) -> list[dict[str, Any]]:
-    """Returns a list of objects unchanged, and an empty list for null. `what` is the value's name in errors, here and below."""
+    """Returns a list of objects unchanged, and an empty list for null. `what` is the name of the value in error messages."""
     if value is None:
         return []
     if not isinstance(value, list):
@@ -89,7 +89,7 @@ def object_or_empty(value: Any) -> dict[str, Any]:
 
 
 def printable_label(value: Any) -> str:
-    """Returns a name or id as one bounded, printable line; empty if the value is not a string or a whole number."""
+    """Returns a name or id as one printable line of at most `_MAX_LABEL` characters; empty if it is not a string or a whole number."""
     if isinstance(value, bool) or not isinstance(value, str | int):
         return ""
     if isinstance(value, int):
@@ -114,7 +114,10 @@ def message_text(value: Any, what: str, gaps: Gaps) -> str:
 
 
 def decode_json(value: Any) -> Any:
-    """Returns the value that a JSON text encodes. Any other string or value is returned unchanged."""
+    """Returns the value that a string of JSON encodes.
+
+    A string that is not JSON, or a value that is not a string, is returned unchanged.
+    """
     if not isinstance(value, str):
         return value
     try:
@@ -134,7 +137,7 @@ def as_text(value: Any, what: str) -> str:
 
 
 def build_tool_call(name: Any, arguments: Any, what: str, gaps: Gaps) -> ToolCall:
-    """Builds a call whose arguments are an object or the JSON text of an object. Any other text becomes the argument `UNPARSED`."""
+    """Builds a tool call. `arguments` is an object or its JSON text. Any other value is passed as text in the argument `UNPARSED`."""
     if not isinstance(name, str) or not name:
         raise ValueError(f"{what} has no valid function name: the name is {type_name(name)}")
     if arguments is None or arguments == "":
@@ -150,13 +153,16 @@ def build_tool_call(name: Any, arguments: Any, what: str, gaps: Gaps) -> ToolCal
 
 
 def arguments_text(call: ToolCall) -> str:
-    """Returns the arguments of a call as JSON text, or the text that could not be parsed."""
+    """Returns the arguments of a call as JSON text, or the original text if it could not be parsed."""
     unparsed = call.arguments.get(UNPARSED)
     return unparsed if isinstance(unparsed, str) and len(call.arguments) == 1 else json.dumps(dict(call.arguments), ensure_ascii=False)
 
 
 def parse_role(value: Any, what: str) -> str:
-    """Returns the role of a message without extra white space; `tool` for the older `function`. Other types raise `ValueError`."""
+    """Returns the role of a message without extra white space; `tool` replaces the older name `function`.
+
+    Raises `ValueError` if the value is neither a string nor null.
+    """
     role = " ".join(as_string(value, what).split())
     return "tool" if role == "function" else role
 

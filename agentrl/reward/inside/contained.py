@@ -2,8 +2,8 @@
 
     python3 -I -B -c SOURCE   in the working directory, with tests/ and work/ in it; stdin: {"secret", "mode", "child", "files"}
 
-Standard library only, Python 3.9 or later. This process executes no code under test. That code can kill this process, but in that case no
-test passes. It cannot read the process, because the process is not dumpable, which also protects its open files.
+Standard library only, Python 3.9 or later. This process executes no code under test. The code under test can kill this process, but then no
+test passes. It cannot read the memory or the open files of this process, because the process is not dumpable.
 """
 
 from __future__ import annotations

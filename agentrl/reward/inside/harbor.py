@@ -1,10 +1,10 @@
-"""Runs the tests of a Harbor task folder. Reports the reward that the tests wrote on stdout.
+"""Runs the tests of a Harbor task folder. Reports on stdout the reward that the tests wrote to a file.
 
     python3 -I -B -c SOURCE     stdin: {"secret", "tests": {path: base64}, "written": [path], "removed": [path]}
 
 The working directory contains the image's files and the agent's changes. Standard library only, Python 3.9 or later. This process executes
-no code under test. That code can kill this process, in which case there is no report, but it cannot read the process. The reward is a file
-that any program in this sandbox can write.
+no code under test. The code under test can kill this process, which prevents a report, but it cannot read the memory of this process. The
+reward is a file that any program in this sandbox can write.
 """
 
 from __future__ import annotations

@@ -27,7 +27,10 @@ LONGEST = 600
 
 
 class Files:
-    """Files by name, read on access: bytes, `text(path)` or `json(path)`. Access to a missing file fails the test."""
+    """Files by path, read on access.
+
+    `files[path]` is bytes, `text(path)` a string, `json(path)` a JSON value. A missing file fails the test.
+    """
 
     def __init__(self, folder: str, what: str) -> None:
         self.folder, self.what = folder, what

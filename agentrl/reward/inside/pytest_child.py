@@ -4,7 +4,7 @@
 
 The code under test shares this process. After every test, this module checks objects that such code can easily change: functions and
 classes of pytest, unittest, builtins and common modules, the tests' own code, and trace functions. It also looks for new classes whose
-instances are equal to different things. Any difference fails the test.
+instances compare equal to several different objects. Any difference fails the test.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def reporter() -> Callable[[str, str], None]:
 
 
 def equality_check() -> Callable[[type, Any], bool]:
-    """Returns a function that checks whether an instance of a class equals several different things, or a new object."""
+    """Returns a function that checks whether an instance of a class equals several different objects, or an object that it has never
+    seen."""
     nothing, size = NotImplemented, len
     makers = (int, float, str, bytes, list, tuple, dict, set, object)
     missing = object()
@@ -80,7 +81,10 @@ def equality_check() -> Callable[[type, Any], bool]:
 
 
 def guard() -> Callable[[], str]:
-    """Returns a function that describes the changes by the code under test, or returns "". It uses no name that such code can replace."""
+    """Returns a function whose result describes changes by the code under test; "" if there are none.
+
+    The function uses no name that the code under test can replace.
+    """
     listed, sort, function_type, text, get = list, type, type(guard), str, getattr
     objects, known = gc.get_objects, {id(kind) for kind in gc.get_objects() if isinstance(kind, type)}
     traced, profiled = sys.gettrace, sys.getprofile
@@ -120,7 +124,10 @@ def guard() -> Callable[[], str]:
 
 
 class Reports:
-    """The pytest plugin. A test passes if its call passes. Every other outcome, including a skip, is an error."""
+    """The pytest plugin.
+
+    A test passes if its call phase passes and no change is detected. Every other outcome, including a skip, is an error.
+    """
 
     def __init__(self, report: Callable[[str, str], None], changed: Callable[[], str]) -> None:
         self.report, self.changed = report, changed
@@ -128,7 +135,7 @@ class Reports:
         self.tests: list[tuple[Any, Any]] = []  # each test's function, and its code
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Records the code of all tests."""
+        """Records the code object of each test, to detect replaced tests."""
         functions = [item.function for item in session.items if isinstance(item, pytest.Function)]
         self.tests = [(function, function.__code__) for function in functions if hasattr(function, "__code__")]
 

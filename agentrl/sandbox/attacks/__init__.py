@@ -1,4 +1,4 @@
-"""Attacks on sandboxes, shipped with the product: `agentrl sandbox attack` runs them against a backend.
+"""Attacks on sandboxes, shipped with the product. `agentrl sandbox attack` runs the attacks against a backend.
 
 `programs/` contains programs that an agent might run, one attack per file; `hostile_server` is a compromised exec server.
 """

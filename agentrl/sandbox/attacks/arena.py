@@ -11,7 +11,6 @@ import resource
 import secrets
 import socket
 import subprocess
-import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -20,6 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
+from agentrl.base.scratch import ScratchFolder
 from agentrl.errors import SandboxError
 from agentrl.gateway.server import Gateway
 from agentrl.gateway.session import Session
@@ -51,14 +51,14 @@ class AttackFailed(Exception):
 
 
 class AttackCutOff(AttackFailed):
-    """The attack's time ran out before it took effect, because the machine was busy."""
+    """The time of an attack ran out before the attack took effect, because the machine was busy."""
 
 
 class AllowedServer:
-    """The only server on the host that attacks on the proxy may reach. It is deliberately lax.
+    """The only server on the host that attacks on the proxy may reach.
 
-    It answers all requests on a connection, and discards what follows `PUT /sink`. `trouble` describes requests
-    that the proxy must not forward: hidden requests, and requests for a different host.
+    The server is deliberately lax: it answers all requests on a connection, and discards what follows `PUT /sink`. `trouble` describes
+    received requests that the proxy must not forward: hidden requests, and requests for a different host.
     """
 
     def __init__(self) -> None:
@@ -130,11 +130,11 @@ class Arena:
         return json.dumps(known).encode()
 
     def remember(self) -> None:
-        """Records the state with which `check` compares."""
+        """Records the state of the host and the driver, with which `check` compares the later state."""
         self._before = self._state()
 
     def check(self) -> None:
-        """Raises `Escaped` if the host or the driver changed since the last call or `remember`."""
+        """Raises `Escaped` if the host or the driver changed since the last call of `check` or `remember`."""
         before, self._before = self._before, self._state()
         for name, now in self._before.items():
             if now != before[name]:
@@ -186,7 +186,7 @@ class Arena:
 async def arena(spec: SandboxSpec, neighbour: Sandbox, ways: dict[str, Any] | None = None) -> AsyncIterator[Arena]:
     """Creates the host's side of an attack suite, and yields it for the block."""
     async with contextlib.AsyncExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="agentrl-attack-")))
+        folder = stack.enter_context(ScratchFolder())
         folder.chmod(0o755)  # readable for an attack that reaches it
         canary = subprocess.Popen(["sleep", "3600"], stdin=subprocess.DEVNULL, start_new_session=True)
         stack.callback(canary.wait)
@@ -216,7 +216,7 @@ async def arena(spec: SandboxSpec, neighbour: Sandbox, ways: dict[str, Any] | No
 
 
 class _Keyless(Session):
-    """A session that has no episode. No attack has its key."""
+    """A gateway session that has no episode. No attack has the key of the session."""
 
     async def close(self) -> None:
         return
@@ -224,7 +224,7 @@ class _Keyless(Session):
 
 @asynccontextmanager
 async def _gateway() -> AsyncIterator[int]:
-    """Yields the port of a gateway, or 0 if its packages are not installed. No attack has the key of its session."""
+    """Yields the port of a running gateway, or 0 if the packages of the gateway are not installed. No attack has the key of its session."""
     if find_spec("uvicorn") is None or find_spec("starlette") is None:
         yield 0
         return
@@ -241,7 +241,8 @@ class Namespace:
     seen: float  # seconds after boot at which it certainly belonged to this sandbox
 
     def processes(self) -> list[int]:
-        """Returns the host pids of its processes that this user may see. Empty once a different namespace has its number."""
+        """Returns the host pids of the processes in the namespace that this user may see. Empty if a newer namespace has reused the number
+        of this namespace."""
         inside = [int(entry) for entry in os.listdir("/proc") if entry.isdigit() and _link(f"/proc/{entry}/ns/pid") == self.link]
         first = [process.pid for pid in inside if (process := read_process(pid)) is not None and process.inner_pid == 1]
         reused = any((start_time(pid) or 0) / os.sysconf("SC_CLK_TCK") > self.seen for pid in first)
@@ -249,13 +250,14 @@ class Namespace:
 
 
 async def namespace_of(sandbox: Sandbox) -> Namespace:
-    """Returns the sandbox's pid namespace. Call it before any attack runs there."""
+    """Returns the sandbox's pid namespace. Call this function before any attack runs in the sandbox."""
     result = await sandbox.python("import os; print(os.readlink('/proc/self/ns/pid'))", timeout_s=_NEIGHBOUR_S)
     return Namespace(link=result.stdout.strip(), seen=time.clock_gettime(time.CLOCK_BOOTTIME))
 
 
 async def wait_until_gone(sandbox: Sandbox, namespace: Namespace | None) -> None:
-    """Waits until no process, container, folder or control group of a closed sandbox is left. Raises `Escaped` if one remains."""
+    """Waits until no process, container, folder or control group of a closed sandbox is left. Raises `Escaped` if any of them remains after
+    15 s."""
     deadline = time.monotonic() + _CLEAR_S
     while left := await asyncio.to_thread(_left, sandbox.id, namespace):
         if time.monotonic() > deadline:
@@ -270,7 +272,8 @@ def _left(name: str, namespace: Namespace | None) -> list[str]:
 
 
 def _mounts() -> frozenset[str]:
-    """Returns the mount points that this process sees, with their file systems. Excludes mounts of daemons and network namespaces."""
+    """Returns the mount points that this process sees, with their file systems. Excludes mounts that container daemons create, and mounts
+    of network namespaces."""
     lines = (line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines() if _DAEMON not in line)
     return frozenset(
         f"{fields[4]} ({fields[fields.index('-') + 1]} {fields[0]})" for fields in lines if not f"{fields[4]}/".startswith(_NETWORKS)

@@ -37,7 +37,8 @@ async def _outputs(context: StepContext) -> CollectedOutputs:
 
 
 async def _bytes_or_refusal(work: Awaitable[bytes]) -> bytes | None:
-    """Returns the bytes from the sandbox, or None if it refused. A sandbox that breaks on the attack's files raises `SandboxError`."""
+    """Returns the bytes from the sandbox, or None if the sandbox refused the request. Raises `SandboxError` if the sandbox fails on the
+    attack's files."""
     try:
         return await work
     except (ValueError, FileNotFoundError):
@@ -223,7 +224,8 @@ def _archives() -> dict[str, bytes]:
 
 
 def _tar(members: list[tarfile.TarInfo], claim: int = 0) -> bytes:
-    """Returns an archive of `members`. A block of content follows each member with a size. A `claim` other than 0 replaces the sizes."""
+    """Returns an archive of `members`. A block of content follows each member whose size is not 0. A `claim` other than 0 replaces the
+    sizes in the headers."""
     out = io.BytesIO()
     for info in members:
         info.size, real = claim or info.size, info.size
@@ -236,7 +238,7 @@ def _tar(members: list[tarfile.TarInfo], claim: int = 0) -> bytes:
 
 
 async def _step_odd_arguments(context: StepContext) -> str:
-    """Whatever a model writes in any argument, the sandbox returns a result or raises an error that does not blame the machine."""
+    """For any text that a model writes in any argument, the sandbox returns a result or raises an error that does not blame the machine."""
     refused = answered = 0
     for text in _TEXTS:
         for name, call in _CALLS.items():
@@ -254,7 +256,7 @@ async def _step_odd_arguments(context: StepContext) -> str:
 
 
 async def _run_with(sandbox: ChannelSandbox, env: dict[str, str]) -> None:
-    """Runs `true` with these variables. A failure to start `true` must not look like an exit of `true`."""
+    """Runs `true` with these variables. Raises `Escaped` if a failure to start `true` looks like an exit of `true`."""
     result = await sandbox.exec(["true"], env=env, timeout_s=10)
     hold(result.exit_code == 0, f"`true` with {env!r:.60} appears to exit with {result.exit_code}")
 

@@ -1,7 +1,8 @@
-"""The host's steps after an attack's program, or instead of a program. They concern processes, sessions, limits and neighbours.
+"""The host's steps after an attack's program, or instead of a program. These steps concern processes, sessions, limits and neighbour
+sandboxes.
 
-A function `_step_<name>` is a step. It returns a line that says what was contained, or raises `Escaped` with the evidence. A typed error
-counts as an answer, a hang does not.
+A function `_step_<name>` is a step. A step returns a line that says what was contained, or raises `Escaped` with the evidence. A typed
+error counts as a response; a hang does not.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ subprocess.run(["sh", "-c", "cat /etc/passwd >/dev/null; python3 -I -c 'import c
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepContext:
-    """The input of a step. `result` is the program's result, or None if there was no program."""
+    """The input of a step. `result` is the result of the attack's program, or None if the attack has no program."""
 
     arena: Arena
     backend: ChannelBackend
@@ -58,7 +59,7 @@ class StepContext:
         return result.stdout.strip() if result.ok else repr(result)
 
     async def other_processes(self) -> str:
-        """Returns the pids of the attacked sandbox's processes except the exec server's, as the text of a list."""
+        """Returns the pids of the attacked sandbox's processes except the exec server, as the text of a Python list."""
         return await self.output(OTHER_PROCESSES)
 
 
@@ -105,7 +106,7 @@ async def _step_filter_budget(context: StepContext) -> str:
 
 
 async def _step_spin_together(context: StepContext) -> str:
-    """Runs the program in many sandboxes at once. Each program must time out, and each sandbox must still answer afterwards."""
+    """Runs the program in many sandboxes at once. Each program must time out, and each sandbox must still respond afterwards."""
     program = (await context.sandbox.read("program.py", max_bytes=MEBIBYTE)).decode()
     context.arena.sandboxes += _TOGETHER
     opening = (context.backend.open(context.arena.spec, timeout_s=_OPEN_S) for _ in range(_TOGETHER))
@@ -123,7 +124,7 @@ async def _step_spin_together(context: StepContext) -> str:
 
 
 async def _end_of(sandbox: ChannelSandbox, program: str) -> str:
-    """Returns how a program ended, or the problem if the sandbox failed or did not answer correctly afterwards."""
+    """Returns how a program ended, or the problem if the sandbox failed or did not respond correctly afterwards."""
     try:
         result = await sandbox.exec(["python3", "-I", "-c", program], timeout_s=_SPIN_S)
         answer = await sandbox.python("print(6 * 7)", timeout_s=_ANSWER_S)
@@ -159,7 +160,8 @@ async def _step_others_are_out_of_reach(context: StepContext) -> str:
 
 
 async def _step_sessions_answer(context: StepContext) -> str:
-    """The attacked session may return any result, but in time. After it has ended, and in other sessions, results must be correct."""
+    """The attacked session may return any result, but must return it in time. After a restart of that session, and in other sessions,
+    results must be correct."""
     own = await context.sandbox.python("6 * 7", timeout_s=5, session=SESSION)
     end = own.reason or f"exit {own.exit_code}"
     other = await context.sandbox.python("6 * 7", timeout_s=10, session="other")
@@ -218,7 +220,7 @@ async def _step_run(context: StepContext) -> str:
 
 
 async def _step_cell_strangers(context: StepContext) -> str:
-    """Most of the connections remain open while the neighbour computes and a fresh sandbox opens."""
+    """Opens 200 connections without the key to the cells; meanwhile, the neighbour must compute and a fresh sandbox must open."""
     cells = [place.rpartition(":") for place in context.backend.ways()["cells"]]
     texts = (b"", bytes(32), os.urandom(64), b"\xff" * 5000, b"GET / HTTP/1.1\r\n\r\n")
     with contextlib.ExitStack() as stack:
@@ -241,7 +243,8 @@ async def _step_cell_strangers(context: StepContext) -> str:
 
 
 async def _step_unseen_by_watchers(context: StepContext) -> str:
-    """While the program watches, the neighbour and a fresh sandbox open files. Then its own sandbox does, to show that it does watch."""
+    """While the program watches, the neighbour and a fresh sandbox open files. Then the attacked sandbox opens files, to show that the
+    program does watch."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + _ANSWER_S
     while await context.output("import os; print(os.path.exists('watching'))") != "True":

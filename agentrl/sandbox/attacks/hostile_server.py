@@ -47,7 +47,7 @@ TRICKS = {
 
 
 def frame(header: object, body: bytes = b"") -> bytes:
-    """Returns a frame with any header."""
+    """Returns a frame with `header`, which need not be a valid reply header."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("!II", len(text), len(body)) + text + body
 
@@ -108,7 +108,7 @@ def play(link: socket.socket, number: int) -> None:
 
 
 def main() -> None:
-    """Serves requests, and plays the trick."""
+    """Serves requests from the host, and plays the trick that `TRICK` names."""
     kind, _, where = sys.argv[1].partition(":")
     link = socket.socket(fileno=int(where)) if kind == "fd" else socket.socket(socket.AF_UNIX)
     if kind != "fd":

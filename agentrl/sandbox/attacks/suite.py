@@ -1,22 +1,22 @@
 """Runs every attack against a backend. The verdict is contained, ESCAPED, error or not promised.
 
-Contained means that the host, the driver and the neighbour sandbox are unchanged, the driver received a typed answer in time, the
-attacked sandbox still answers correctly, nothing of it is left after it is closed, and a fresh sandbox opens. Error means that the attack
-did not run as intended.
+Contained means that the host, the driver and the neighbour sandbox are unchanged, the driver received a typed answer in time, the attacked
+sandbox still responds correctly, nothing of the attacked sandbox is left after it is closed, and a fresh sandbox opens. Error means that
+the attack did not run as intended.
 
 An attack is a program with settings in its docstring, a trick of a hostile server, or a hostile archive. The docstring starts with a
 description, followed by lines of the form `key: value`:
 
-    kind        the class of attack
-    seconds     its time limit, at which the sandbox must kill it
-    within      deadline for the answer in seconds, if it is less than `seconds`
-    ends        how it may end: exit, timeout, memory, killed (default: exit)
-    run         `snippet` to run in the warm interpreter instead of a new one, `session` to run in a session
-    host        what the host does next (see `agentrl.sandbox.attacks.host_steps`)
-    network     `allowed` or `gateway` for an allow-list with one server on the host, at `allowed_port` or `gateway_port`
-    needs       what the promise requires: `control groups`, `two users`, `cell` (the backend), or a machine such as x86_64
+- kind: the class of the attack.
+- seconds: the time limit at which the sandbox must kill the program.
+- within: the deadline for the result in seconds, if it is less than `seconds`.
+- ends: how the program may end: exit, timeout, memory, killed (default: exit).
+- run: `snippet` runs the program in the warm interpreter instead of a new one, `session` runs it in a session.
+- host: the host's step after the program (see `agentrl.sandbox.attacks.host_steps`).
+- network: `allowed` or `gateway` for an allow-list with one server on the host, at `allowed_port` or `gateway_port`.
+- needs: what the promise requires, which is `control groups`, `two users`, `cell` (the backend), or a machine such as x86_64.
 
-The program prints a line with `ESCAPED:` followed by what it achieved, or `held:` followed by what it saw instead.
+The program prints a line with `ESCAPED:` and what it achieved, or a line with `held:` and what prevented the attack.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ def load_attacks() -> list[Attack]:
 
 
 def program_attack(path: Path) -> Attack:
-    """Returns the attack in a program's file. Raises `ValueError`, which names the file, if its docstring is invalid."""
+    """Returns the attack in a program's file. Raises `ValueError`, whose message names the file, if the docstring of the program is
+    invalid."""
     text = path.read_text(encoding="utf-8")
     description, _, rest = (ast.get_docstring(ast.parse(text)) or "").partition("\n\n")
     keys = dict(line.split(": ", 1) for line in rest.splitlines() if line.strip())
@@ -128,7 +129,7 @@ def hostile_server_source(trick: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttackResult:
-    """The result of one attack: `AttackResult(name="fork_bomb", kind="resources", verdict="contained", ...)`."""
+    """The result of one attack, such as `AttackResult(name="fork_bomb", kind="resources", verdict="contained", ...)`."""
 
     name: str
     kind: str
@@ -169,7 +170,8 @@ class _Suite:
         self._next: ChannelSandbox | None = None  # opened after the last attack, used by the next one
 
     async def run(self, chosen: list[Attack]) -> list[AttackResult]:
-        """Runs programs one after the other, with the slow servers at the same time. Then runs the other servers."""
+        """Runs programs one after the other and, at the same time, the hostile servers that only make the driver wait. Then runs the other
+        hostile servers."""
         slots = asyncio.Semaphore(_AT_ONCE)
 
         async def run_server(item: Attack) -> AttackResult:
@@ -243,7 +245,7 @@ class _Suite:
         return evidence
 
     async def _take(self, item: Attack) -> ChannelSandbox:
-        """Returns the sandbox that was opened after the last attack, or a new one with the attack's allow-list."""
+        """Returns the sandbox that was opened after the last attack or, if the attack needs an allow-list, a new sandbox."""
         ready, self._next = self._next, None
         if not item.network:
             return ready or await self._backend.open(self._arena.spec, timeout_s=_OPEN_S)
@@ -275,7 +277,7 @@ class _Suite:
         return evidence
 
     async def _open_next(self) -> None:
-        """Opens the next sandbox, which must not contain a trace of the last one."""
+        """Opens a sandbox for the next attack. Raises `Escaped` if the new sandbox contains a trace of the last one."""
         code = (
             "import os\n"
             f"mark = {self._arena.mark!r}\n"
@@ -297,7 +299,8 @@ class _Suite:
 
 
 async def _in_time(item: Attack, play: Callable[[Attack], Awaitable[str]]) -> str:
-    """Returns the evidence from an attack. If its time runs out before it takes effect, reruns it with `BUSY_S` more seconds."""
+    """Returns the evidence from an attack. If the time runs out before the attack takes effect, reruns the attack with `BUSY_S` more
+    seconds."""
     try:
         async with asyncio.timeout(item.seconds + _HANG_S):
             return await play(item)
@@ -324,7 +327,7 @@ def _evidence(item: Attack, result: ExecResult, secret: str) -> str:
 
 
 async def _check_answers(sandbox: ChannelSandbox) -> None:
-    """Raises `Escaped` if the attacked sandbox returns a wrong result or no longer answers. Its programs may fail."""
+    """Raises `Escaped` if the attacked sandbox returns a wrong result or no longer responds. Programs in the sandbox may fail."""
     first, second = random.randrange(10**6), random.randrange(10**6)
     total = str(first + second)
     try:
@@ -359,7 +362,7 @@ async def _close(sandbox: ChannelSandbox) -> None:
 
 
 def _missing(item: Attack, backend: ChannelBackend) -> str:
-    """Returns why the promise that an attack tests does not apply here; empty if it applies."""
+    """Returns the reason why the promise that an attack tests does not apply to this backend and machine; empty if it applies."""
     if item.needs in ("control groups", "two users") and backend.name == "bubblewrap" and os.geteuid() != 0:
         return f"needs {item.needs}, which bubblewrap has only as root"
     if item.needs == "cell" and backend.name != item.needs:

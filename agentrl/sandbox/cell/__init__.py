@@ -1,4 +1,5 @@
-"""Cells run sandboxes on other machines or in pods. A cell opens bubblewrap sandboxes and connects each to the driver that requested it.
+"""Cells run sandboxes on other machines or in pods. A cell opens bubblewrap sandboxes and connects each sandbox to the driver that
+requested it.
 
 `server` runs in the cell, `backend` in drivers and workers, and `wire` defines the messages between them. `claims` obtains cells
 from Kubernetes when they are needed.

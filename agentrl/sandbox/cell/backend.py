@@ -55,10 +55,11 @@ class CellState:
 
 
 class CellBackend(ChannelBackend):
-    """Opens sandboxes in the cells at `addresses` (`HOST:PORT`; a host name may have several). See `SandboxBackend` and `ChannelBackend`.
+    """Opens sandboxes in the cells at `addresses` (`HOST:PORT`; a host name may resolve to several cells). See `SandboxBackend` and
+    `ChannelBackend`.
 
-    Each sandbox opens in the cell with the fewest sandboxes from this driver. If a cell dies, its sandboxes raise `SandboxError`, and later
-    sandboxes open in other cells.
+    Each sandbox is opened in the cell with the fewest sandboxes of this driver. If a cell dies, its sandboxes raise `SandboxError`, and
+    later sandboxes are opened in other cells.
     """
 
     name = "cell"
@@ -78,7 +79,8 @@ class CellBackend(ChannelBackend):
         self._problem = "no address"
 
     async def prepare(self, spec: SandboxSpec) -> None:
-        """Checks that a cell answers and has the image. Raises `SandboxUnavailable` if no cell answers within 20 s or a cell refuses."""
+        """Checks that a cell responds and has the image. Raises `SandboxUnavailable` if no cell responds within `reach_s` seconds or a cell
+        refuses the request."""
         if spec.runtime:
             raise SandboxUnavailable(f"sandbox runtime {spec.runtime!r} needs Docker", fix="leave runtime empty")
         async with self._preparing[spec.image]:
@@ -122,7 +124,7 @@ class CellBackend(ChannelBackend):
         return await self._greeted(start, streams, relieve, end)
 
     def ways(self) -> dict[str, Any]:
-        """Returns the cells' addresses and their key. An attack searches for the key."""
+        """Returns the cells' addresses and their key. The attack `cell_key` searches for the key in sandboxes."""
         return {"cells": [_show(address) for address in self._cells], "cell_key_backwards": self._key.decode()[::-1]}
 
     def _leave(self, cell: CellState) -> None:
@@ -145,10 +147,10 @@ class CellBackend(ChannelBackend):
     async def _ask_cells(
         self, message: Mapping[str, Any], body: bytes = b"", *, timeout_s: float
     ) -> tuple[CellState, socket.socket, dict[str, Any]]:
-        """Sends a request to one cell after another until one accepts it. Returns (cell, connection, reply).
+        """Sends a request to one cell after another until a cell accepts the request. Returns (cell, connection, reply).
 
-        Waits while all cells are full; the caller sets the deadline. Raises `SandboxError` if a cell refuses or no cell answers within
-        `reach_s`.
+        Waits while all cells are full; the caller sets the deadline. Raises `SandboxError` if a cell refuses the request or no cell
+        responds within `reach_s` seconds.
         """
         loop = asyncio.get_running_loop()
         answered_at = loop.time()
@@ -177,7 +179,8 @@ class CellBackend(ChannelBackend):
             await asyncio.sleep(_RETRY_S)
 
     async def _candidates(self) -> list[CellState]:
-        """Returns the cells, best first."""
+        """Returns the cells in the order in which they are tried: cells that are not avoided first, and among them those with the fewest
+        sandboxes."""
         await self._resolve()
         now = asyncio.get_running_loop().time()
         return sorted(self._cells.values(), key=lambda cell: (cell.avoided_until > now, cell.open, random.random()))
@@ -187,12 +190,14 @@ class CellBackend(ChannelBackend):
         cell.avoided_until = asyncio.get_running_loop().time() + seconds
 
     def _avoid_silent(self, cell: CellState, problem: str) -> None:
-        """Avoids a cell that did not answer, longer each time. Such a cell has the fewest sandboxes, so each opening would try it first."""
+        """Avoids a cell that did not respond, for twice as long after each failure in a row. Such a cell has the fewest sandboxes, so each
+        opening would try it first."""
         cell.failures += 1
         self._avoid(cell, problem, min(AVOID_S * 2 ** min(cell.failures - 1, 10), MOST_AVOID_S))
 
     async def _resolve(self) -> None:
-        """Looks the names up again every few seconds. Removes cells no longer listed. Records a name without an address as the problem."""
+        """Resolves the host names of the cells, at most every 5 s. Removes cells whose addresses are no longer listed. Records the error if
+        a name cannot be resolved."""
         loop = asyncio.get_running_loop()
         if loop.time() < self._resolved_at + _RESOLVE_S:
             return
@@ -210,7 +215,8 @@ class CellBackend(ChannelBackend):
     async def _request(
         self, address: tuple[str, int], message: Mapping[str, Any], body: bytes = b""
     ) -> tuple[socket.socket, dict[str, Any]]:
-        """Connects to a cell. Returns (connection, reply). Raises `SandboxError` or `OSError`. The caller sets the deadline."""
+        """Connects to a cell. Returns (connection, reply). Raises `OSError` if the connection fails, and `SandboxError` if the cell
+        violates the protocol. The caller sets the deadline."""
         sock = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET, socket.SOCK_STREAM)
         try:
             wire.prepare_socket(sock)
@@ -227,8 +233,8 @@ class CellBackend(ChannelBackend):
 class TunnelListener:
     """The driver's end of a sandbox with an allow-list.
 
-    A connection to the cell waits until a program connects, and the proxy serves that program. So the same rules apply as for sandboxes
-    on this machine, and `127.0.0.1` in an allow-list means this machine.
+    A connection to the cell waits until a program connects, and the proxy serves that program. So the rules for sandboxes on this machine
+    apply, and `127.0.0.1` in an allow-list means this machine.
     """
 
     def __init__(self, name: str, spec: SandboxSpec) -> None:
@@ -280,7 +286,8 @@ def _show(address: tuple[str, int]) -> str:
 
 
 def open_cells(*, root: Path, run_label: str, addresses: Sequence[str] = (), key: str = "") -> CellBackend:
-    """Returns the backend for the recipe's option `sandbox.backend=cell`. Raises `UserError` if its options are missing."""
+    """Returns the backend for the recipe's option `sandbox.backend=cell`. Raises `UserError` if the option `addresses` or `key` is missing
+    or invalid."""
     if not addresses or not key:
         fix = 'write Part("cell", options={"addresses": ["HOST:7423"], "key": "env:AGENTRL_CELL_KEY"})'
         raise UserError("sandbox.backend=cell requires the options addresses and key", fix=fix)

@@ -1,7 +1,8 @@
-"""Cells from `kubernetes-sigs/agent-sandbox`. Each is the pod of a `SandboxClaim` on a warm pool; the claim is created when needed.
+"""Cells from `kubernetes-sigs/agent-sandbox`. Each cell is the pod of a `SandboxClaim` on a warm pool; the backend creates a claim when it
+needs a cell.
 
-The pool's template runs `agentrl sandbox serve` (`agentrl cluster manifest --cells` writes the pool and the template). So sandboxes open
-as quickly as in other cells, programs run under the template's runtime class, such as gVisor, and the controller of agent-sandbox
+The pool's template runs `agentrl sandbox serve` (`agentrl cluster manifest --cells` writes the pool and the template). Sandboxes therefore
+open as quickly as in other cells, programs run under the template's runtime class, such as gVisor, and the controller of agent-sandbox
 replaces failed pods.
 
 Claims are leased: each expires `LEASE_S` after this driver last renewed it, so a driver that dies leaves no claims behind.
@@ -51,7 +52,8 @@ _NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?")
 
 
 class KubernetesApi:
-    """Calls the Kubernetes API. The defaults are for a process in a pod, which has the address, a token and the authority."""
+    """Calls the Kubernetes API. The defaults are for a process in a pod, which has the API's address, a token and the certificate
+    authority."""
 
     def __init__(self, url: str = "", *, token: str = "", authority: str = "") -> None:
         host, port = os.environ.get("KUBERNETES_SERVICE_HOST", ""), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
@@ -73,7 +75,8 @@ class KubernetesApi:
         self._client = httpx.AsyncClient(base_url=address, verify=verify, timeout=REQUEST_S, follow_redirects=False)
 
     async def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
-        """Sends a request. Returns the object in the reply, or None if there is no object of that name. Raises `SandboxError`."""
+        """Sends a request. Returns the object in the reply, or None if there is no object of that name. Raises `SandboxError` if the
+        request fails."""
         try:
             kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
             headers = {"Content-Type": kind, "Authorization": f"Bearer {self._token or (_ACCOUNT / 'token').read_text().strip()}"}
@@ -107,7 +110,7 @@ class KubernetesApi:
             self._date = date.replace(tzinfo=date.tzinfo or UTC), time.monotonic()
 
     async def close(self) -> None:
-        """Closes its connections."""
+        """Closes the connections to the API."""
         await self._client.aclose()
 
 
@@ -159,7 +162,7 @@ class ClaimBackend(CellBackend):
         return sorted(usable, key=lambda cell: cell.open)
 
     async def _claim(self) -> None:
-        """Creates a claim and waits for its pod. If that fails, the openings that wait for the claim report it."""
+        """Creates a claim and waits for its pod. If the claim fails, the openings that wait for it report the error."""
         name, loop = f"agentrl-{secrets.token_hex(8)}", asyncio.get_running_loop()
         try:
             await self._api.call("GET", f"{self._path}/{name}")  # does not exist; the reply has the API's time, for the lease
@@ -195,7 +198,7 @@ class ClaimBackend(CellBackend):
             self._claiming = None
 
     async def _renew(self, claim: _Claim) -> None:
-        """Extends the lease until the claim is dropped or its pod is lost."""
+        """Extends the lease of a claim until the claim is dropped or its pod is lost."""
         failures = 0
         while claim in self._claims and failures < LEASE_S / RENEW_S:
             await asyncio.sleep(RENEW_S)
@@ -223,7 +226,7 @@ class ClaimBackend(CellBackend):
             log.warning("cannot delete claim %s, which expires within %.0f s: %s", name, LEASE_S, error)
 
     def _leave(self, cell: CellState) -> None:
-        """Records that a sandbox has left, and drops all claims without sandboxes, except one."""
+        """Records that a sandbox in the cell was closed, and drops all claims whose cells have no sandboxes, except one claim."""
         super()._leave(cell)
         idle = [claim for claim in self._claims if claim.cell.open == 0]
         for claim in idle[1:]:
@@ -282,7 +285,8 @@ def open_claims(
     token: str = "",
     authority: str = "",
 ) -> ClaimBackend:
-    """Returns the backend for the recipe's option `sandbox.backend=agent-sandbox`. Raises `UserError` for invalid options."""
+    """Returns the backend for the recipe's option `sandbox.backend=agent-sandbox`. Raises `UserError` if the option `pool` or `key` is
+    missing, or another option is invalid."""
     if not pool or not key:
         fix = 'write Part("agent-sandbox", options={"pool": "NAME", "key": "env:AGENTRL_CELL_KEY"})'
         raise UserError("sandbox.backend=agent-sandbox requires the options pool and key", fix=fix)

@@ -4,7 +4,8 @@ Each sandbox has one connection to its driver, over which the cell forwards the 
 connection: when the driver closes it or dies, or when the driver's machine is silent for 30 s. Drivers do not see each other's sandboxes:
 only the driver that opened a sandbox receives the token that other requests about the sandbox require.
 
-A cell does not access a network for a program. It joins a program's connection to the proxy with a waiting connection from the driver.
+A cell does not access a network for a program. The cell joins a program's connection to the proxy with a waiting connection from the
+driver.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class _Tunnel:
 
 
 class _Tunnels:
-    """Joins each connection from a program to its proxy with the next tunnel (see `agentrl.sandbox.egress.Server`)."""
+    """Joins each connection that a program opens to the proxy with the next waiting tunnel (see `agentrl.sandbox.egress.Server`)."""
 
     def __init__(self) -> None:
         self.waiting: asyncio.Queue[_Tunnel] = asyncio.Queue(_MAX_TUNNELS)
@@ -79,13 +80,14 @@ class _Tunnels:
                 tunnel.ended.set()
 
     def add(self, tunnel: _Tunnel) -> None:
-        """Adds a waiting tunnel. If too many wait, closes the oldest: a driver offers one at a time, so it must have lost the oldest."""
+        """Adds a waiting tunnel. If too many tunnels wait, closes the oldest tunnel: a driver offers one tunnel at a time, so it must have
+        lost the oldest."""
         if self.waiting.full():
             self.waiting.get_nowait().ended.set()
         self.waiting.put_nowait(tunnel)
 
     async def _take(self) -> _Tunnel:
-        """Returns the next tunnel whose driver is still connected, after sending that driver the reply."""
+        """Waits for a tunnel whose driver is still connected, sends the reply to that driver, and returns the tunnel."""
         while True:
             tunnel = await self.waiting.get()
             try:
@@ -100,7 +102,7 @@ class _Tunnels:
                 raise
 
     def log_refusals(self) -> None:
-        """Does nothing, because the driver's proxy logs them."""
+        """Does nothing, because the driver's proxy logs the rejected requests."""
 
     def close(self) -> None:
         """Closes the waiting tunnels."""
@@ -152,8 +154,8 @@ class _Running:
 class Cell(ClosesOnce):
     """Opens sandboxes for drivers that have `key`: at most `sandboxes` at a time, and only while `memory_mb` is enough for their limits.
 
-    `replaceable`: drivers may send a replacement for the exec server, as the attack suite does. It starts with the rights that the exec
-    server needs to isolate itself, so such a driver controls the cell, and with it the sandboxes of all other drivers.
+    `replaceable`: drivers may send a replacement for the exec server, as the attack suite does. The replacement starts with the rights that
+    the exec server needs to isolate itself, so a driver that sends one controls the cell and the sandboxes of all other drivers.
     """
 
     def __init__(self, key: str, *, sandboxes: int = MAX_SANDBOXES, memory_mb: int = 0, replaceable: bool = False) -> None:
@@ -251,7 +253,8 @@ class Cell(ClosesOnce):
         return {"ok": True}
 
     async def _open(self, sock: socket.socket, request: wire.OpenRequest, proof: bytes) -> None:
-        """Opens a sandbox for a connection, and forwards bytes until either side closes. Returns when nothing of the sandbox is left."""
+        """Opens a sandbox for a connection, and forwards bytes until the driver or the exec server closes the connection. Returns when
+        nothing of the sandbox is left."""
         async with asyncio.timeout(HANDSHAKE_S):
             program = await wire.receive_exactly(sock, request.program_bytes)
         if program and not self._replaceable:
@@ -295,7 +298,7 @@ def _failure(why: str, message: str) -> dict[str, Any]:
 
 
 async def _pass_on(sock: socket.socket, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Copies between a driver's connection and an exec server until either side closes."""
+    """Copies bytes between a driver's connection and an exec server until one of them closes the connection."""
     loop = asyncio.get_running_loop()
 
     async def inwards() -> None:
@@ -325,7 +328,8 @@ def _open_control_groups() -> None:
 
 
 def run_cell(key: str, listen: str, *, sandboxes: int = MAX_SANDBOXES, memory_mb: int = 0) -> None:
-    """Runs `serve_cell`. If this is process 1 of a container, runs it in a child and collects the orphans of sandboxes."""
+    """Runs `serve_cell`. If this process is process 1 of a container, runs `serve_cell` in a child process and reaps the orphaned processes
+    of sandboxes."""
     child = os.fork() if os.getpid() == 1 else 0
     if not child:
         asyncio.run(serve_cell(key, listen, sandboxes=sandboxes, memory_mb=memory_mb))
@@ -339,7 +343,8 @@ def run_cell(key: str, listen: str, *, sandboxes: int = MAX_SANDBOXES, memory_mb
 
 
 async def serve_cell(key: str, listen: str, *, sandboxes: int = MAX_SANDBOXES, memory_mb: int = 0) -> None:
-    """Serves until SIGTERM or SIGINT, then closes all sandboxes. Raises `UserError`, or `SandboxUnavailable` if bubblewrap fails."""
+    """Serves until SIGTERM or SIGINT, then closes all sandboxes. Raises `UserError` if the key or the address cannot be used, and
+    `SandboxUnavailable` if bubblewrap does not work."""
     if problem := await asyncio.to_thread(unavailable_reason):
         raise SandboxUnavailable(
             f"a cell needs bubblewrap: {problem}",

@@ -1,10 +1,10 @@
 """Messages between a driver and a cell, exchanged before a connection carries the bytes of one exec server.
 
-    cell    -> driver   32 random bytes
-    driver  -> cell     32 random bytes, HMAC-SHA256 of "driver" and both values under the key, and a request
-    cell    -> driver   HMAC-SHA256 of "cell" and both values under the key, and a reply
+- First, the cell sends 32 random bytes.
+- Then the driver sends 32 random bytes, the HMAC-SHA256 of "driver" and both values under the key, and a request.
+- Finally, the cell sends the HMAC-SHA256 of "cell" and both values under the key, and a reply.
 
-Each side proves that it has the key, and neither sends it. Requests and replies are JSON objects of at most 64 KiB, each preceded by its
+Each side proves that it has the key without sending the key. Requests and replies are JSON objects of at most 64 KiB, each preceded by its
 length. The connection is not encrypted: use a private network.
 """
 
@@ -59,12 +59,12 @@ class OpenRequest(Record):
 
     @classmethod
     def parse(cls, message: Message) -> OpenRequest:
-        """Returns the request in a message. Raises `ValueError`."""
+        """Returns the request in a message. Raises `ValueError` if the message is not a valid request."""
         return codec.from_json(cls, json.dumps(message))
 
 
 def parse_address(text: str, *, least_port: int = 1) -> tuple[str, int]:
-    """Returns (host, port) from `HOST:PORT`. Raises `UserError`."""
+    """Returns (host, port) from `HOST:PORT`. Raises `UserError` if the text does not have this form."""
     host, _, port = text.rpartition(":")
     host = host.strip("[]")
     if not host or not port.isdecimal() or not least_port <= int(port) < 65536:
@@ -103,7 +103,7 @@ async def receive_exactly(sock: socket.socket, size: int) -> bytes:
 
 
 async def receive(sock: socket.socket) -> dict[str, Any]:
-    """Returns the next message. Raises `CellProtocolError`. The caller sets the deadline."""
+    """Returns the next message. Raises `CellProtocolError` if the message is invalid. The caller sets the deadline."""
     (size,) = _LENGTH.unpack(await receive_exactly(sock, _LENGTH.size))
     if size > MAX_MESSAGE:
         raise CellProtocolError(f"a message has {size} bytes; at most {MAX_MESSAGE} are allowed")
@@ -112,12 +112,12 @@ async def receive(sock: socket.socket) -> dict[str, Any]:
     except (ValueError, RecursionError):
         raise CellProtocolError("a message is not JSON") from None
     if type(message) is not dict:
-        raise CellProtocolError("a message is not an object")
+        raise CellProtocolError("a message is not a JSON object")
     return message
 
 
 def packed(message: Message) -> bytes:
-    """Returns the bytes of a message. Raises `SandboxError` if it is too large."""
+    """Returns the bytes of a message. Raises `SandboxError` if the message is too large."""
     data = json.dumps(message).encode()
     if len(data) > MAX_MESSAGE:
         raise SandboxError(f"a request to a cell has {len(data)} bytes; at most {MAX_MESSAGE} are allowed")
@@ -125,7 +125,8 @@ def packed(message: Message) -> bytes:
 
 
 async def admit(sock: socket.socket, key: bytes) -> tuple[dict[str, Any], bytes]:
-    """In the cell: returns (request of a driver that has the key, proof for the reply). Raises `CellProtocolError`."""
+    """In the cell: returns (request of a driver that has the key, proof for the reply). Raises `CellProtocolError` if the driver does not
+    have the key."""
     own = secrets.token_bytes(NONCE_BYTES)
     await asyncio.get_running_loop().sock_sendall(sock, own)
     other = await receive_exactly(sock, NONCE_BYTES)
@@ -136,23 +137,23 @@ async def admit(sock: socket.socket, key: bytes) -> tuple[dict[str, Any], bytes]
 
 
 async def greeting(sock: socket.socket) -> bytes:
-    """In the driver: returns the cell's random bytes. They arrive before any request is sent. The caller sets the deadline."""
+    """In the driver: returns the cell's random bytes, which arrive before the driver sends a request. The caller sets the deadline."""
     return await receive_exactly(sock, NONCE_BYTES)
 
 
 async def request(sock: socket.socket, key: bytes, other: bytes, message: Message, body: bytes = b"") -> dict[str, Any]:
     """In the driver: sends a request after the cell's greeting `other`, and returns the reply.
 
-    Raises `CellProtocolError`, for example if the cell does not have the key.
+    Raises `CellProtocolError` if the cell does not have the key or the reply is invalid.
     """
     own = secrets.token_bytes(NONCE_BYTES)
     await asyncio.get_running_loop().sock_sendall(sock, own + _proof(key, b"driver", other, own) + packed(message) + body)
     try:
         proof = await receive_exactly(sock, PROOF_BYTES)
     except (ConnectionError, CellProtocolError):
-        raise CellProtocolError("it closed the connection: it has a different key, or has stopped") from None
+        raise CellProtocolError("the cell closed the connection: it has a different key, or has stopped") from None
     if not hmac.compare_digest(proof, _proof(key, b"cell", other, own)):
-        raise CellProtocolError("it does not have the key")
+        raise CellProtocolError("the cell does not have the key")
     return await receive(sock)
 
 

@@ -1,6 +1,7 @@
-"""Conformance checks for sandbox backends. They are shipped with the product, for any machine and any user-supplied backend.
+"""Conformance checks for sandbox backends. The checks are shipped with the product, so that they can run on any machine and with any
+user-supplied backend.
 
-Each check opens what it needs through the public protocol, and acts like a hostile program. `check_conformance` runs all of them.
+Each check opens sandboxes through the public protocol, and acts like a hostile program. `check_conformance` runs all of them.
 """
 
 from __future__ import annotations

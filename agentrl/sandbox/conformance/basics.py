@@ -65,7 +65,7 @@ async def check_exec_result(bench: BackendUnderTest, sandbox: Sandbox) -> None:
 
 
 async def check_python_like_the_interpreter(bench: BackendUnderTest, sandbox: Sandbox) -> None:
-    """Checks that `python(code)` behaves like `python3 -I -c code`, and that each call starts fresh."""
+    """Checks that `python(code)` behaves like `python3 -I -c code`, and that each call starts without the names of earlier calls."""
     snippets = [
         "print('hello'); import sys; sys.stderr.write('e')",
         "1/0",
@@ -92,7 +92,7 @@ async def check_python_like_the_interpreter(bench: BackendUnderTest, sandbox: Sa
 
 
 async def check_output_is_cut(bench: BackendUnderTest, sandbox: Sandbox) -> None:
-    """Checks that long output keeps its head and tail, and has a mark where it was cut."""
+    """Checks that long output keeps its head and tail, and has a mark where the middle was removed."""
     result = await run_python(sandbox, "print('head'); print('x' * 5_000_000); print('tail')", output_bytes=1000)
     expect(result.truncated and result.exit_code == 0 and len(result.stdout) < 1100, len(result.stdout))
     expect(result.stdout.startswith("head\n") and result.stdout.endswith("tail\n") and "bytes cut" in result.stdout, result.stdout)
@@ -130,7 +130,7 @@ async def check_background_does_not_hold_up(bench: BackendUnderTest, sandbox: Sa
 
 
 async def check_memory_bomb(bench: BackendUnderTest, sandbox: Sandbox) -> None:
-    """Checks that a program that far exceeds the memory limit fails, and that the sandbox continues."""
+    """Checks that a program that far exceeds the memory limit fails, and that the sandbox continues to work."""
     size = 4 * bench.spec.memory_mb * MEBIBYTE
     result = await run_python(sandbox, f"b = bytearray(b'x') * {size}; print(len(b))", timeout_s=60)
     killed = result.exit_code is None and result.reason in ("memory", "killed")
@@ -357,7 +357,8 @@ async def check_files(bench: BackendUnderTest, _: Sandbox) -> None:
 
 
 async def check_arguments(bench: BackendUnderTest, sandbox: Sandbox) -> None:
-    """Checks that invalid arguments raise typed errors, that every possible file name is accepted, and that the sandbox continues."""
+    """Checks that invalid arguments raise typed errors, that every possible file name is accepted, and that the sandbox continues to
+    work."""
     for text in ("\ud800", "a\0b", ""):
         await expect_error(ValueError, sandbox.read(text, max_bytes=10))
         await expect_error(ValueError, sandbox.write(text, b""))
@@ -390,7 +391,8 @@ os.symlink('/tmp/target', 'out'); open('/tmp/target', 'w').write('kept')
 
 
 async def check_snapshot_round_trip(bench: BackendUnderTest, sandbox: Sandbox) -> None:
-    """Checks that a sandbox opened from a snapshot has the same files, even unreadable ones, and that an oversized one is rejected."""
+    """Checks that a sandbox opened from a snapshot has the same files, including unreadable files, and that an oversized snapshot is
+    rejected."""
     fill = """
 import os
 os.makedirs('a/b'); os.symlink('f', 'a/b/l'); os.mkfifo('pipe')

@@ -16,7 +16,7 @@ OTHER_PROCESSES = "import os\nprint([pid for pid in os.listdir('/proc') if pid.i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConformanceResult:
-    """The result of one check: `ConformanceResult(name="no_network", ok=True, detail="", wall_s=0.2)`."""
+    """The result of one check, such as `ConformanceResult(name="no_network", ok=True, detail="", wall_s=0.2)`."""
 
     name: str
     ok: bool
@@ -46,7 +46,7 @@ class BackendUnderTest:
 
 
 def expect(condition: bool, actual: object) -> None:
-    """Raises `ConformanceError` with `actual` if the condition is false."""
+    """Raises `ConformanceError` with the text of `actual` if the condition is false."""
     if not condition:
         raise ConformanceError(str(actual)[:1000])
 
@@ -63,14 +63,14 @@ async def expect_output(sandbox: Sandbox, code: str, expected: str) -> None:
 
 
 async def expect_everywhere(sandbox: Sandbox, code: str, expected: str) -> None:
-    """Raises `ConformanceError` unless `code` succeeds and prints `expected`, as a snippet and in a new interpreter."""
+    """Raises `ConformanceError` unless `code` succeeds and prints `expected`, both as a snippet and in a new interpreter."""
     await expect_output(sandbox, code, expected)
     result = await sandbox.exec(["python3", "-I", "-c", code], timeout_s=20)
     expect(result.exit_code == 0 and result.stdout.strip() == expected, result)
 
 
 async def expect_error(kinds: type[Exception] | tuple[type[Exception], ...], work: Awaitable[object]) -> None:
-    """Raises `ConformanceError` unless `work` raises one of these exceptions."""
+    """Raises `ConformanceError` unless `work` raises an exception of one of the types `kinds`."""
     try:
         result = await work
     except kinds:

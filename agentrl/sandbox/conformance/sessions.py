@@ -44,7 +44,8 @@ async def check_session_shows_last_values(bench: BackendUnderTest, sandbox: Sand
 
 
 async def check_session_output_is_each_calls_own(bench: BackendUnderTest, sandbox: Sandbox) -> None:
-    """Checks that output is cut like a program's, and that calls do not return what threads and children print between calls."""
+    """Checks that the output of a call is truncated like the output of a program, and that calls do not return what threads and children
+    print between calls."""
     noise = (
         "import os, threading, time\n"
         "def tick():\n"
@@ -73,7 +74,8 @@ async def check_session_output_is_each_calls_own(bench: BackendUnderTest, sandbo
 
 
 async def check_session_ends(bench: BackendUnderTest, sandbox: Sandbox) -> None:
-    """Checks that an exit, a kill and a timeout each end a session. The result must report the end, and the next result a restart."""
+    """Checks that an exit, a kill and a timeout each end a session. The result must report the end of the session, and the result of the
+    next call must report a restart."""
     for end, how, timeout_s in (
         ("import sys; sys.exit(3)", (3, ""), 20.0),
         ("raise SystemExit", (0, ""), 20.0),
@@ -93,7 +95,7 @@ async def check_session_ends(bench: BackendUnderTest, sandbox: Sandbox) -> None:
 
 
 async def check_session_memory(bench: BackendUnderTest, sandbox: Sandbox) -> None:
-    """Checks that a session that uses too much memory ends or raises an exception, and that the sandbox continues."""
+    """Checks that a session that uses too much memory ends or raises an exception, and that the sandbox continues to work."""
     result = await _in_session(sandbox, f"b = bytearray(b'x') * {4 * bench.spec.memory_mb << 20}", timeout_s=60)
     killed = result.exit_code is None and result.reason in ("memory", "killed") and result.session_ended
     expect(killed or (result.exit_code == 1 and "MemoryError" in result.stderr and not result.session_ended), result)
@@ -102,7 +104,7 @@ async def check_session_memory(bench: BackendUnderTest, sandbox: Sandbox) -> Non
 
 
 async def check_sessions_are_bounded(bench: BackendUnderTest, sandbox: Sandbox) -> None:
-    """Checks that a sandbox accepts at most four sessions, and only plain names for them."""
+    """Checks that a sandbox accepts at most four sessions, and rejects session names that are not plain."""
     for name in ("a b", "../x", "x" * 65, "\u00e9"):
         await expect_error(ValueError, _in_session(sandbox, "1", name=name))
     for number in range(4):
@@ -113,7 +115,7 @@ async def check_sessions_are_bounded(bench: BackendUnderTest, sandbox: Sandbox) 
 
 
 async def check_session_pauses(bench: BackendUnderTest, sandbox: Sandbox) -> None:
-    """Checks that calls in a session, and its threads between calls, stop while the sandbox is paused."""
+    """Checks that the calls and the background threads of a session stop while the sandbox is paused."""
     count = "import threading, time\nticks = []\ndef tick():\n    while True: ticks.append(time.monotonic()); time.sleep(0.02)\n"
     await _answers(sandbox, count + "threading.Thread(target=tick, daemon=True).start()", "")
     running = asyncio.create_task(_in_session(sandbox, "time.sleep(1.0)", timeout_s=1.8))

@@ -1,11 +1,12 @@
 """Network access for a sandbox with an allow-list (`SandboxSpec.network`), only through a proxy on the host.
 
-The sandbox's network namespace has only a loopback interface: no route and no name server. Before any program runs, the exec server
-opens a listener on that loopback and hands it to the host, which keeps the only copy. The proxy variables in their environment direct
-programs to this listener, and thus to the host's proxy. No part of the proxy runs in the sandbox, where it could be taken over, killed or
-stopped. A program that ignores the variables cannot reach anything.
+The sandbox's network namespace has only a loopback interface: no route and no name server. Before any program runs, the exec server opens a
+listener on that loopback and hands it to the host, which keeps the only copy. Variables such as `https_proxy` in the environment of
+programs direct them to this listener, and thus to the host's proxy. No part of the proxy runs in the sandbox, where it could be taken over,
+killed or stopped. A program that ignores the variables cannot reach any server outside the sandbox.
 
-`listener` receives the listener and accepts connections. `requests` parses requests, checks them and connects. `proxy` forwards data.
+`listener` receives the listener and accepts connections. `requests` parses requests, checks them and connects to the destinations. `proxy`
+forwards data.
 """
 
 from __future__ import annotations

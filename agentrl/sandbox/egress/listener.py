@@ -1,4 +1,5 @@
-"""The listener on a sandbox's loopback. The exec server hands it over before any program runs, and the host serves it.
+"""The listener on a sandbox's loopback. The exec server hands the listener over to the host before any program runs, and the host serves
+its connections.
 
 The descriptor arrives over a socket in the sandbox's runtime folder. A listener stays in the network namespace in which it was created,
 so only this sandbox can connect to it. A thread accepts connections, because the process that created a listener shares its flags with the
@@ -35,7 +36,7 @@ _MAX_DESCRIPTORS = 8
 
 
 class Server(Protocol):
-    """Serves the connections of one sandbox's programs: the proxy, or a tunnel to it."""
+    """Serves the connections of one sandbox's programs: the proxy, or a tunnel to the proxy."""
 
     async def serve(self, link: socket.socket) -> None:
         """Serves a connection, and closes it."""
@@ -48,19 +49,20 @@ class Listener(Protocol):
     """The host's end of a sandbox's network access."""
 
     async def receive(self) -> None:
-        """Starts serving. Call it after the exec server's greeting. Raises `SandboxError`."""
+        """Starts serving connections; called after the exec server's greeting. Raises `SandboxError` if the exec server does not send a
+        listener."""
 
     async def close(self) -> None:
         """Closes every connection. Idempotent."""
 
     def discard(self) -> None:
-        """Removes what was created for a sandbox that failed to start."""
+        """Removes the files and sockets that were created for a sandbox that failed to start."""
 
 
 class EgressListener:
-    """The host's end of a sandbox's network access: it accepts connections and passes them to a `Proxy`, or to `server` if that is set.
+    """The host's end of a sandbox's network access, which accepts connections and passes them to a `Proxy`, or to `server` if that is set.
 
-    Create it before the sandbox starts, call `receive` after the exec server's greeting, and call `close` when the sandbox closes.
+    Create this object before the sandbox starts, call `receive` after the exec server's greeting, and call `close` when the sandbox closes.
     """
 
     def __init__(self, name: str, spec: SandboxSpec, folder: Path, bounds: Bounds | None = None, server: Server | None = None) -> None:
@@ -76,7 +78,8 @@ class EgressListener:
         self._closing = False
 
     async def receive(self) -> None:
-        """Receives the listener and starts serving. Raises `SandboxError`. The caller sets the deadline."""
+        """Receives the listener and starts serving connections. Raises `SandboxError` if the exec server sends something else. The caller
+        sets the deadline."""
         loop = asyncio.get_running_loop()
         with await accept(self._handover) as link:
             await readable(link)
@@ -157,7 +160,8 @@ def _next(listener: socket.socket) -> socket.socket | None:
 
 
 def _checked(descriptors: list[int]) -> socket.socket:
-    """Returns the listening TCP socket that was sent. If something else was sent, closes it and raises `SandboxError`."""
+    """Returns the listening TCP socket in `descriptors`. If the exec server sent anything else, closes the descriptors and raises
+    `SandboxError`."""
     problem = f"{len(descriptors)} descriptors"
     if len(descriptors) == 1:
         try:

@@ -45,10 +45,10 @@ class BudgetSpent(Exception):
 
 
 class _Clock:
-    """The deadline of a connection: `idle_s` after the last transfer, but at most `total_s` after the start.
+    """The deadline of a connection, which is `idle_s` after the last transfer, but at most `total_s` after the start.
 
-    If `patient`, only `total_s` applies while the program waits for an answer. Used for a server that belongs to the operator, such as a
-    model server.
+    If `patient` is true, only `total_s` applies while the program waits for a response. `patient` is set for a server that belongs to the
+    operator, such as a model server.
     """
 
     def __init__(self, bounds: Bounds, *, patient: bool) -> None:
@@ -60,12 +60,13 @@ class _Clock:
         return min(self._end, asyncio.get_running_loop().time() + self._idle_s)
 
     def moved(self, *, from_program: bool) -> None:
-        """Records a transfer. `from_program`: the bytes came from the program."""
+        """Records a transfer. `from_program`: whether the bytes came from the program."""
         self.deadline.reschedule(self._end if from_program and self._patient else self._next())
 
 
 class Proxy:
-    """Serves the connections of sandbox `name`. `refused` counts refusals by reason; only the first is logged immediately."""
+    """Serves the connections of sandbox `name`. `refused` counts the rejected requests by reason; only the first rejection is logged
+    immediately."""
 
     def __init__(self, name: str, network: Sequence[Destination], bounds: Bounds) -> None:
         self.refused: Counter[str] = Counter()
@@ -89,7 +90,7 @@ class Proxy:
             writer.transport.abort()
 
     def log_refusals(self) -> None:
-        """Logs the number of refusals if there were more than the one that was already logged."""
+        """Logs the number of rejected requests if the proxy rejected more than one; the first was already logged."""
         if self.refused.total() > 1:
             reasons = "; ".join(f"{reason}: {count}" for reason, count in self.refused.most_common())
             log.warning("sandbox %s: the proxy rejected %d network requests (%s)", self._name, self.refused.total(), reasons)
@@ -124,7 +125,7 @@ class Proxy:
             reason = f"a request head of more than {self._bounds.head_bytes} bytes"
             raise Refusal(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, reason) from None
         except asyncio.IncompleteReadError:
-            raise ConnectionError("closed before the end of the request") from None
+            raise ConnectionError("the program closed the connection before the end of the request") from None
 
     async def _forward(self, request: ProxyRequest, program: _Streams, server: _Streams) -> None:
         clock = _Clock(self._bounds, patient=self._allowed.lists_address(request.host, request.port))
@@ -148,7 +149,7 @@ class Proxy:
         writer.write_eof()
 
     async def _body(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, clock: _Clock, size: int) -> None:
-        """Forwards the body of a request and nothing after it. Returns when the program closes its end or sends more."""
+        """Forwards the body of a request and nothing after it. Returns when the program closes the connection or sends more bytes."""
         with contextlib.suppress(ConnectionError):  # a server may answer before it has read everything
             while size and (data := await reader.read(min(size, _CHUNK))):
                 size -= len(data)
@@ -166,7 +167,7 @@ class Proxy:
 
 
 async def _streams(link: socket.socket, limit: int) -> _Streams:
-    """Returns the socket as streams. Closes it on failure."""
+    """Returns the streams of a socket. Closes the socket on failure."""
     try:
         return await asyncio.open_connection(sock=link, limit=limit)
     except BaseException:
@@ -175,7 +176,8 @@ async def _streams(link: socket.socket, limit: int) -> _Streams:
 
 
 async def _refuse(program: _Streams, refusal: Refusal) -> None:
-    """Sends the reason, then reads briefly: the response would be lost if the connection were closed with unread bytes."""
+    """Sends the reason why a request is rejected, then reads briefly: the response would be lost if the connection were closed with unread
+    bytes."""
     reader, writer = program
     text = f"agentrl: {refusal.reason}\n".encode()
     head = f"HTTP/1.1 {refusal.status.value} {refusal.status.phrase}\r\nContent-Type: text/plain\r\nContent-Length: {len(text)}\r\n"
@@ -190,7 +192,8 @@ async def _refuse(program: _Streams, refusal: Refusal) -> None:
 
 
 async def _run(works: Sequence[Coroutine[Any, Any, None]], until: str) -> None:
-    """Runs coroutines until the condition `until` of `asyncio.wait` holds, then cancels the rest. Raises what a finished one raised."""
+    """Runs coroutines until the condition `until` of `asyncio.wait` holds, then cancels the rest. If a finished coroutine failed, raises
+    its exception."""
     tasks = [asyncio.create_task(work) for work in works]
     try:
         done, _ = await asyncio.wait(tasks, return_when=until)

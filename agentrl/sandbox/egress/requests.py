@@ -40,7 +40,7 @@ _lookups = ThreadPoolExecutor(8, thread_name_prefix="egress-names")
 
 
 class Refusal(Exception):
-    """The proxy refuses a request. Contains the status and the reason that the program receives."""
+    """The proxy rejects a request. The exception contains the status and the reason that the program receives."""
 
     def __init__(self, status: HTTPStatus, reason: str) -> None:
         super().__init__(reason)
@@ -58,7 +58,7 @@ class ProxyRequest:
 
 
 def parse_request(head: bytes) -> ProxyRequest:
-    """Returns the request with this head. The head includes the empty line at its end. Raises `Refusal`."""
+    """Parses the head of a request, which includes the empty line at its end. Raises `Refusal` if the head is invalid or ambiguous."""
     request = _read(head)
     method, target, version = (part.decode("ascii") for part in (request.method, request.target, request.http_version))
     headers = [(name.decode("ascii"), value.decode("latin-1")) for name, value in request.headers]
@@ -133,7 +133,8 @@ class AllowList:
         self._lookup_slots = asyncio.Semaphore(2)
 
     def lists_address(self, host: str, port: int) -> bool:
-        """Whether `host` is an address that is itself on the list. Such a server belongs to the author of the list."""
+        """Whether `host` is an address for which the list has an address entry, not only a name. Such a server belongs to the author of the
+        list."""
         address = address_literal(host)
         return address is not None and self._listed(address, port)
 

@@ -1,9 +1,9 @@
 """What a forked child runs as the agent: a program, Python code in its own interpreter, or a session.
 
-A session is an interpreter that persists between calls and keeps its names. The server sends it the pipes of each call through a socket,
-and the session replies with the call's status. The server accepts nothing else from it. A forged status affects only that call, whose code
-can choose its exit status anyway. Any other packet ends the session. The kernel reports to the server how a session ended, as it does for
-a program.
+A session is an interpreter that persists between calls and keeps its names. The server sends the session the pipes of each call through a
+socket, and the session replies with the call's status. The server accepts nothing else from a session. A forged status affects only its
+call, whose code can choose the exit status anyway. If a session sends any other packet, the server kills it. The kernel reports to the
+server how a session ended, as it does for a program.
 """
 
 from __future__ import annotations
@@ -57,14 +57,15 @@ def run_argv(argument: tuple[list[str], dict[str, str] | None]) -> int:
 
 
 def candidates(name: str, environment: dict[str, str]) -> list[str]:
-    """Returns the paths where a program of this name may be. Replaces `os.execvpe`, which needs a millisecond to import `warnings`."""
+    """Returns the paths where a program of this name may be. Used instead of `os.execvpe`, which needs a millisecond to import
+    `warnings`."""
     if "/" in name:
         return [name]
     return [f"{folder}/{name}" for folder in environment.get("PATH", os.defpath).split(":")]
 
 
 def reset_interpreter() -> None:
-    """Puts this interpreter, before it runs any code, into the state in which `python3 -I -c` starts."""
+    """Resets this interpreter to the state in which `python3 -I -c` starts. Called before the interpreter runs any code of the agent."""
     os.environ.clear()
     os.environ.update(ENVIRONMENT)
     sys.argv = ["-c"]
@@ -74,7 +75,8 @@ def reset_interpreter() -> None:
 
 
 def rehearse(kind: str) -> None:
-    """Performs empty work of this kind, so that the shared memory pages that such work writes to are copied in advance."""
+    """Performs work of the kind `kind` without effect, so that the memory pages that such work writes to, which are shared with the server,
+    are copied in advance."""
     if kind == "exec":
         with contextlib.suppress(OSError):
             os.execve(_NOWHERE, [_NOWHERE], ENVIRONMENT)
@@ -84,7 +86,7 @@ def rehearse(kind: str) -> None:
 
 
 def set_signal_handlers() -> None:
-    """Sets the signal handlers of an interpreter."""
+    """Sets the signal handlers that an interpreter sets when it starts."""
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -124,7 +126,7 @@ def exit_status(stop: SystemExit) -> int:
 
 
 def finish(status: int) -> int:
-    """Shuts an interpreter down: waits for threads, runs exit handlers, flushes the output. Returns the exit status."""
+    """Shuts this interpreter down: waits for threads, runs exit handlers, flushes the output. Returns the exit status."""
     try:
         if "threading" in sys.modules:
             sys.modules["threading"]._shutdown()
@@ -152,7 +154,8 @@ class Session:
         self.alive = True
 
     def begin(self, pipes: Pipes) -> bool:
-        """Sends the pipes of the next call; the session reads the code from the first. Returns False if the session cannot receive them."""
+        """Sends the pipes of the next call; the session reads the code from the first pipe. Returns False if the session cannot receive
+        them."""
         self.calls += 1
         try:
             socket.send_fds(self.control, [_PACKET.pack(self.calls, 0)], pipes.theirs)
@@ -164,7 +167,7 @@ class Session:
     def read_status(self) -> int | None:
         """Reads a packet and returns the call's status in the form of waitpid(2).
 
-        Any other packet ends the session, and the result is None.
+        If the packet is invalid or the connection is closed, kills the session and returns None.
         """
         try:
             packet = self.control.recv(_PACKET.size + 1)
@@ -178,13 +181,13 @@ class Session:
         return None
 
     def end(self) -> None:
-        """Kills the session. `alive` becomes False when the kernel reports that it has exited."""
+        """Kills the session. `alive` becomes False when the kernel reports that the session has exited."""
         if self.alive:
             os.kill(self.pid, signal.SIGKILL)
 
 
 def run_session(code: bytes) -> int:
-    """Runs calls one after the other until one exits the interpreter. Returns the interpreter's exit status."""
+    """Runs calls one after the other until a call exits the interpreter. Returns the interpreter's exit status."""
     set_signal_handlers()
     control = socket.socket(fileno=CONTROL)
     os.register_at_fork(after_in_child=control.close)
@@ -228,7 +231,7 @@ def _run_input(code: bytes, name: str, names: dict[str, Any]) -> int:
 
 
 def _silence_output() -> None:
-    """Ends the output of a call. What threads print until the next call is discarded."""
+    """Ends the output of a call. What threads of the session print until the next call is discarded."""
     for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
         with contextlib.suppress(Exception):  # the code may have replaced the stream
             stream.flush()  # type: ignore[union-attr]

@@ -106,7 +106,8 @@ def _open_regular(name: str, folder: int) -> int:
 
 
 def write_file(folder: int, name: str, body: Readable, size: int, mode: int = 0o644, mtime: int | None = None) -> None:
-    """Replaces `name` with a new file that contains the next `size` bytes of `body`. A link is removed, not followed."""
+    """Replaces `name` with a new file that contains the next `size` bytes of `body`. If `name` is a link, the link is replaced, not
+    followed."""
     try:
         os.unlink(name, dir_fd=folder)
     except FileNotFoundError:

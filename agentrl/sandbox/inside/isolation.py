@@ -1,10 +1,11 @@
-"""Isolates one sandbox. Its first process sets up the control group, namespaces and file tree.
+"""Isolates one sandbox. The first process of the sandbox sets up the control group, namespaces and file tree.
 
 In a shared container, the keeper forks this process into a new pid namespace, with the container's rights. The process builds the sandbox
-and continues as an exec server, which gives up those rights. Until then it reads nothing that others can write, and no program runs.
+and continues as an exec server, which gives up those rights. Until then, the process reads nothing that other processes can write, and no
+program runs in the sandbox.
 
-The tree is an overlay of the image, and the devices are new. So sandboxes do not share inodes, file locks, pipes or inotify watches.
-The daemon's filter refuses `pivot_root`, so the new tree is moved over the old one.
+The file tree is an overlay of the image, with new device files. So sandboxes do not share inodes, file locks, pipes or inotify watches. The
+daemon's filter refuses `pivot_root`, so the new tree is moved over the old one.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Groups:
         self.unified = os.path.exists(f"{top}/cgroup.controllers")
 
     def folder(self, controller: str, name: str = "") -> str:
-        """Returns the folder of the group `name` for a controller."""
+        """Returns the folder of the group `name` in the hierarchy of `controller`."""
         return os.path.join(self.top, "" if self.unified else controller, self.parent, name)
 
     def folders(self, name: str = "") -> list[str]:
@@ -62,7 +63,8 @@ class Groups:
         return [self.folder(controller, name) for controller in (("memory",) if self.unified else ("memory", "pids", "cpu"))]
 
     def open_up(self) -> None:
-        """Makes a container's groups writable: runtimes mount them read-only. On version 2, also moves this process to a subgroup."""
+        """Makes the control groups of a container writable, because runtimes mount them read-only. On version 2, also moves this process to
+        a subgroup."""
         for folder in self.folders():
             mount(None, folder, None, MS_REMOUNT | MS_BIND | _PLAIN | MS_NOEXEC)
         if self.unified:
@@ -71,7 +73,7 @@ class Groups:
             _write(f"{self.top}/cgroup.subtree_control", "+memory +pids +cpu")
 
     def create(self, name: str, bounds: Request) -> None:
-        """Creates the group `name` with these limits. Raises `OSError`."""
+        """Creates the group `name` with the limits `bounds`. Raises `OSError` on failure."""
         for folder in self.folders(name):
             os.mkdir(folder)
         for controller, file, value, required in self._settings(bounds):
@@ -104,11 +106,11 @@ class Groups:
         ]
 
     def memory_events(self, name: str) -> str:
-        """Returns the path of the file that contains a line `oom_kill N`."""
+        """Returns the path of the file whose line `oom_kill N` counts the out-of-memory kills in the group `name`."""
         return f"{self.folder('memory', name)}/{'memory.events' if self.unified else 'memory.oom_control'}"
 
     def remove(self, name: str) -> bool:
-        """Removes the group `name`. Returns False while the kernel still counts a process in it."""
+        """Removes the group `name`. Returns False while the kernel still counts a process in the group."""
         removed = True
         for folder in self.folders(name):
             try:
@@ -126,7 +128,7 @@ def _write(path: str, value: object) -> None:
 
 
 def isolate(sandbox: Request, groups: Groups, program: bytes) -> None:
-    """Builds the sandbox that `sandbox` describes around this process. Raises `OSError`."""
+    """Isolates this process in the sandbox that `sandbox` describes. Raises `OSError` on failure."""
     name, namespaces = sandbox["name"], sandbox["namespaces"]
     groups.create(name, sandbox["bounds"])
     groups.add(name)
@@ -152,7 +154,7 @@ def isolate(sandbox: Request, groups: Groups, program: bytes) -> None:
 
 
 def isolate_tree(options: Request) -> None:
-    """Replaces the root of a bubblewrap sandbox with a separate tree. Raises `OSError`, which names the mount that failed.
+    """Replaces the root of a bubblewrap sandbox with a separate tree. Raises `OSError`, whose message names the mount that failed.
 
     With bwrap, all sandboxes see the same inodes of the image and of the host's devices, and a process that can read a file can watch
     it with inotify. Mounts that already belong to this sandbox, such as its tmpfs, are moved to the new tree.
@@ -189,7 +191,8 @@ def _build_tree(description: Request) -> None:
 
 
 def _add_files(sandbox: Request, groups: Groups, program: bytes) -> None:
-    """Adds /agentrl with the files of this sandbox. Some of them replace files in the image or in /sys. All are read-only."""
+    """Adds /agentrl with the files of this sandbox. Some of these files replace files in the image or in /sys. All of them are
+    read-only."""
     own = f"{_TREE}/agentrl"
     mount(sandbox["name"], own, "tmpfs", _PLAIN, f"size={(1 << 17) + len(program)},mode=0755")
     for number, (path, text) in enumerate(sandbox["files"].items()):
@@ -212,7 +215,8 @@ def _add_files(sandbox: Request, groups: Groups, program: bytes) -> None:
 
 
 def _add_proc(sandbox: Request) -> None:
-    """Adds the new pid namespace's /proc. Writes the network settings. Restricts machine-wide entries, as container daemons do."""
+    """Adds the new pid namespace's /proc. Writes the network settings. Hides machine-wide entries or makes them read-only, as container
+    daemons do."""
     top = f"{_TREE}/proc"
     mount("proc", top, "proc", _PLAIN | MS_NOEXEC)
     for name, value in sandbox["settings"].items():
@@ -230,7 +234,7 @@ def _add_proc(sandbox: Request) -> None:
 
 
 def _enter_tree(old_mounts: tuple[str, ...]) -> None:
-    """Unmounts these parts of the old tree, so that only the image is left, and moves the new tree over it."""
+    """Unmounts `old_mounts`, so that only the image is left of the old tree, and moves the new tree over the image."""
     for path in old_mounts:
         _unmount(path)
     os.chdir(_TREE)

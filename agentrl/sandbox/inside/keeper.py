@@ -1,11 +1,11 @@
-"""Process 1 of a shared container: it forks the first process of each sandbox, and cleans up after it.
+"""Process 1 of a shared container: it forks the first process of each sandbox, and removes what is left after the sandbox exits.
 
     python3 -I exec_server.pyc keep:/agentrl/link
 
 The host sends requests over a packet socket. A request for a sandbox carries the sandbox's connection, which the keeper does not use. No
-program runs as the keeper's user or in its namespaces, and none can send it data; the keeper reads only from the host. When the host
-closes the socket, the keeper exits, and the kernel kills every process in the container.
-A sandbox's first process already has the exec server's modules in memory, which saves most of its start-up time.
+program runs as the keeper's user or in its namespaces, and no program can send data to the keeper, which reads only from the host. When the
+host closes the socket, the keeper exits, and the kernel kills every process in the container. A sandbox's first process already has the
+exec server's modules in memory, which saves most of its start-up time.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _REPLACEMENT = "/agentrl/exec_server.py"
 
 
 class Keeper:
-    """The container's end of the connection. `serve` turns a process into the exec server of a sandbox."""
+    """The container's end of the connection to the host. `serve` turns a process into the exec server of a sandbox."""
 
     def __init__(self, host: socket.socket, serve: Serve) -> None:
         self.host, self.serve = host, serve
@@ -54,7 +54,8 @@ class Keeper:
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
 
     def run(self) -> NoReturn:
-        """Reports that the keeper is ready and serves requests, or reports what it cannot do and exits."""
+        """Reports to the host that the keeper is ready, and serves requests. If the keeper cannot change control groups, reports the error
+        and exits."""
         try:
             self.groups.open_up()
         except OSError as error:
@@ -126,7 +127,7 @@ class Keeper:
                     self.leaving.append(self.sandboxes.pop(pid))
 
     def _become(self, sandbox: Request, fds: list[int]) -> NoReturn:
-        """Builds the sandbox around this process, and continues as its exec server. Reports a failure to the host."""
+        """Isolates this process in a new sandbox, and continues as the exec server of the sandbox. Reports a failure to the host."""
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)

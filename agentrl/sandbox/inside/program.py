@@ -47,7 +47,7 @@ class Output:
             del self.tail[:extra]
 
     def text(self) -> bytes:
-        """Returns the kept bytes, with a mark where output was cut."""
+        """Returns the kept bytes, with a mark where bytes were removed."""
         self._trim()
         mark = b"\n[... %d bytes cut ...]\n" % self.cut if self.cut else b""
         return bytes(self.head) + mark + bytes(self.tail)
@@ -74,7 +74,7 @@ class Program:
         self.over_limit = False  # killed for uncharged resources, which count as memory
 
     def feed(self) -> None:
-        """Writes as much as the program's standard input accepts now, and closes it after the last byte."""
+        """Writes as much of the data as the program's standard input accepts now, and closes the pipe after the last byte."""
         assert self.stdin is not None
         try:
             for _ in range(len(self.data)):
@@ -89,7 +89,7 @@ class Program:
             self.stdin = None
 
     def take(self, fd: int) -> bool:
-        """Reads available output. Returns whether the stream has ended."""
+        """Reads the output that is available in the pipe `fd`. Returns whether the stream has ended."""
         try:
             data = os.read(fd, CHUNK)
         except BlockingIOError:
@@ -104,7 +104,8 @@ class Program:
     def end(self, status: int, as_server: bool = False) -> None:
         """Records that the process has ended. `status` has the form of waitpid(2).
 
-        `as_server`: whether the process still belonged to the server's user. If it did and was not killed, the program never started.
+        `as_server`: whether the process still belonged to the server's user. If this is true and the process was not killed, the program
+        never started.
         """
         if self.status is None:
             self.status, self.ended = status, time.monotonic()
@@ -143,7 +144,8 @@ class Program:
 
 
 def cannot_start(error: OSError) -> Answer:
-    """Returns the reply if a program cannot start because others use all processes or descriptors: exit code 126, as from a shell."""
+    """Returns the reply for a program that cannot start because other programs use all processes or descriptors: exit code 126, as from a
+    shell."""
     text = (f"agentrl: cannot start: {error.strerror}\n").encode()
     return {"exit": 126, "reason": "", "wall_s": 0.0, "truncated": False, "stdout": 0}, text
 
@@ -168,7 +170,7 @@ def _oom_counter() -> int:
 
 
 def _oom_kills() -> int:
-    """Returns the number of out-of-memory kills so far, or 0 if the sandbox cannot read it."""
+    """Returns the number of out-of-memory kills so far, or 0 if the counter cannot be read."""
     if _oom_counter() < 0:
         return 0
     text = os.pread(_oom_counter(), 4096, 0)
@@ -182,7 +184,7 @@ def kill_everything(number: int) -> None:
 
 
 class Pause:
-    """A pause, during which all programs are stopped.
+    """A pause of the sandbox, during which all programs are stopped.
 
     A program cannot refuse SIGSTOP, but a timer of the program may send it SIGCONT. So the states of all processes are checked during a
     pause. A process that is running again is stopped the first two times and killed the third time.
@@ -202,7 +204,8 @@ class Pause:
 
 
 def _moves(pid: str) -> bool:
-    """Whether any thread of a process runs or waits. The first thread may already have exited."""
+    """Whether any thread of a process is running or sleeping instead of stopped. All threads are checked, because the first thread may have
+    exited."""
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/stat", "rb") as file:

@@ -1,10 +1,11 @@
-"""Starts the exec server and runs its loop. It handles one request at a time; while a program runs, it also accepts `pause` and `resume`.
+"""Starts the exec server and runs its loop. The server handles one request at a time; while a program runs, it also accepts `pause` and
+`resume`.
 
     python3 -I exec_server.py connect:/agentrl/link | fd:0  '{"agent": 1879048199, "server": 2013265927, ...}'
     python3 -I exec_server.py keep:/agentrl/link            # starts sandboxes that share a container (see `keeper`)
 
-It is process 1 of the sandbox's pid namespace. So `kill(-1)` reaches every program in the sandbox, daemons included, and nothing else, and
-no fork escapes it. When the host closes the connection, the server exits and the kernel kills all other processes.
+The exec server is process 1 of the sandbox's pid namespace. So `kill(-1)` reaches every program in the sandbox, including daemons, and no
+process outside, and no fork escapes it. When the host closes the connection, the server exits and the kernel kills all other processes.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class Server:
             left = self.watch.has_others(self.waiting.pid if self.waiting is not None else 0)
 
     def answer(self, request: Request) -> None:
-        """Carries out a request and sends the reply."""
+        """Executes a request of the host and sends the reply."""
         body = Body(self.link, request["body"])
         data = b""
         try:
@@ -188,13 +189,13 @@ class Server:
         return fields, output
 
     def _take_child(self) -> WaitingChild:
-        """Returns the waiting child, or a new one, and records that no child waits."""
+        """Returns the waiting child, or a new child if none waits, and records that no child waits."""
         self._reap(None)
         child, self.waiting = self.waiting or WaitingChild(self.users, self.likely), None
         return child
 
     def _prepare_child(self) -> None:
-        """Forks the next program's process before it is needed. If that fails, the next call tries again."""
+        """Forks the next program's process before it is needed. If the fork fails, the next call retries it."""
         if self.launcher is not None:
             child, self.launcher = self.launcher, None
             with contextlib.suppress(OSError):
@@ -209,7 +210,8 @@ class Server:
                     self._rehearse()
 
     def _rehearse(self) -> None:
-        """Performs an empty call, so that the memory pages shared with the child are copied in advance."""
+        """Performs a call without effect, so that the memory pages that this process shares with the waiting child are copied in
+        advance."""
         pipes, poll = Pipes(), self.poll
         pipes.close_theirs()
         request: Request = json.loads('{"argv":["true"],"env":null,"timeout_s":1.0,"output_bytes":1000}')
@@ -223,7 +225,7 @@ class Server:
         frame(fields, output)
 
     def _step(self, program: Program, reporter: Session | Launch | None) -> bool:
-        """Waits for events and handles them. Returns False once the program has ended and its output has been read."""
+        """Waits for events of a program and handles them. Returns False when the program has ended and its output has been read."""
         now = time.monotonic()
         running = program.status is None
         if not running and (not program.outputs or now >= program.ended + _DRAIN_S):
@@ -252,7 +254,8 @@ class Server:
         return running or any(fd in program.outputs for fd, _ in ready)
 
     def _check_limits(self, program: Program, now: float) -> None:
-        """Kills a program at its deadline, or if the sandbox is over its limits. During a pause, regularly stops programs again."""
+        """Kills a program at its deadline, or if the sandbox is over its limits. During a pause, regularly stops programs that are running
+        again."""
         if not program.timed_out and self.paused_at is None and now >= program.deadline:
             program.timed_out = True
             kill_everything(signal.SIGKILL)
@@ -275,7 +278,7 @@ class Server:
         return 1.0 + 1000.0 * min(_LONGEST_WAIT_S, max(0.0, until - now))
 
     def _interrupt(self, request: Request, program: Program) -> None:
-        """Handles a request that arrives while a program runs. Pausing stops the program's clock too."""
+        """Handles a request that arrives while a program runs. `pause` also suspends the program's time limit."""
         if request["op"] not in ("pause", "resume"):
             Body(self.link, request["body"]).drain()
             self.link.send({"id": request["id"], "ok": False, "error": "busy", "message": "a program is running"})
@@ -308,7 +311,7 @@ class Server:
                 self.waiting = None
 
     def _kill_all_and_wait(self) -> None:
-        """Kills all other processes and returns when they are gone. Exits, which stops the sandbox, if a process does not exit in time."""
+        """Kills all other processes and returns when they are gone. If a process does not exit in time, exits, which stops the sandbox."""
         kill_everything(signal.SIGKILL)
         deadline = time.monotonic() + _GONE_S
         while True:

@@ -1,11 +1,11 @@
 """Snapshots: packs the working directory into an archive, and unpacks archives.
 
-A snapshot succeeds whatever an agent does to its files, unless they exceed the limits on bytes, entries, depth or time. An agent cannot
-prevent it with a file's mode or name (the system call filter refuses leases, which block readers). Programs are stopped during a
-snapshot, but one after the other, so an entry may have changed or disappeared since its folder was read.
+A snapshot fails only if the files exceed the limits on bytes, entries, depth or time. An agent cannot prevent a snapshot with a file's mode
+or name (the system call filter refuses leases, which block readers). Programs are stopped during a snapshot, but one after the other, so an
+entry may have changed or disappeared since its folder was read.
 
 Files and folders are opened by name in an open folder, never by path and never through a link. So the time is linear in the size of the
-tree, and no entry leads out of it.
+tree, and no entry leads out of the tree.
 
 An archive is a simple tar file (POSIX.1-1988 headers, pax records for long names), written and read as a stream. It contains regular files,
 folders, links and hard links. The standard library's `tarfile` takes longer to import than most archives take to write, and is lenient by
@@ -64,7 +64,7 @@ class Packer:
         self.deadline = time.monotonic() + SNAPSHOT_S
 
     def pack(self, folder: int, path: bytes = b"", level: int = 0) -> None:
-        """Adds the contents of the open `folder`, and closes it. `path` is empty or ends with a slash."""
+        """Adds the contents of the open folder `folder` to the archive, and closes the folder. `path` is empty or ends with a slash."""
         try:
             for entry in self.listing(folder, level):
                 self._check_time()
@@ -79,7 +79,7 @@ class Packer:
             os.close(folder)
 
     def listing(self, folder: int, level: int) -> list[os.DirEntry[str]]:
-        """Returns the entries of a folder, sorted by name. Raises `Refused` if the limits are exceeded."""
+        """Returns the entries of a folder, sorted by name. Raises `Refused` if the limit on entries or depth is exceeded."""
         with os.scandir(folder) as scan:
             entries = list(itertools.islice(scan, MAX_ENTRIES - self.entries + 1))
         self.entries += len(entries)
@@ -129,7 +129,8 @@ class Packer:
 
 @contextlib.contextmanager
 def _opened(folder: int, name: str, flags: int, needed: int) -> Iterator[tuple[int, os.stat_result | None]]:
-    """Yields (descriptor, status) of an entry, or (-1, None) if it is gone. For the block, its owner has the mode bits `needed`."""
+    """Yields (descriptor, status) of an entry, or (-1, None) if the entry no longer exists. During the block, the owner of the entry has
+    the mode bits `needed`."""
     try:
         fd, info = _open_anyway(folder, name, flags, needed)
     except OSError as error:
@@ -146,7 +147,8 @@ def _opened(folder: int, name: str, flags: int, needed: int) -> Iterator[tuple[i
 
 
 def _open_anyway(folder: int, name: str, flags: int, needed: int) -> tuple[int, os.stat_result]:
-    """Opens a file or folder after adding the mode bits `needed`, which the caller removes. Returns (descriptor, status before that)."""
+    """Opens a file or folder after adding the mode bits `needed`, which the caller removes. Returns (descriptor, status before the
+    change)."""
     try:
         fd = os.open(name, flags, dir_fd=folder)
     except PermissionError:
@@ -177,7 +179,8 @@ def _mtime(info: os.stat_result) -> int:
 
 
 def unpack(archive: ArchiveReader, top: str) -> None:
-    """Unpacks `archive` into the folder `top`. Raises `Refused` if it is invalid, does not fit, or leads out of the folder."""
+    """Unpacks `archive` into the folder `top`. Raises `Refused` if the archive is invalid, does not fit, or contains a path that leads out
+    of the folder."""
     unfinished: list[tuple[str, Entry]] = []
     count = 0
     with FolderPath(top) as folders, FolderPath(top) as sources:
@@ -228,21 +231,22 @@ _MAGIC = b"ustar\00000"
 
 
 class Entry:
-    """An entry: name, kind, permission bits, modification time in seconds since 1970, content size in bytes, and link target."""
+    """An entry of an archive: name, kind, permission bits, modification time in seconds since 1970, content size in bytes, and link
+    target."""
 
     def __init__(self, name: bytes, kind: bytes, mode: int = 0o777, mtime: int = 0, size: int = 0, target: bytes = b"") -> None:
         self.name, self.kind, self.mode, self.mtime, self.size, self.target = name, kind, mode, mtime, size, target
 
 
 class ArchiveWriter:
-    """Sends an archive to the host in pieces of `READ_BYTES`. Raises `Refused` if it becomes larger than `sink` allows."""
+    """Sends an archive to the host in pieces of `READ_BYTES`. Raises `Refused` if the archive becomes larger than `sink` allows."""
 
     def __init__(self, sink: Sink) -> None:
         self.sink = sink
         self.buffer = bytearray()
 
     def room_for(self, size: int) -> None:
-        """Raises `Refused` if `size` more bytes do not fit, before any of them is read."""
+        """Raises `Refused` if `size` more bytes do not fit into the archive. Called before these bytes are read."""
         self.sink.room_for(min(size, MAX_SIZE) + len(self.buffer))
 
     def begin(self, entry: Entry) -> None:
@@ -268,7 +272,7 @@ class ArchiveWriter:
 
 
 def header_of(entry: Entry) -> bytes:
-    """Returns the blocks before an entry's content."""
+    """Returns the header blocks that precede the content of an entry."""
     records = b""
     if len(entry.name) > FIELD:
         records += _record(b"path", entry.name)
@@ -305,7 +309,7 @@ class ArchiveReader:
         self.padding = 0
 
     def next(self) -> Entry | None:
-        """Returns the next entry, whose content `read` then returns. None at the end."""
+        """Returns the next entry, whose content `read` then returns; None at the end of the archive."""
         while self.left:
             self.read(READ_BYTES)
         self._exactly(self.padding)
@@ -332,7 +336,7 @@ class ArchiveReader:
         return entry
 
     def read(self, size: int) -> bytes:
-        """Returns up to `size` bytes of the entry's content; empty at its end."""
+        """Returns up to `size` bytes of the entry's content; empty at the end of the content."""
         data = self._exactly(min(size, self.left))
         self.left -= len(data)
         return data
@@ -347,7 +351,7 @@ class ArchiveReader:
         return self.ahead[self.at - size : self.at]
 
     def _header(self) -> Entry | None:
-        """Returns the entry in the next block. None for the block of zeros at the end."""
+        """Returns the entry in the next block; None for the block of zeros at the end of the archive."""
         data = self._exactly(_BLOCK)
         if data == bytes(_BLOCK):
             return None

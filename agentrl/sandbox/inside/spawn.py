@@ -1,14 +1,14 @@
-"""Starts programs. A child is forked and prepared before it is needed, so that a call waits only for the program itself.
+"""Starts programs. A child process is forked and prepared before it is needed, so that a call waits only for the program.
 
-The server forks the child after a reply. The child still runs as the server's user, so programs that were left running cannot reach it. It
-counts towards the limit on processes. It becomes the snippet or the session that it receives, or launches a program and waits again. No
-child waits while a snippet runs; one waits during a call in a session. The first bytes of a child's standard input describe its work; the
-rest is the program's input.
+The server forks the child after a reply. The waiting child runs as the server's user, so programs that were left running cannot reach it.
+The child counts towards the limit on processes. It becomes the snippet or the session that it receives, or launches a program and waits
+again. No child waits while a snippet runs; a child waits during a call in a session. The first bytes of a child's standard input describe
+its work; the rest is the program's input.
 
-If the child became the program, it would discard its copy of the server's memory, which is more work than most programs do. So it launches
-programs with posix_spawn(3), without a copy. If that fails, it becomes the program. A program must belong to the agent from its first
-instruction, and may signal every process of the agent. The kernel keeps user ids per thread, and checks signals against the ids of a
-process's first thread. So a second thread assumes the agent's ids and starts the program.
+If the child became the program, it would discard its copy of the server's memory, which is more work than most programs do. So the child
+launches programs with posix_spawn(3), which does not copy the memory. If posix_spawn fails, the child becomes the program. A program must
+belong to the agent from its first instruction, and may signal every process of the agent. The kernel keeps user ids per thread, and checks
+signals against the ids of a process's first thread. So a second thread assumes the agent's ids and starts the program.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _BECOMES_PROGRAM = -1
 
 
 class Pipes:
-    """Standard input, output and error of a program: the server's ends, which never block, and the program's, in `theirs`."""
+    """Standard input, output and error of a program: the server's ends, which never block, and the program's ends (`theirs`)."""
 
     def __init__(self) -> None:
         (stdin, self.stdin), (self.stdout, stdout), (self.stderr, stderr) = (os.pipe2(os.O_CLOEXEC) for _ in range(3))
@@ -67,7 +67,7 @@ class Pipes:
 
 
 class WaitingChild:
-    """A child that waits for its work, which is probably of the kind `likely`. Raises `OSError` if it cannot be forked."""
+    """A child that waits for its work, which is probably of the kind `likely`. Raises `OSError` if the child cannot be forked."""
 
     def __init__(self, users: Users, likely: str) -> None:
         self.pipes = Pipes()
@@ -85,7 +85,7 @@ class WaitingChild:
         control.close()
 
     def reuse(self) -> bool:
-        """Sends the pipes of the next program to a child that has launched a program. Returns False if the child does not accept them."""
+        """Sends the pipes of the next program to a child that has launched a program. Returns False if the child cannot receive them."""
         self.pipes = Pipes()
         try:
             socket.send_fds(self.control, [b"\0"], self.pipes.theirs)
@@ -108,19 +108,20 @@ def work(kind: str, argument: Any, has_stdin: bool = False) -> bytes:
 
 
 def can_launch(users: Users) -> bool:
-    """Whether waiting children launch programs. If there is no second user, they do not, because programs could signal them."""
+    """Whether waiting children launch programs. Without a second user, waiting children become the programs instead, because programs could
+    signal them."""
     return users.server != users.agent and bool(_SET_IDS) and users.open_files >= _FEWEST_FILES
 
 
 class Launch:
-    """The server's end of a launch: a program that a waiting child launches."""
+    """The server's end of the connection to a waiting child that launches a program."""
 
     def __init__(self, child: WaitingChild) -> None:
         self.control = child.control
         self.status: int | None = None
 
     def read_status(self) -> int | None:
-        """Returns the program's status in the form of waitpid(2). None if the child does not report it, or becomes the program."""
+        """Returns the program's status in the form of waitpid(2); None if the child does not report a status, or becomes the program."""
         if self.status is None:
             try:
                 packet = self.control.recv(_STATUS.size)
@@ -132,7 +133,7 @@ class Launch:
 
 
 class Launcher:
-    """The child's end of a launch. No program inherits its descriptors."""
+    """Launches programs in a waiting child. No program inherits the descriptors of this object."""
 
     def __init__(self, users: Users, victim: int, control: int) -> None:
         self.users, self.victim = users, victim
@@ -172,7 +173,7 @@ class Launcher:
         return True
 
     def _start(self, argument: Argument, has_stdin: bool) -> int:
-        """Starts the program as the agent, from this thread. Returns its pid. Raises the error that prevents the start."""
+        """Starts the program as the agent, from this thread. Returns its pid. Raises an exception if the program cannot start."""
         agent, server = self.users.agent, self.users.server
         os.write(self.victim, OOM_SCORE)
         self.users.lower_priority()  # posix_spawn cannot set this policy

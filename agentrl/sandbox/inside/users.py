@@ -1,12 +1,12 @@
 """The users that the exec server and its programs run as, and what each user may do.
 
-If root starts the server, it switches to a separate user with the few `rights` that it needs. Programs run as a different user, the agent,
-without these rights: they cannot signal or trace the server, or change its limits. If there is only one user (bubblewrap without root),
-process 1 still cannot be signalled from inside and is not dumpable.
+If root starts the server, the server switches to a separate user with the few capabilities (`rights`) that it needs. Programs run as a
+different user, the agent, without these rights: they cannot signal or trace the server, or change its limits. If there is only one user
+(bubblewrap without root), process 1 still cannot be signalled from inside and is not dumpable.
 
-Some kernel resources are not charged to any sandbox. They are limited before any program runs, or counted while programs run. File locks
-use kernel memory that is neither charged nor limited, and so do the bytes in a loopback connection that is not accepted yet. Both are
-counted several times a second. A sandbox that holds too many is treated as out of memory.
+Some kernel resources are not charged to any sandbox. Such resources are limited before any program runs, or counted while programs run.
+File locks use kernel memory that is neither charged nor limited, and so do the bytes in a loopback connection that is not accepted yet.
+File locks and sockets are therefore counted several times a second. A sandbox that holds too many of them is treated as out of memory.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def set_capabilities(numbers: Sequence[int]) -> None:
 
 
 class Users:
-    """The users of the server and of its programs. Both are the same if there is no second user."""
+    """The users of the server and of its programs. If root did not start the server, the server and its programs have the same user."""
 
     def __init__(self, server: int, agent: int, open_files: int, *, grouped: bool) -> None:
         """`grouped`: whether this sandbox has a control group for CPU time."""
@@ -92,7 +92,8 @@ class Users:
 
     @contextlib.contextmanager
     def as_agent(self) -> Iterator[None]:
-        """In the block, accesses files with the agent's rights. For signals, tracing and limits, the process remains the server's."""
+        """Gives this process the agent's rights for access to files during the block. For signals, tracing and limits, the process still
+        belongs to the server's user."""
         if self.server == self.agent:
             yield
             return
@@ -105,15 +106,16 @@ class Users:
             LIBC.setfsgid(self.server)
 
     def is_servers(self, user: int) -> bool:
-        """Whether a process of this user certainly does not belong to the agent."""
+        """Whether a process of the user `user` certainly belongs to the server and not to the agent."""
         return user == self.server != self.agent
 
     def lower_priority(self) -> None:
         """Gives this thread, and the processes that it starts, the priority of programs.
 
-        The server is scheduled before programs, so that it can kill one that takes all CPU time. In a control group, programs compete
-        only with their server, so the kernel's idle policy costs them nothing. Without a control group they also compete with the driver
-        and the learner, and get a nice value that leaves them a share. A program can undo neither, because `RLIMIT_NICE` is 0.
+        The server is scheduled before programs, so that it can kill a program that uses all CPU time. In a control group, programs compete
+        only with their server, so the kernel's idle policy costs them nothing. Without a control group, programs also compete with the
+        driver and the learner, and get a nice value that leaves them a share. A program can undo neither setting, because `RLIMIT_NICE` is
+        0.
         """
         if self.grouped:
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
@@ -149,7 +151,8 @@ def _is_mapped(user: int) -> bool:
 
 
 def become_server(options: Request) -> Users:
-    """Gives up root irrevocably, except for `rights`. Returns the users, which are the same if this process was not started as root."""
+    """Gives up root irrevocably, except for the capabilities `rights`. Returns the users, which are the same if this process was not
+    started as root."""
     if os.geteuid() != 0:
         return Users(os.geteuid(), os.geteuid(), options["open_files"], grouped=options["grouped"])
     for path, limit in options.get("tmpfs", {}).items():
@@ -206,7 +209,7 @@ def set_bounds(options: Request) -> None:
 
 
 class Watch:
-    """Counts uncharged resources. A count is 0 if the machine does not provide it."""
+    """Counts resources that are not charged to any sandbox. A count is 0 if the machine does not provide it."""
 
     def __init__(self) -> None:
         self.locks, self.sockets, self.sockets6 = (_open_count(f"/proc/{name}") for name in ("locks", "net/sockstat", "net/sockstat6"))
@@ -214,7 +217,7 @@ class Watch:
         self.rest_s = 0.0  # minimum time until the next check
 
     def over_limit(self) -> bool:
-        """Whether programs of this sandbox hold more uncharged resources than the limits allow."""
+        """Whether programs of this sandbox hold more locks and sockets than the limits on uncharged resources allow."""
         start = time.monotonic()
         sockets = sockets_in(_content(self.sockets)) + sockets_in(_content(self.sockets6))
         over = sockets > MAX_SOCKETS or self.too_many_locks()
@@ -229,7 +232,7 @@ class Watch:
         return count > MAX_LOCKS
 
     def has_others(self, waiting: int) -> bool:
-        """Whether a process other than this one and its child `waiting` exists. Orphans become children of this process."""
+        """Whether this process has a child other than `waiting`. Orphaned processes in the sandbox become its children."""
         return any(int(pid) != waiting for pid in _content(self.children).split()) if self.children >= 0 else True
 
 

@@ -1,4 +1,4 @@
-"""Frames to and from the host: `!II` (length of a JSON header, length of a body), the header and the body."""
+"""Frames to and from the host. A frame is `!II` (length of a JSON header, length of a body), the header and the body."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class Refused(Exception):
 
 
 def read_exactly(fd: int, size: int) -> bytes:
-    """Returns the next `size` bytes from a descriptor. Exits if the process at the other end, which is also ours, has closed it."""
+    """Returns the next `size` bytes from a descriptor. Exits this process if the other end, which also belongs to agentrl, has been
+    closed."""
     pieces = []
     while size:
         try:
@@ -50,7 +51,7 @@ def read_exactly(fd: int, size: int) -> bytes:
 
 
 class Link:
-    """The connection to the host. This process exits when the host closes it."""
+    """The connection to the host. This process exits when the host closes the connection."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -87,13 +88,13 @@ def frame(header: dict[str, Any], body: bytes) -> bytes:
 
 
 class Body:
-    """A request body as a stream. It is read in pieces, because it may be larger than the sandbox's memory."""
+    """A request body as a stream. The body is read in pieces, because it may be larger than the sandbox's memory."""
 
     def __init__(self, link: Link, size: int) -> None:
         self.link, self.left = link, size
 
     def read(self, size: int = -1, /) -> bytes:
-        """Returns up to `size` bytes; by default all that are left."""
+        """Returns up to `size` bytes of the body; by default all remaining bytes."""
         data = self.link.read(self.left if size < 0 else min(size, self.left))
         self.left -= len(data)
         return data
@@ -105,13 +106,13 @@ class Body:
 
 
 class Sink:
-    """Sends the data written to it to the host, one frame per write. Raises `Refused` after `limit` bytes."""
+    """A stream that sends data to the host, one frame per write. Raises `Refused` if more than `limit` bytes are written."""
 
     def __init__(self, link: Link, number: int, limit: int, too_large: str) -> None:
         self.link, self.number, self.left, self.too_large = link, number, limit, too_large
 
     def room_for(self, size: int) -> None:
-        """Raises `Refused` if `size` more bytes exceed the limit."""
+        """Raises `Refused` if `size` more bytes would exceed the limit."""
         if size > self.left:
             raise Refused("too_large", self.too_large)
 

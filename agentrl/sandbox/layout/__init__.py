@@ -36,7 +36,8 @@ _RESERVED = ("HOME", "USER", "LOGNAME", "TMPDIR", "PWD", "OLDPWD", "HOSTNAME", "
 
 
 def environment(declared: Sequence[str], workdir: str) -> dict[str, str]:
-    """Returns the variables for a sandbox's programs from the `NAME=value` lines of an image. Raises `ValueError` if there are too many."""
+    """Returns the variables for a sandbox's programs from the `NAME=value` lines of an image. Raises `ValueError` if there are too many
+    variables or characters."""
     pairs = dict(line.partition("=")[::2] for line in declared if "=" in line)
     variables = {name: value for name, value in pairs.items() if name not in _RESERVED and not name.startswith("LD_")}
     if len(variables) > _MAX_VARIABLES or sum(map(len, (*variables, *variables.values()))) > _MAX_CHARACTERS:
@@ -48,7 +49,7 @@ def environment(declared: Sequence[str], workdir: str) -> dict[str, str]:
 
 
 def working_directory(declared: str) -> str:
-    """Returns an image's working directory. Raises `ValueError` if a sandbox cannot use it."""
+    """Returns the working directory for the WORKDIR `declared` of an image. Raises `ValueError` if a sandbox cannot use that directory."""
     path = posixpath.normpath(declared or "/")
     if path == "/":
         return DEFAULT
@@ -63,13 +64,14 @@ def _below(path: str, tops: Sequence[str]) -> bool:
 
 
 def lay_out_image(api: docker.APIClient, tag: str, dockerfile: Path, timeout_s: float) -> None:
-    """Replaces the image `tag` with one that is laid out for sandboxes. Raises `TaskError`, which names `dockerfile`. Blocking."""
+    """Replaces the image `tag` with an image that is laid out for sandboxes. Raises `TaskError`, whose message names `dockerfile`, if the
+    image cannot be laid out. Blocking."""
     config: Mapping[str, Any] = api.inspect_image(tag)["Config"] or {}
     try:
         workdir = working_directory(config.get("WorkingDir") or "")
         settings = {"workdir": workdir, "environment": environment(config.get("Env") or (), workdir)}
     except ValueError as error:
-        raise TaskError(f"{dockerfile}: {error}", fix=f"correct its ENV and WORKDIR lines; {DEFAULT} is a good WORKDIR") from None
+        raise TaskError(f"{dockerfile}: {error}", fix=f"correct the ENV and WORKDIR lines, for example with WORKDIR {DEFAULT}") from None
     step = json.dumps(["python3", "-I", "-c", _ARRANGE, json.dumps(settings)])
     text = f"FROM {tag}\nUSER 0:0\nWORKDIR /\nENV PATH={ENVIRONMENT['PATH']}\nRUN {step}\n"
     printed: list[str] = []
@@ -83,7 +85,8 @@ def lay_out_image(api: docker.APIClient, tag: str, dockerfile: Path, timeout_s: 
 
 
 async def fill_workdir(sandbox: Sandbox) -> None:
-    """Fills a new sandbox's working directory. Raises `TaskError` if the files do not fit, and `SandboxError` after any other failure."""
+    """Copies the image's files to the working directory of a new sandbox. Raises `TaskError` if the files do not fit, and `SandboxError`
+    after any other failure."""
     result = await sandbox.python(BEGIN, timeout_s=_BEGIN_S)
     if result.ok:
         return

@@ -1,0 +1,98 @@
+"""Scratch folders: removed at the end, and after a kill by the next process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from agentrl.base.scratch import ScratchFolder
+from tests.descriptors import descriptors_left
+
+HOLD = """
+from agentrl.base.scratch import ScratchFolder
+
+folder = ScratchFolder()
+(folder.path / "weights").write_text("x")
+print(folder.path, flush=True)
+input()
+"""
+CHURN = """
+from agentrl.base.scratch import ScratchFolder
+
+for _ in range(100):
+    with ScratchFolder() as path:
+        (path / "a").write_text("x")
+        assert (path / "a").read_text() == "x"
+"""
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)  # otherwise the folder that was read from TMPDIR first is used
+    yield tmp_path
+    tempfile.tempdir = None
+
+
+def test_a_folder_is_private_and_is_removed_with_its_content(temporary: Path) -> None:
+    with ScratchFolder() as path:
+        assert path.parent == temporary and path.stat().st_mode & 0o777 == 0o700
+        (path / "locked").mkdir(mode=0o500)
+    assert not path.exists()
+    folder = ScratchFolder()
+    folder.remove()
+    folder.remove()
+    assert not list(temporary.iterdir())
+
+
+def test_the_folder_of_a_killed_process_is_removed_and_that_of_a_running_process_is_not() -> None:
+    killed, running = (
+        subprocess.Popen([sys.executable, "-c", HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)
+    )
+    try:
+        assert killed.stdout is not None and running.stdout is not None
+        abandoned, used = Path(killed.stdout.readline().strip()), Path(running.stdout.readline().strip())
+        killed.send_signal(signal.SIGKILL)
+        killed.wait()
+        assert (abandoned / "weights").exists()
+        with ScratchFolder():
+            assert not abandoned.exists() and (used / "weights").exists()
+        running.communicate("\n", timeout=60)
+        assert not used.exists()
+    finally:
+        for process in (killed, running):
+            process.kill()
+            process.wait()
+
+
+def test_other_folders_are_not_removed(temporary: Path) -> None:
+    mine, target, foreign = temporary / "agentrl-runs", temporary / "target", temporary / "agentrl-scratch-other"
+    for folder in (mine, target, foreign):
+        folder.mkdir()
+    (temporary / "agentrl-scratch-link").symlink_to(target)
+    (temporary / "agentrl-scratch-file").write_text("x")
+    os.chown(foreign, 12345, -1)
+    before = {*temporary.iterdir()}
+    with ScratchFolder():
+        pass
+    assert {*temporary.iterdir()} == before
+
+
+def test_processes_that_create_folders_at_the_same_time_keep_theirs(temporary: Path) -> None:
+    processes = [subprocess.Popen([sys.executable, "-c", CHURN]) for _ in range(3)]
+    assert [process.wait(timeout=120) for process in processes] == [0] * 3
+    assert not list(temporary.iterdir())
+
+
+def test_without_a_free_descriptor_no_folder_is_left(temporary: Path) -> None:
+    tempfile.gettempdir()  # the first call writes a file
+    with descriptors_left(0), pytest.raises(OSError, match="Too many open files"):
+        ScratchFolder()
+    assert not list(temporary.iterdir())
