@@ -224,7 +224,7 @@ class RayLauncher:
             await asyncio.sleep(pause_s)
         nodes = await asyncio.to_thread(self._current_nodes)
         raise LaunchError(
-            f"{name} did not start on {self._plan.address} within {timeout_s:g} s ({reason}): a node may be lost, and no node has free resources\n"
+            f"{name} did not start on {self._plan.address} within {timeout_s:g} s ({reason}): a node may be lost, and no node has room\n"
             f"{no_fit_error(self._plan, nodes, [f'{name}: no node has room'])}"
         )
 

@@ -1,6 +1,6 @@
 """The base class of a recipe and its sections: validation, overrides, and the keys that a resumed run may change.
 
-`Section.but` derives a section or recipe from another section or recipe. The command line applies its overrides with the same method.
+`Section.but` derives a section or recipe from another section or recipe. The command line also applies its overrides with `Section.but`.
 """
 
 from __future__ import annotations

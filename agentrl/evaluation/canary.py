@@ -78,13 +78,15 @@ def check_canary(run: Path, before: int, after: int) -> None:
     baseline, candidate = known_version(registry, before), known_version(registry, after)
     if before >= after or VersionState.ROLLED_BACK in (baseline.state, candidate.state):
         raise UserError(
-            f"version {after} of {run} cannot be a canary for version {before}: it must be the newer version, and neither may be rolled back",
+            f"version {after} of {run} cannot be a canary for version {before}: it must be newer, and neither may be rolled back",
             fix=f"choose other versions: agentrl versions list {run}",
         )
     if not has_checkpoint(run, before):
         raise UserError(f"version {before} of {run} has no intact checkpoint to return to", fix="before a canary, pin the versions to keep")
     if run_recipe(run).gate is None and is_driven(run):
-        raise UserError(f"{run} is running without a gate, so a canary cannot decide its result", fix="wait until the run ends, or add a gate")
+        raise UserError(
+            f"{run} is running without a gate, so a canary cannot decide its result", fix="wait until the run ends, or add a gate"
+        )
 
 
 def plan_units(cases: Sequence[Case], repeats_of: Callable[[Case], int], *, share: float, seed: int) -> tuple[CanaryUnit, ...]:

@@ -1,7 +1,8 @@
-"""An agent whose turns come from a third-party chat completions server. It is for evaluations only, because the exact tokens are unknown.
+"""An agent whose turns come from a third-party chat completions server.
 
-Like the turn loop, the agent uses the task's prompt, tools and limits, and the episode's sandbox. Its turns contain text but no token ids.
-A fault of the chat completions server is recorded as an infrastructure fault, and a fault of the model as a fault of the policy.
+The agent is for evaluations only, because the exact tokens are unknown. Like the turn loop, the agent uses the task's prompt, tools and
+limits, and the episode's sandbox. Its turns contain text but no token ids. A fault of the chat completions server is recorded as an
+infrastructure fault, and a fault of the model as a fault of the policy.
 """
 
 from __future__ import annotations

@@ -80,8 +80,8 @@ class Comparison:
     def cases_needed(self, difference: float, *, chance: float = 0.8) -> int:
         """Returns the number of cases, similar to the compared ones, that are needed to detect `difference` with probability `chance`.
 
-        The computation assumes the observed standard deviation of the case differences or, if it is larger, the one that `difference`
-        itself causes. Raises `ValueError` if the difference is 0.
+        The computation assumes the observed standard deviation of the case differences or, if it is larger, the standard deviation that
+        `difference` itself causes. Raises `ValueError` if the difference is 0.
         """
         spread = max(self.spread, planned_spread(difference, 0.0))
         return cases_needed(difference, spread, alpha=self.alpha, power=chance)
@@ -103,7 +103,7 @@ def pair_scores(before: Scores, after: Scores) -> PairedScores:
 
 
 def compare(before: Scores, after: Scores, *, alpha: float = ALPHA, margin: float = MARGIN, seed: int = 0) -> Comparison | None:
-    """Compares `after` with `before`. Returns None if no pair of attempts is scored on both sides.
+    """Compares the scores `after` with the scores `before`. Returns None if no pair of attempts is scored on both sides.
 
     The verdict is `same` if the interval of the effect at level 1 - 2 alpha is within -margin and +margin, as in two one-sided tests
     (Schuirmann 1987). Otherwise it is `better` or `worse` if the sign-flip test is significant at `alpha`, and `not enough data` if it is

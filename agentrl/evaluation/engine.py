@@ -136,7 +136,7 @@ async def run_cases(
     on_done: Callable[[int, int], None] = lambda done, total: None,
     on_scored: ScoredListener | None = None,
 ) -> tuple[SuiteAttempt, ...]:
-    """Runs attempts at cases. Returns their records, in the order of `slots`.
+    """Runs attempts at cases. Returns the records of the attempts, in the order of `slots`.
 
     An attempt that contains tokens from a version other than `version` has no score. Raises the same errors as `run_attempts`.
     """

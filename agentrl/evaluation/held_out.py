@@ -155,9 +155,10 @@ class HeldOutEvaluation:
 async def evaluate_held_out(
     recipe: Recipe, start: RunStart, checked: PreflightResult, *, root: Path, console: bool = True
 ) -> dict[str, dict[str, Any]]:
-    """Serves the recipe's model and evaluates it on the held-out splits. Returns what `measure.read_evaluation` returns for each split.
+    """Serves the recipe's model and evaluates it on the held-out splits.
 
-    The caller makes the same preparations as for `agentrl.run.loop.train`.
+    Returns a mapping split -> stored evaluation (see `measure.read_evaluation`). The caller makes the same preparations as for
+    `agentrl.run.loop.train`.
     """
     async with open_run(recipe, start, checked, root=root, console=console) as run:
         run.tracker.stage("start", "server and sandbox image")

@@ -1,4 +1,4 @@
-"""Finds the policy that a user names for an evaluation, parses the options of its requests, and builds its recipe."""
+"""Finds the policy that a user names for an evaluation, parses the options of requests to an endpoint, and builds a recipe."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class NamedPolicy:
 
     @property
     def version(self) -> int:
-        """The version number within a run; 0 for other policies."""
+        """The number of the policy's version in its run; 0 if the policy is not a version of a run."""
         return int(Path(self.model).name) if self.source is PolicySource.VERSION else 0
 
 
@@ -267,7 +267,7 @@ class SuiteTasks:
         self._tasks = [case.task for folder in folders.split("\n") for case in load_suite(Path(folder)).cases]
 
     def size(self, split: Split) -> int:
-        """Returns the number of cases; all are in the training split."""
+        """Returns the number of cases for the training split, and 0 for any other split."""
         return len(self._tasks) if split is Split.TRAIN else 0
 
     def task(self, split: Split, index: int) -> Task:
@@ -313,7 +313,9 @@ def _room(suites: Sequence[Suite]) -> int:
     """Returns the context length in tokens that the case with the highest token limit needs."""
     longest = max(case.task.limits.episode_tokens for suite in suites for case in suite.cases)
     if longest > _LONGEST_CONTEXT:
-        raise RecipeError(f"a case needs a context of {longest:,} tokens, more than the default maximum", fix="set policy.max_model_len=...")
+        raise RecipeError(
+            f"a case needs a context of {longest:,} tokens, more than the default maximum", fix="set policy.max_model_len=..."
+        )
     return max(16, longest)
 
 
@@ -329,7 +331,7 @@ def _longest(model: Path) -> int:
 def recorded_sampling(model: Path) -> dict[str, Any]:
     """Returns the `evaluation.sampling` settings with which a model was evaluated, as recorded in its folder or the recipe of its run.
 
-    The result is empty if neither file exists. Raises `UserError` if the file cannot be read.
+    The result is empty if neither contains such settings. Raises `UserError` if the settings cannot be read.
     """
     path = model / SAMPLING_FILE
     try:

@@ -146,7 +146,7 @@ class SuiteFolder(pytest.Directory):
     cases: SuitePlugin
 
     def collect(self) -> Iterator[CaseItem]:
-        """Yields an item for each case."""
+        """Yields a pytest item for each case of the suite."""
         try:
             suite = load_suite(self.path)
         except UserError as error:

@@ -25,8 +25,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--agentrl-model", default="", metavar="NAME", help="name of the model at a URL")
     group.addoption("--agentrl-key-env", default="", metavar="VARIABLE", help="environment variable that contains the key for a URL")
     group.addoption("--agentrl-request", action="append", default=[], metavar="KEY=VALUE", help="additional key in each request to a URL")
-    group.addoption("--agentrl-header", action="append", default=[], metavar="NAME=REFERENCE", help="additional header in each request to a URL")
-    group.addoption("--agentrl-tokens-name", default="", metavar="NAME", help="request key that limits the tokens of a turn (default: max_tokens)")
+    group.addoption(
+        "--agentrl-header", action="append", default=[], metavar="NAME=REFERENCE", help="additional header in each request to a URL"
+    )
+    group.addoption(
+        "--agentrl-tokens-name", default="", metavar="NAME", help="request key that limits the tokens of a turn (default: max_tokens)"
+    )
     group.addoption("--agentrl-repeats", type=int, metavar="N", help="attempts at each case (default: set by the case or its suite)")
     group.addoption(
         "--agentrl-threshold",
@@ -41,7 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="dotted override: evaluation.sampling.temperature=0; can be repeated",
+        help="dotted override, such as evaluation.sampling.temperature=0; can be repeated",
     )
 
 

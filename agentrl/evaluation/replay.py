@@ -50,7 +50,7 @@ class ReplaySetup:
 
 
 class _Enough(ServingError):
-    """Raised to stop the replay at the turn before which the state is captured. It is not a fault."""
+    """Raised to stop the replay at the turn before which the state is captured. This exception does not report a fault."""
 
 
 class _Apart(ServingError):

@@ -216,7 +216,7 @@ def _check(attempts: Iterable[CaseAttempt]) -> None:
             raise ValueError(f"attempt {attempt.number} at {attempt.case!r} has the score {attempt.score:g}, which is too large")
         if not all(0 <= count < LARGEST_COUNT for count in (attempt.tokens, attempt.turns, attempt.wall_s)):
             raise ValueError(
-                f"attempt {attempt.number} at {attempt.case!r} took {attempt.tokens} tokens, {attempt.turns} turns and {attempt.wall_s:g} s,"
-                " which is out of range"
+                f"attempt {attempt.number} at {attempt.case!r} took {attempt.tokens} tokens, {attempt.turns} turns and {attempt.wall_s:g} s"
+                ", which is out of range"
             )
         seen.add((attempt.case, attempt.number))

@@ -173,7 +173,10 @@ def _split_tasks(family: TaskFamily, split: Split, count: int, thinking_tokens: 
 
 
 def with_thinking_bound(task: Task, thinking_tokens: int) -> Task:
-    """Returns a copy of the task with this limit on thinking tokens. Raises `RecipeError` if it leaves a turn no tokens for an answer."""
+    """Returns a copy of the task with this limit on thinking tokens.
+
+    Raises `RecipeError` if the limit leaves a turn no tokens for an answer.
+    """
     try:
         return replace(task, limits=replace(task.limits, thinking_tokens=thinking_tokens))
     except ValueError as error:

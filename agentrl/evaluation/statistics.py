@@ -75,7 +75,7 @@ def sign_flip_test(differences: Sequence[Fraction], *, seed: int = 0) -> Tails:
     """Tests the sum of the case differences against the distribution of this sum over all choices of signs.
 
     A case has one sign, whatever the number of repeats. The test is valid if, under the null hypothesis, both signs of a case's difference
-    are equally likely. For single attempts that pass or fail, it is McNemar's test. The distribution is exact if its size, (n + 1) *
+    are equally likely. For single attempts that pass or fail, the test is McNemar's test. The distribution is exact if its size, (n + 1) *
     sum(|d|) * m bits for n nonzero differences d with least common denominator m, is at most 2^26 bits. For single attempts that pass or
     fail, this allows n up to 8,191. Larger distributions are estimated from 9,999 seeded random choices of signs and the observed signs
     (Phipson and Smyth 2010).
@@ -127,7 +127,7 @@ def holm_rejections(p_values: Sequence[float], alpha: float, *, hypotheses: int)
 
 
 def e_value(differences: Sequence[float], *, null: float = 0.0) -> float:
-    """Returns an e-value, the evidence that the mean difference is below `null`. It may be inspected after each new case.
+    """Returns an e-value, the evidence that the mean difference is below `null`. The e-value may be inspected after each new case.
 
     For each stake of 0.05, 0.15, ..., 0.95, the factors 1 - stake * d of all cases are multiplied, where d is the difference of a case (if
     `null` is 0). The result is the mean of these ten products (Waudby-Smith and Ramdas 2024). If the expected difference of each case,
@@ -150,9 +150,9 @@ def e_value(differences: Sequence[float], *, null: float = 0.0) -> float:
 def anytime_interval(differences: Sequence[float], *, level: float = 0.95) -> Interval:
     """Returns an interval for the mean difference that is valid for all numbers of cases at once, so a comparison may stop after any case.
 
-    The interval contains every mean against which the evidence (`e_value`) is below 2 / (1 - level) in both directions. It excludes 0 if
-    and only if the evidence against 0 reaches 2 / (1 - level) in one direction. It is wider than the interval that `difference_interval`
-    returns. If there is no case, it is [-1, 1].
+    The interval contains every mean against which the evidence (`e_value`) is below 2 / (1 - level) in both directions. The interval
+    excludes 0 if and only if the evidence against 0 reaches 2 / (1 - level) in one direction. The interval is wider than the one that
+    `difference_interval` returns. If there is no case, the interval is [-1, 1].
 
     Args:
         differences: as for `e_value`. Raises `ValueError` if a difference is outside [-1, 1].
@@ -205,8 +205,8 @@ def difference_interval(by_case: Sequence[float], *, level: float = 0.95, made_u
 def rate_interval(by_case: Sequence[float], tries: int) -> Interval:
     """Returns the mean of case rates with Wilson's 95% interval for the effective number of independent tries (Kish 1965).
 
-    The effective number is the number of independent tries whose mean has the same variance as the mean of the case rates. It is between
-    the number of cases (if all repeats of a case have the same result) and `tries` (if repeats are independent).
+    The effective number is the number of independent tries whose mean has the same variance as the mean of the case rates. The effective
+    number is between the number of cases (if all repeats of a case have the same result) and `tries` (if repeats are independent).
 
     Args:
         by_case: [N] share of each case's attempts that passed.

@@ -90,7 +90,7 @@ async def evaluate_suite(
     """Serves the recipe's model and evaluates it on a suite. The caller makes the same preparations as for `agentrl.run.loop.train`.
 
     Args:
-        repeats: attempts per case; None means the case's number or, if the case has none, the suite's number.
+        repeats: attempts per case; None means the number that the case sets or, if the case sets none, the suite's number.
 
     If a verifier or a tool of a case does not resolve, raises `PluginError` before anything starts.
     """

@@ -65,9 +65,9 @@ def capture_reason(scored: ScoredEpisode, *, threshold: float | None, audit: str
 class Capture:
     """Tags the failures of a run by rules, stores them in the run folder, and counts all episodes.
 
-    The methods write to the disk, so call them in a thread. Several threads may call them at once. If a write fails, the error is logged,
-    and only the episodes of that write are lost. A damaged file is renamed, and a new file is started. If a write fails only after a long
-    wait, for example for a locked file, capturing pauses, so that failing writes take at most one fiftieth of the run's time.
+    The methods write to the disk, so call them in a thread. Several threads may call the methods at once. If a write fails, the error is
+    logged, and only the episodes of that write are lost. A damaged file is renamed, and a new file is started. If a write fails only after
+    a long wait, for example for a locked file, capturing pauses, so that failing writes take at most one fiftieth of the run's time.
 
     Args:
         origin: run, recipe and model, stored with each trace.

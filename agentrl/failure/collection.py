@@ -136,8 +136,9 @@ class Collection:
         folder: a run folder or an import's folder.
         keep: maximum number of traces stored per phase; None means no limit. If a phase is full, the oldest trace with the most frequent
             tag is deleted, so that rare failures are kept. Traces that a person tagged are kept.
-        keep_bytes: maximum compressed size of a phase's traces, in bytes; None means no limit. It is enforced in the same way as `keep`.
-        make: create the file if it is missing. If False, a missing file raises `UserError`, and a read-only file can be read.
+        keep_bytes: maximum compressed size of a phase's traces, in bytes; None means no limit. The limit is enforced in the same way as
+            `keep`.
+        make: create the file if it is missing. If `make` is False, a missing file raises `UserError`, and a read-only file can be read.
         busy_timeout_s: maximum wait, in seconds, while another process writes.
 
     Every method raises `StoreError` if the file is damaged or locked, or cannot be read or written.

@@ -192,7 +192,7 @@ class Quarantine:
             raise TaskError(
                 f"{len(self._added)} tasks are broken, but only {MAX_QUARANTINED} are allowed within {QUARANTINE_GROUPS} groups."
                 f" All are in {self._path}:\n  " + "\n  ".join(text for _, text in self._added[:_MAX_NAMED]) + more,
-                fix="repair them (`agentrl check` finds more), then continue with --resume, which resets the count",
+                fix="repair the tasks (`agentrl check` finds more), then continue with --resume, which resets the count",
             )
 
 

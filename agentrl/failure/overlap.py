@@ -1,13 +1,13 @@
 """Finds tasks that overlap with the cases in suites, so that no run trains on tasks on which it is evaluated.
 
-Text is compared in two normal forms. The first ignores case and extra white space. The second also replaces ids with `#`. An id is a word
-with both letters and digits, optionally with hyphens and underscores: `order-10432`, `T0017`, a UUID, a hash. Numbers and dates are not
-ids.
+Text is compared in two normal forms. The first form ignores case and extra white space. The second form also replaces ids with `#`. An id
+is a word with both letters and digits, optionally with hyphens and underscores: `order-10432`, `T0017`, a UUID, a hash. Numbers and dates
+are not ids.
 
     SAME    equal keys; or equal prompts (roles and normalized texts), tools and files (names and normalized texts). Id, split, limits,
             verifiers and truth may differ. If the images differ and there are no files, the answers must also be equal.
-    TWIN    similar files, and either prompts that are equal up to ids with equal truths (ids numbered by first occurrence), or prompts
-            that are equal including their ids, even if the truths differ.
+    TWIN    similar files, and equal prompts, even if the truths differ; or similar files, prompts that are equal up to ids, and equal
+            truths (ids numbered by first occurrence).
 
 Files are similar if neither task has any, or if the tasks share at least `MIN_SHARED_LINES` of their lines (Jaccard index of multisets,
 ids replaced; a binary file counts as one line). A task with the same question about different files does not overlap, so a run may train
@@ -89,7 +89,7 @@ class WithheldTasks:
         return len(self.cases)
 
     def match(self, task: Task) -> tuple[Case, Overlap] | None:
-        """Returns the case that is the same as a task or, if there is none, a twin, with the kind of overlap; None if neither exists."""
+        """Returns the case that overlaps with a task, preferably with the overlap `SAME`, and the kind of overlap; None if there is none."""
         twin = None
         for known, case in self._by_prompt.get(_prompt_digest(task), ()) if self._by_prompt else ():
             overlap = overlap_of(known, task)

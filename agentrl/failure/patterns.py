@@ -1,4 +1,4 @@
-"""Text patterns for the triage rules, and lenient comparison of answers. They are not used for scores.
+"""Text patterns for the triage rules, and lenient comparison of answers. Neither is used to compute scores.
 
 Matching takes linear time, and the strings have a bounded length (`agentrl.failure.timeline.MAX_CHARS`).
 """

@@ -99,8 +99,8 @@ def tag_by_rules(trace: Trace, rules: Sequence[TriageRule]) -> tuple[Tag, ...]:
 async def tag_by_judge(trace: Trace, rules: Sequence[TriageRule], judge: TriageJudge, *, timeout_s: float = 120.0) -> tuple[Tag, ...]:
     """Returns the tags that rules assign to a trace, preceded by the judge's tag if no rule is confident.
 
-    If the judge fails, times out or returns anything other than a tag or None, this is logged and the judge counts as abstaining. If the
-    trace does not contain the turn that the judge's tag names, the turn is removed from the tag.
+    If the judge fails, times out or returns anything other than a tag or None, the problem is logged and the judge counts as abstaining. If
+    the trace does not contain the turn that the judge's tag names, the turn is removed from the tag.
     """
     tags = tag_by_rules(trace, rules)
     if tags[0].name != UNCLASSIFIED:
@@ -131,9 +131,7 @@ def merge_tags(new: Sequence[Tag], before: Sequence[Tag]) -> tuple[Tag, ...]:
 def check_tag_name(name: str) -> str:
     """Returns a tag name unchanged. Raises `ValueError` if it is not a valid tag name."""
     if not _NAME.fullmatch(name):
-        raise ValueError(
-            f"{user_code.printable(name, 60)!r} is not a valid tag: use at most 40 lower-case letters, digits and underscores"
-        )
+        raise ValueError(f"{user_code.printable(name, 60)!r} is not a valid tag: use at most 40 lower-case letters, digits and underscores")
     return name
 
 

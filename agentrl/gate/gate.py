@@ -363,8 +363,8 @@ def first_version_to_serve(registry: VersionRegistry, gate: Gate | None) -> Poli
 def promoted_result(registry: VersionRegistry, folder: Path) -> PolicyVersion | None:
     """Returns the result of a run with a gate, which is the last promoted version; None if its weights equal those of version 0.
 
-    A version that results from a rollback to version 0 has the hash of version 0. If adapters are trained, it has a different hash, but its
-    adapter does not change the base policy.
+    A version that results from a rollback to version 0 has the hash of version 0. If adapters are trained, such a version has a different
+    hash, but its adapter does not change the base policy.
     """
     promoted, base = registry.latest(VersionState.PROMOTED), registry.get(0)
     if promoted is None or base is None or promoted.sha256 == base.sha256 or measure.is_zero_version(folder, promoted.number):

@@ -122,7 +122,10 @@ class RuleResult(Record):
 
 
 def can_trigger_retry(before: int, now: int) -> bool:
-    """Whether a case is retried if all of `before` attempts passed and none of `now` attempts passes. It is retried for 3 and 3."""
+    """Whether a case is retried if all of `before` attempts passed and none of `now` attempts passes.
+
+    For example, a case is retried after 3 and 3 attempts.
+    """
     return fisher_p_value(0, now, before, before) <= _LOOKS_WORSE
 
 

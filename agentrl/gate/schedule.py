@@ -27,7 +27,7 @@ _POLL_S = 0.05
 class VersionServer:
     """A server that serves only requested versions of the policy, while the policy's servers continue with newer versions.
 
-    The gate uses such a server if `gate.server=own`, and a league uses one too. Call `start` before the first `serve`.
+    The gate uses such a server if `gate.server=own`. A league also uses such a server. Call `start` before the first `serve`.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class GateSchedule:
 async def _is_wanted(gate: Gate, version: PolicyVersion) -> bool:
     """Whether the version must still be evaluated.
 
-    If it was retracted, the new version with the same number is evaluated when that one serves.
+    If the version was retracted, the new version with the same number is evaluated when it serves.
     """
     current = await asyncio.to_thread(gate.registry.get, version.number)
     return current is not None and current.sha256 == version.sha256 and not await asyncio.to_thread(gate.is_rejected, current)

@@ -59,7 +59,7 @@ class AgreementTable:
 class DesignEffects:
     """Design effects (Kish 1965): the number of answers per effective answer.
 
-    Each is at least 1, because answers to the same task are correlated.
+    Each effect is at least 1, because answers to the same task are correlated.
     """
 
     agreement: float = 1.0

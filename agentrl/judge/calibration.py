@@ -38,7 +38,7 @@ class IntervalEstimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """How well a judge agrees with human labels. Answers without a verdict count only in `abstained` and `coverage`."""
+    """The measured agreement of a judge with human labels. Answers without a verdict count only in `abstained` and `coverage`."""
 
     identity: str  # hash of the judge's model, parameters and prompt; empty for a verifier without an identity
     judge: str  # plug-in reference of the judge

@@ -307,7 +307,7 @@ class Endpoint:
         try:
             values = {name: secrets.read_secret(reference).strip() for name, reference in self.headers.items()}
         except UserError as error:
-            raise JudgeError(f"a header for {self._where()}: {error.message}") from None
+            raise JudgeError(f"a header for {self._where()} has no value: {error.message}") from None
         if wrong := next((name for name, value in values.items() if not value.isascii() or not value.isprintable()), ""):
             raise JudgeError(f"the header {wrong} for {self._where()} has a value with characters that are invalid in a header")
         return values

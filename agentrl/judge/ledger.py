@@ -110,7 +110,7 @@ def usage_in(folder: Path) -> JudgeUsage | None:
 class JudgeLedger:
     """A thread-safe cache of replies with usage counters. The database is opened on first use, in memory if `path` is None.
 
-    The methods block. They raise `StoreError` if the database cannot be read or written.
+    The methods block, and raise `StoreError` if the database cannot be read or written.
     """
 
     def __init__(self, path: Path | None) -> None:

@@ -85,7 +85,7 @@ class ModelJudge(JudgeBase):
         return digest({"kind": type(self).__name__, "wording": WORDING, "endpoint": self.endpoint.identity(), "asks": self._asks()})
 
     def prepare(self, *, root: Path, folder: Path | None) -> None:
-        """Prepares the judge. Call it once before the first verdict.
+        """Prepares the judge. Call this method once before the first verdict.
 
         Raises `UserError` if the required calibration is missing, is for other settings, or does not meet the minimums, or if the recipe
         does not start the judge server in `endpoint.url`.

@@ -123,7 +123,7 @@ class JudgeClient:
         """Returns the endpoint's reply.
 
         If the server rejects the prompt, shortens the untrusted text and retries, because an agent could otherwise avoid a verdict by
-        writing much.
+        writing long text.
         """
         for attempt in range(TIMES_SHORTER + 1):
             try:

@@ -40,7 +40,7 @@ class ServedUrl:
     def __call__(self) -> str:
         """Returns the server's address.
 
-        Raises `ServerStarting` while the server is starting, and `JudgeError` if there is no such server or it failed for good.
+        Raises `ServerStarting` while the server is starting, and `JudgeError` if there is no such server or it failed permanently.
         """
         server = _registered.get(self.name)
         if server is None:

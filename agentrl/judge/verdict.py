@@ -59,7 +59,7 @@ def _after_thought(text: str) -> str:
 
     Raises `Unreadable` if the reasoning block is not closed, or if its end is only quoted.
 
-    The judged text may contain `</think>` and a verdict, and a judge may quote it.
+    A judge may quote judged text that contains `</think>` and a verdict.
     """
     if (opened := _OPENS.match(text)) is not None:
         depth = 0

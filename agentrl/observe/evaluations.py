@@ -105,7 +105,7 @@ def read_gate_section(run_dir: Path) -> GateSection:
 def _success_chart(
     title: str, rates: Sequence[tuple[float, float, float, float]], pass_at_k: tuple[tuple[float, float], ...], *, x_name: str
 ) -> Chart | None:
-    """Returns a chart of pass@1 and pass@k. `rates` contains x, pass@1, and the bounds of its interval for each point."""
+    """Returns a chart of pass@1 and pass@k. `rates` contains, for each point, x, pass@1, and the bounds of the interval of pass@1."""
     if not rates:
         return None
     points, intervals = tuple((x, rate) for x, rate, _, _ in rates), tuple((x, low, high) for x, _, low, high in rates)

@@ -37,7 +37,7 @@ Count = Annotated[int, Field(ge=-(1 << 62), le=1 << 62)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Something that happened in a run."""
+    """Base class of the events of a run."""
 
     at: Number = field(default_factory=time.time)  # Unix time in seconds
 

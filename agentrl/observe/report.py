@@ -155,7 +155,7 @@ def _status(summary: Summary | None) -> tuple[str, str]:
 def _sessions(summary: Summary) -> list[tuple[str, ...]]:
     """Returns a row for each session of a run: number, start time, steps done before, how it ended, and why.
 
-    Empty if there was only one.
+    The result is empty if there was only one session.
     """
     rows: list[tuple[str, ...]] = [
         (str(number), one.began, str(one.step), one.ended, printable_text(one.why)[:_MAX_WHY])

@@ -71,7 +71,7 @@ def run_state(path: Path, locks: frozenset[int] | None = None) -> str:
 def held_locks() -> frozenset[int]:
     """Returns the inodes of files that processes on this machine have locked.
 
-    This is used instead of acquiring a driver's lock to test it, which could prevent a driver from starting.
+    Testing a driver's lock by acquiring it could prevent a driver from starting, so /proc/locks is read instead.
     """
     try:
         with open("/proc/locks", encoding="ascii") as file:

@@ -41,7 +41,7 @@ class JsonTail(ABC):
 
     @property
     def notes(self) -> list[str]:
-        """Messages about what could not be read."""
+        """Messages about lines that could not be read."""
         bad = self._bad_lines
         return [f"{self.path.name}: {bad} unreadable {'line' if bad == 1 else 'lines'} ignored"] if bad else []
 
@@ -105,7 +105,7 @@ class MetricsTable(JsonTail):
 
     @property
     def notes(self) -> list[str]:
-        """Messages about what could not be read."""
+        """Messages about lines that could not be read, and about steps that are not shown."""
         limits = f"{MAX_ROWS:,} steps or {MAX_CELLS:,} numbers"
         return super().notes + ([f"metrics.jsonl has more than {limits}; the later ones are not shown"] if self._full else [])
 

@@ -90,7 +90,7 @@ class Progress:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the start."""
+        """Seconds since the tracker was created."""
         return time.monotonic() - self.began
 
     @property

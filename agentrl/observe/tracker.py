@@ -31,9 +31,9 @@ logger = logging.getLogger(__name__)
 class RunTracker(Tracker):
     """Writes `metrics.jsonl`, then calls the other trackers. Use it from one thread only, and close it at the end.
 
-    It also sends alerts about new reasons for excluding episodes and about the first step in which nothing was learned. If a tracker raises
-    an exception, the exception is logged, and the tracker is still called for later events. Only an exception while writing `metrics.jsonl`
-    stops the run. The methods of a tracker must return at once. A tracker that may block is wrapped in
+    The tracker also sends alerts about new reasons for excluding episodes and about the first step in which nothing was learned. If a
+    tracker raises an exception, the exception is logged, and the tracker is still called for later events. Only an exception while writing
+    `metrics.jsonl` stops the run. The methods of a tracker must return at once. A tracker that may block is wrapped in
     `agentrl.observe.background.BackgroundTracker`.
 
     Args:

@@ -1,6 +1,6 @@
 """Prepares episodes for display, such as episodes of the same task before and after training.
 
-`templates/episode.html` shows them as chat bubbles.
+`templates/episode.html` shows the episodes as chat bubbles.
 """
 
 from __future__ import annotations

@@ -146,14 +146,15 @@ class Launcher(Protocol):
         """Returns the number of CPU cores that the part may use; None if it shares the driver's machine."""
 
     async def start(self, command: PartCommand) -> PartHandle:
-        """Starts a part and returns at once. Call it from a thread that outlives the part, because on one machine the part dies with the
-        thread.
+        """Starts a part and returns at once. Call this method from a thread that outlives the part, because a part on the same machine dies
+        with the thread.
 
         Raises `LaunchError` if no host can start it.
         """
 
     async def use_driver(self, url: str, key: str) -> None:
-        """Sets the address from which hosts without a shared disk fetch files. Call it once, before starting parts that need files."""
+        """Sets the address from which hosts without a shared disk fetch files. Call this method once, before any part that needs files is
+        started."""
 
     async def close(self) -> None:
         """Kills the parts that are still running, and releases the hosts. Idempotent."""

@@ -117,11 +117,12 @@ class EpisodeMemory(Protocol):
         """Stores a note for later episodes. Returns (whether it was stored, reply to the agent)."""
 
     def recall(self, query: str, own: Sequence[str] = (), most: int | None = None) -> tuple[bool, str]:
-        """Searches the notes of earlier episodes, or lists the newest if the query is empty. Returns (whether the query is valid, reply).
+        """Searches the notes of earlier episodes, or lists the newest notes if the query is empty. Returns (whether the query is valid,
+        reply).
 
         Args:
             own: this episode's notes, which are shown before other notes.
-            most: maximum number of notes. None means the default of the tool `recall`. If it is 1, the reply is the text of one note
+            most: maximum number of notes. None means the default of the tool `recall`. If `most` is 1, the reply is the text of one note
                 without its number.
         """
 
@@ -214,8 +215,8 @@ class LiveEpisode(Protocol):
     def sub_episode(self, copy: bytes | None) -> AbstractAsyncContextManager[LiveEpisode]:
         """Returns a context manager that yields a view of this episode for a sub-agent, with a separate sandbox opened from `copy`.
 
-        `copy` comes from `working_copy`. The sandbox has the task's specification and is closed when the context exits. Until then, the
-        episode's state cannot be captured.
+        `copy` comes from `working_copy`. The sandbox has the task's specification and is closed when the context exits. Until the context
+        exits, the episode's state cannot be captured.
         """
 
     def running(self, sandbox: Sandbox | None) -> AbstractContextManager[None]:
@@ -233,8 +234,8 @@ class LiveEpisode(Protocol):
         """Marks a point between two turns at which the state may be captured and branches may start.
 
         Args:
-            agent_state: returns the agent's state as a JSON object. It is called only if the state is captured. If it raises `ValueError`,
-                no state is captured and the error is logged.
+            agent_state: returns the agent's state as a JSON object. `agent_state` is called only if the state is captured. If it raises
+                `ValueError`, no state is captured and the error is logged.
         """
 
 

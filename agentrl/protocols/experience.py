@@ -80,7 +80,7 @@ class ExperienceStore(Protocol):
     def expire_scores(self, *, now: float) -> tuple[int, ...]:
         """Closes the pending parts of every episode that has a part whose expiry is at most `now`.
 
-        These episodes remain unscored. Returns the indices of their groups.
+        These episodes remain unscored. Returns the indices of the groups that contain these episodes.
         """
 
     def pending_scores(self, *, limit: int, after: str = "") -> tuple[PendingScore, ...]:

@@ -58,7 +58,7 @@ AWAITING_GROUP_JUDGE = "waits for the judge of its group"
 
 
 class GroupJudge(Protocol):
-    """Scores all attempts at one task together, for example by ranking them. A recipe sets it as `tasks.group_judge`.
+    """Scores all attempts at one task together, for example by ranking them. A recipe sets a group judge as `tasks.group_judge`.
 
     A group judge may also have the members `prepare`, `timeout_s` and `bounds` of a `PreparedVerifier`.
     """

@@ -74,7 +74,8 @@ class Sandbox(Protocol):
 class SandboxBackend(Protocol):
     """Opens sandboxes of one kind (docker, bubblewrap).
 
-    Its factory receives `root`, the folder to which `SandboxSpec.image` is relative, and `run_label`, which marks the sandboxes of a run.
+    The factory of a backend receives `root`, the folder to which `SandboxSpec.image` is relative, and `run_label`, which marks the
+    sandboxes of a run.
     """
 
     name: str

@@ -70,7 +70,8 @@ class PolicyServer(Policy, Protocol):
         until the learner has written the probe of version 0."""
 
     def episode(self, episode_id: str, task_key: str) -> AbstractContextManager[object]:
-        """Returns a context manager for an episode. It allows attempts at the same task, which share a prompt, to use the same server."""
+        """Returns a context manager for an episode. The context allows attempts at the same task, which share a prompt, to use the same
+        server."""
 
     def figures(self) -> dict[str, float]:
         """Returns metrics of the servers: the number of waiting requests, and the load of each server if there are several."""
@@ -96,8 +97,8 @@ class PolicyServer(Policy, Protocol):
 class WeightChannel(Protocol):
     """Loads published versions into a running server.
 
-    Its factory receives the server (`agentrl.serving.VLLMServer`) and `registry_folder`, the folder with the versions. A new channel is
-    created for each server that is started. The server is started for the file channel unless the recipe selects nccl.
+    The factory of a channel receives the server (`agentrl.serving.VLLMServer`) and `registry_folder`, the folder with the versions. A new
+    channel is created for each server that is started. The server is started for the file channel unless the recipe selects nccl.
     """
 
     async def swap(self, version: PolicyVersion, folder: Path, probe: Probe, *, max_abs_diff: float, timeout_s: float) -> SwapReport:

@@ -33,7 +33,8 @@ class Interval(Protocol):
 
 
 class Tracker(Protocol):
-    """Receives the metrics and events of a run in the driver, on a separate thread. Its factory receives the run folder and the recipe.
+    """Receives the metrics and events of a run in the driver, on a separate thread. The factory of a tracker receives the run folder and
+    the recipe.
 
     A tracker inherits from this class and overrides the methods that it needs. Methods that are not overridden do nothing. An exception in
     a tracker is logged. A tracker that is slow or hangs does not delay the run: up to 1,024 events wait in a queue, and further events are
@@ -102,7 +103,7 @@ class EpisodeListener(Protocol):
         return None
 
     def cancelled(self, attempt: Cancelled) -> None:
-        """Handles the cancellation of an attempt. No episode is recorded for it."""
+        """Handles the cancellation of an attempt. No episode is recorded for a cancelled attempt."""
         return None
 
     def scored(self, scored: ScoredEpisode) -> None:

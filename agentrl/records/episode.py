@@ -105,7 +105,7 @@ class EpisodeState(Record):
     """An episode between two turns. From this state, an episode can be resumed, and branched any number of times.
 
     The state contains the files of the working directory, the turns with their tool results, and the state that the agent and its tools
-    have on the host. It does not contain /tmp, running programs, or the memory of a Python session.
+    have on the host. The state does not contain /tmp, running programs, or the memory of a Python session.
     """
 
     __pydantic_config__: ClassVar = {"ser_json_bytes": "base64", "val_json_bytes": "base64"}  # a snapshot is not text

@@ -39,9 +39,9 @@ class Failure(Record):
     def policy_reachable(self) -> bool:
         """Whether the policy can have provoked a fault that excludes its episode.
 
-        This is possible if the fault occurred after the policy's first turn or in scoring, and was not caused by a dead or slow server or
-        by another episode. It is also possible if several rollout workers were lost while they sampled the group. Always False if the
-        policy is to blame, because the episode is then scored.
+        True if the fault occurred after the policy's first turn or in scoring, and was not caused by a dead or slow server or by another
+        episode. Also true if several rollout workers were lost while they sampled the group. Always False if the policy is to blame,
+        because the episode is then scored.
         """
         if self.blame is Blame.POLICY or self.kind in _OTHERS_FAULTS:
             return False

@@ -112,7 +112,8 @@ JsonObject = Annotated[Mapping[str, Any], _By(json_object)]
 
 
 class Record:
-    """Base class of records, which are dataclasses. It checks and converts each field according to its annotation."""
+    """Base class of records, which are dataclasses. A new record checks and converts each field according to the annotation of the
+    field."""
 
     __slots__ = ()
 

@@ -35,7 +35,7 @@ class ScoredEpisode(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cancelled(Record):
-    """An attempt that was cancelled because its group did not need it. It is not a failure and is not trained."""
+    """An attempt that was cancelled because its group did not need it. A cancelled attempt is not a failure and is not trained."""
 
     episode_id: str
     reason: str  # spare: enough attempts had ended; equal: the first attempts had equal scores

@@ -1,7 +1,7 @@
 """Images in conversations: how text and token ids refer to them.
 
-In text, an image is represented by `<image sha256:...>`, with the hash of a PNG file in the run's folder `media`. Before the image is
-stored there, it is represented by `<image base64:...>`, with the bytes of a PNG, JPEG or npy file (`image_text`).
+In text, an image is represented by `<image sha256:...>`, with the hash of a PNG file in the run's folder `media`. Before an image is stored
+in that folder, it is represented by `<image base64:...>`, with the bytes of a PNG, JPEG or npy file (`image_text`).
 
 In token ids, each token of an image also identifies the image: `token | FIRST | tag << 23`, where `FIRST` is set only for the first token
 and the tag is the first 40 bits of the hash. Two contexts are therefore equal if and only if their text and their images are equal, and

@@ -41,7 +41,7 @@ class SandboxSpec(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecResult(Record):
-    """The result of a program that ran in a sandbox. Its output is decoded with replacement characters and is untrusted input.
+    """The result of a program that ran in a sandbox. The program's output is decoded with replacement characters and is untrusted input.
 
     `exit_code` is None if the program was killed. `reason` is then "timeout", "memory" or "killed". For a call in a session, the exit code
     is 0, or 1 after an exception. Any other value means that the session exited (`session_ended`).

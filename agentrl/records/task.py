@@ -18,7 +18,7 @@ from agentrl.records.sandbox import SandboxSpec
 
 
 class Split(StrEnum):
-    """The part of a task family that a task belongs to."""
+    """The split of a task family to which a task belongs."""
 
     TRAIN = "train"
     HELDOUT = "heldout"

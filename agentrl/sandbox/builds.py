@@ -285,7 +285,7 @@ def check_python(api: docker.APIClient, tag: str, source: str) -> None:
     if problem:
         raise TaskError(
             f"{source}: the image {problem}; sandboxes need python3 (3.9 or later) in {ENVIRONMENT['PATH']}",
-            fix="install it in the image, for example with RUN apt-get update && apt-get install -y python3",
+            fix="install python3 in the image, for example with RUN apt-get update && apt-get install -y python3",
         )
 
 

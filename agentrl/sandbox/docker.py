@@ -289,8 +289,8 @@ class DockerBackend(ChannelBackend):
         return self._request(image, [image.program_path, "connect:/agentrl/link", json.dumps(options)], host)
 
     def _shared_container(self, name: str, spec: SandboxSpec, image: ReadyImage, folder: Path) -> dict[str, Any]:
-        """Returns the create request for a shared container. Its limits suffice for all sandboxes in the container, and each sandbox has
-        its own limits.
+        """Returns the create request for a shared container. The limits of the container suffice for all sandboxes in it, and each sandbox
+        has its own limits.
 
         The keeper of the container may create namespaces and mounts; the processes that the keeper starts give up these rights before they
         run a program.

@@ -35,8 +35,8 @@ State = Literal["answers", "silent", "absent"]
 
 
 def daemon_address() -> str:
-    """Returns the local daemon's address: `$DOCKER_HOST`, or the default. Raises `SandboxUnavailable` if the address is not a socket on
-    this machine.
+    """Returns the local daemon's address, which is `$DOCKER_HOST` or the default. Raises `SandboxUnavailable` if the address is not a
+    socket on this machine.
 
     Sandboxes reach the driver through a mounted socket, which a remote daemon cannot provide.
     """

@@ -1,7 +1,7 @@
 """Sandbox images: folders with an `image.toml`, or else a `Dockerfile`. Each version is built once per machine.
 
 An `image.toml` sets `suite`, a Debian release such as "bookworm", and `packages`, a list such as ["python3"], on which the exec server
-runs. If it also sets `pull`, a reference such as "python:3.11-slim", the Docker backend first tries to pull that image.
+runs. If an `image.toml` also sets `pull`, a reference such as "python:3.11-slim", the Docker backend first tries to pull that image.
 
 The result of a build is `<cache>/images/<hash>/base.tar`, with the hash of the `image.toml` or of the build context
 (`agentrl.sandbox.builds`). The archive is unpacked in the same folder for bubblewrap, and imported as `agentrl/<folder name>:<hash>` for
@@ -254,7 +254,8 @@ def record_use(file: Path) -> None:
 
 @contextlib.contextmanager
 def locked(image: Image, name: str = "files", *, timeout_s: float = BUILD_S + 60) -> Iterator[None]:
-    """Holds one of the image's inter-process locks for the block. A lock is released when its process exits. Not re-entrant."""
+    """Holds one of the image's inter-process locks for the block. A lock is released when the process that holds it exits. Not
+    re-entrant."""
     image.folder.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + timeout_s
     with open(image.folder / f"{name}.lock", "w") as lock:

@@ -89,7 +89,7 @@ def write_run_label(folder: Path, backend: str, run_label: str) -> None:
 
 
 def read_run_label(folder: Path) -> tuple[str, str]:
-    """Returns (backend, run label) from a sandbox's folder. Both are empty while the folder is being created or removed."""
+    """Returns (backend, run label) from a sandbox's folder. Both values are empty while the folder is being created or removed."""
     try:
         backend, _, run_label = (folder / "run").read_text().partition("\n")
     except FileNotFoundError:

@@ -119,9 +119,9 @@ def cores(spec: SandboxSpec) -> list[int]:
 def server_capabilities() -> dict[str, int]:
     """Returns a mapping name -> number of the capabilities that the exec server keeps.
 
-    The exec server needs them to kill programs of a different user and to become that user. With SYS_RESOURCE, the exec server ensures that
-    the kernel kills programs before the exec server when memory runs out. SYS_RESOURCE is included only if this process may have it,
-    because some machines withhold it.
+    The exec server needs these capabilities to kill programs of a different user and to become that user. With SYS_RESOURCE, the exec
+    server ensures that the kernel kills programs before the exec server when memory runs out. SYS_RESOURCE is included only if this process
+    may have it, because some machines withhold it.
     """
     status = dict(line.split(":\t", 1) for line in Path("/proc/self/status").read_text().splitlines())
     available = int(status["CapBnd"], 16) >> _CAP_SYS_RESOURCE & 1

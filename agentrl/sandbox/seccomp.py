@@ -12,7 +12,7 @@ alternatives. `scripts/system_calls.py` shows which calls programs need.
 
 These calls are missing on purpose:
 
-- clone3: its flags are behind a pointer. Libraries fall back to clone, whose flags are checked.
+- clone3: the filter cannot check its flags, which are behind a pointer. Libraries fall back to clone, whose flags are checked.
 - io_setup, io_submit and others: the machine has a fixed number of contexts, all of which one sandbox could use.
 - io_uring_*: a second way to make every call, which bypasses the filter.
 - seccomp: compiled filters share one budget per machine, so sandboxes cannot be nested.

@@ -1,7 +1,7 @@
 """The exec server's code for sandboxes: one file, compiled once per image, because compilation would add 8 ms to each start.
 
 Only the image's interpreter can compile code in the form that it loads. So the first sandbox of an image starts from source and compiles it
-before any agent's program runs. The host stores the compiled bytes and mounts them; it never loads them.
+before any agent's program runs. The host stores the compiled bytes and mounts them into sandboxes, but never loads them.
 """
 
 from __future__ import annotations

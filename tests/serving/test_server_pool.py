@@ -491,9 +491,7 @@ def test_the_largest_load_lead(rollout: dict[str, Any], expected: int) -> None:
     assert max_load_lead(RECIPE.but({f"rollout.{key}": value for key, value in rollout.items()})) == expected
 
 
-def test_each_replica_has_a_separate_log_and_a_share_of_the_cores(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_replica_has_a_separate_log_and_a_share_of_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("", "0", "gate")
     pool = [VLLMServer(recipe=RECIPE, model=tmp_path, version=0, run_dir=tmp_path, name=name) for name in names]
     assert [server.log_path.name for server in pool] == ["server.log", "server-0.log", "server-gate.log"] == [*map(server_log_name, names)]

@@ -206,7 +206,7 @@ class _Reader:
         return (when - self.started).total_seconds()
 
     def _note_gaps(self, step: Mapping[str, Any], model: Any) -> None:
-        """Records the data of a step that a trace cannot contain as gaps."""
+        """Records as gaps the data of a step that a trace cannot contain."""
         metrics = object_or_empty(step.get("metrics"))
         if any(metrics.get(key) for key in _TOKEN_KEYS):
             self.gaps.add("exact tokens and logprobs of a step: they are not kept")

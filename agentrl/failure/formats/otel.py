@@ -352,7 +352,7 @@ def _has_indexed_messages(attributes: Mapping[str, Any]) -> bool:
 
 
 def _indexed_messages(attributes: Mapping[str, Any], lists: tuple[str, ...], role: str, gaps: Gaps) -> Iterator[ImportedMessage]:
-    """Yields the messages in the first of `lists` that is not empty, ordered by index. `role` is the role of messages that contain none."""
+    """Yields the messages in the first of `lists` that is not empty, ordered by index. `role` is used for messages without a role."""
     for name in lists:
         items = _indexed_items(attributes, name, gaps)
         for number, item in enumerate(items):

@@ -107,7 +107,9 @@ def _distinct(items: Iterator[Trace | UnreadableDocument]) -> Iterator[Trace | U
         if isinstance(item, Trace):
             file, position = item.origin.get("file", ""), item.origin.get("place", "")
             if item.id in locations:
-                yield UnreadableDocument(Path(file), position, f"is the same as {locations[item.id]}", fix="nothing to do: the trace is read once")
+                yield UnreadableDocument(
+                    Path(file), position, f"is the same as {locations[item.id]}", fix="nothing to do: the trace is read once"
+                )
                 continue
             locations[item.id] = ", ".join(filter(None, (file, position)))
         yield item

@@ -173,8 +173,8 @@ def build_message(
 ) -> ImportedMessage:  # fmt: skip
     """Builds a message. Drops parts that ATIF cannot express, and records them as gaps.
 
-    These are calls in a message with the role `tool`, and reasoning in a message that is not an assistant's and has no calls. Raises
-    `ValueError` if the role is not a printable name of at most 40 characters.
+    The dropped parts are calls in a message with the role `tool`, and reasoning in a message that is not an assistant's and has no calls.
+    Raises `ValueError` if the role is not a printable name of at most 40 characters.
     """
     if not role or len(role) > 40 or not role.isprintable():
         raise ValueError(f"a message has the invalid role {role[:40]!a}")

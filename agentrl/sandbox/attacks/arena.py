@@ -43,11 +43,11 @@ _FORBIDDEN = b"/forbidden"  # a path that attacks request in hidden requests, or
 
 
 class Escaped(Exception):
-    """An attack was not contained. The message is the evidence."""
+    """An attack was not contained. The message contains the evidence."""
 
 
 class AttackFailed(Exception):
-    """An attack did not run as intended, so its result proves nothing. The message says why."""
+    """An attack did not run as intended, so its result proves nothing. The message contains the reason."""
 
 
 class AttackCutOff(AttackFailed):

@@ -71,7 +71,7 @@ class CellBackend(ChannelBackend):
     ) -> None:
         super().__init__(run_label=run_label, root=root, progress=progress)
         if len(key) < wire.SHORTEST_KEY:
-            raise UserError("sandbox.backend=cell: the option key is too short", fix="set it to env:NAME or file:PATH of the cells' key")
+            raise UserError("sandbox.backend=cell: the option key is too short", fix="set key to env:NAME or file:PATH of the cells' key")
         self._key = key.encode()
         self._names = [wire.parse_address(text) for text in addresses]
         self._cells: dict[tuple[str, int], CellState] = {}

@@ -68,7 +68,7 @@ class KubernetesApi:
                 verify = ssl.create_default_context(cafile=authority or str(_ACCOUNT / "ca.crt"))
             except (OSError, ssl.SSLError) as error:
                 raise UserError(
-                    f"cannot read the certificate authority of the Kubernetes API: {error}", fix="set the option authority to its file"
+                    f"cannot read the certificate authority of the Kubernetes API: {error}", fix="set authority to the path of its file"
                 ) from None
         address = url or f"https://{f'[{host}]' if ':' in host else host}:{port}"
         self._date: tuple[datetime, float] | None = None  # of the newest reply: the API's time, and the local monotonic time

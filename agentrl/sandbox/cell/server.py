@@ -187,7 +187,7 @@ class Cell(ClosesOnce):
         return int(self._listener.getsockname()[1])
 
     async def _close(self) -> None:
-        """Closes every connection and with it every sandbox."""
+        """Closes every connection, which also closes every sandbox."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -348,7 +348,7 @@ async def serve_cell(key: str, listen: str, *, sandboxes: int = MAX_SANDBOXES, m
     if problem := await asyncio.to_thread(unavailable_reason):
         raise SandboxUnavailable(
             f"a cell needs bubblewrap: {problem}",
-            fix="install it; a pod needs hostUsers: false, procMount: Unmasked and seccompProfile: Unconfined",
+            fix="install bubblewrap; a pod needs hostUsers: false, procMount: Unmasked and seccompProfile: Unconfined",
         )
     try:
         await asyncio.to_thread(cleanup.prune)  # what killed cells left on this host

@@ -1,7 +1,7 @@
 """Conformance checks for sandbox backends. The checks are shipped with the product, so that they can run on any machine and with any
 user-supplied backend.
 
-Each check opens sandboxes through the public protocol, and acts like a hostile program. `check_conformance` runs all of them.
+Each check opens sandboxes through the public protocol, and acts like a hostile program. `check_conformance` runs all checks.
 """
 
 from __future__ import annotations

@@ -133,8 +133,8 @@ class AllowList:
         self._lookup_slots = asyncio.Semaphore(2)
 
     def lists_address(self, host: str, port: int) -> bool:
-        """Whether `host` is an address for which the list has an address entry, not only a name. Such a server belongs to the author of the
-        list."""
+        """Whether `host` is an address for which the list has an address entry, not only a name. A server that is listed by its address
+        belongs to the author of the list."""
         address = address_literal(host)
         return address is not None and self._listed(address, port)
 

@@ -42,7 +42,7 @@ _PACKET = struct.Struct("=IB")  # number of the call, and its status
 
 
 def run_argv(argument: tuple[list[str], dict[str, str] | None]) -> int:
-    """Replaces this process with a program. If that fails, returns the exit status that a shell would return."""
+    """Replaces this process with a program. If the program cannot start, returns the exit status that a shell would return."""
     argv, changes = argument
     environment = {**ENVIRONMENT, **(changes or {})}
     refused: int | None = errno.ENOENT

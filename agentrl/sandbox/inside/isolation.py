@@ -4,8 +4,8 @@ In a shared container, the keeper forks this process into a new pid namespace, w
 and continues as an exec server, which gives up those rights. Until then, the process reads nothing that other processes can write, and no
 program runs in the sandbox.
 
-The file tree is an overlay of the image, with new device files. So sandboxes do not share inodes, file locks, pipes or inotify watches. The
-daemon's filter refuses `pivot_root`, so the new tree is moved over the old one.
+The file tree is an overlay of the image, with new device files. So sandboxes do not share inodes, file locks, pipes or inotify watches.
+Docker's system call filter refuses `pivot_root`, so the new tree is moved over the old tree.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def _build_tree(description: Request) -> None:
 
 
 def _add_files(sandbox: Request, groups: Groups, program: bytes) -> None:
-    """Adds /agentrl with the files of this sandbox. Some of these files replace files in the image or in /sys. All of them are
+    """Adds /agentrl with the files of this sandbox. Some of these files replace files in the image or in /sys. All files in /agentrl are
     read-only."""
     own = f"{_TREE}/agentrl"
     mount(sandbox["name"], own, "tmpfs", _PLAIN, f"size={(1 << 17) + len(program)},mode=0755")

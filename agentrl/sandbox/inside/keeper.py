@@ -149,7 +149,8 @@ class Keeper:
             os._exit(1)
 
     def _keep_only(self, handed: dict[str, int]) -> socket.socket:
-        """Closes every descriptor except those of this sandbox. Returns the sandbox's connection to the host."""
+        """Closes every descriptor except the descriptors that the host sent for this sandbox. Returns the sandbox's connection to the
+        host."""
         os.setsid()
         nothing = os.open("/dev/null", os.O_RDWR)
         targets = {number: handed[name] for name, number in (("link", HOST_FD), ("egress", EGRESS_FD)) if name in handed}

@@ -291,7 +291,7 @@ class Server:
             program.deadline += time.monotonic() - before
 
     def _reap(self, program: Program | None) -> None:
-        """Reaps all processes that have exited. All orphans in the sandbox become children of process 1."""
+        """Reaps all processes that have exited. All orphaned processes in the sandbox become children of process 1."""
         with contextlib.suppress(BlockingIOError):
             os.read(self.wake, 4096)
         while True:

@@ -7,9 +7,9 @@ entry may have changed or disappeared since its folder was read.
 Files and folders are opened by name in an open folder, never by path and never through a link. So the time is linear in the size of the
 tree, and no entry leads out of the tree.
 
-An archive is a simple tar file (POSIX.1-1988 headers, pax records for long names), written and read as a stream. It contains regular files,
-folders, links and hard links. The standard library's `tarfile` takes longer to import than most archives take to write, and is lenient by
-design. Archives that are read are untrusted: this module rejects anything that it would not write.
+An archive is a simple tar file (POSIX.1-1988 headers, pax records for long names), written and read as a stream. An archive contains
+regular files, folders, links and hard links. The standard library's `tarfile` takes longer to import than most archives take to write, and
+is lenient by design. Archives that are read are untrusted: this module rejects anything that it would not write.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Starts programs. A child process is forked and prepared before it is needed, so that a call waits only for the program.
 
 The server forks the child after a reply. The waiting child runs as the server's user, so programs that were left running cannot reach it.
-The child counts towards the limit on processes. It becomes the snippet or the session that it receives, or launches a program and waits
-again. No child waits while a snippet runs; a child waits during a call in a session. The first bytes of a child's standard input describe
-its work; the rest is the program's input.
+The child counts towards the limit on processes. The child becomes the snippet or the session that it receives, or launches a program and
+waits again. No child waits while a snippet runs; a child waits during a call in a session. The first bytes of a child's standard input
+describe its work; the rest is the program's input.
 
 If the child became the program, it would discard its copy of the server's memory, which is more work than most programs do. So the child
 launches programs with posix_spawn(3), which does not copy the memory. If posix_spawn fails, the child becomes the program. A program must

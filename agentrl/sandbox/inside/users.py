@@ -2,7 +2,7 @@
 
 If root starts the server, the server switches to a separate user with the few capabilities (`rights`) that it needs. Programs run as a
 different user, the agent, without these rights: they cannot signal or trace the server, or change its limits. If there is only one user
-(bubblewrap without root), process 1 still cannot be signalled from inside and is not dumpable.
+(bubblewrap without root), process 1 still cannot be signalled from inside the sandbox and is not dumpable.
 
 Some kernel resources are not charged to any sandbox. Such resources are limited before any program runs, or counted while programs run.
 File locks use kernel memory that is neither charged nor limited, and so do the bytes in a loopback connection that is not accepted yet.
@@ -77,7 +77,7 @@ def prctl(option: int, value: int) -> None:
 
 
 def set_capabilities(numbers: Sequence[int]) -> None:
-    """Sets the permitted and effective capabilities of this process to `numbers`. None of them is inheritable."""
+    """Sets the permitted and effective capabilities of this process to `numbers`. None of these capabilities is inheritable."""
     mask = sum(1 << number for number in numbers)
     if LIBC.capset(struct.pack("=Ii", _CAPABILITY_VERSION_3, 0), struct.pack("=6I", mask, mask, 0, 0, 0, 0)) != 0:
         raise last_error("capset")
@@ -151,8 +151,8 @@ def _is_mapped(user: int) -> bool:
 
 
 def become_server(options: Request) -> Users:
-    """Gives up root irrevocably, except for the capabilities `rights`. Returns the users, which are the same if this process was not
-    started as root."""
+    """Gives up root irrevocably, except for the capabilities `rights`. Returns the users of the server and the programs, who are the same
+    user if this process was not started as root."""
     if os.geteuid() != 0:
         return Users(os.geteuid(), os.geteuid(), options["open_files"], grouped=options["grouped"])
     for path, limit in options.get("tmpfs", {}).items():
@@ -225,7 +225,8 @@ class Watch:
         return over
 
     def too_many_locks(self) -> bool:
-        """Whether this pid namespace holds too many locks. Skips locks of open files, because the kernel lists those of all sandboxes."""
+        """Whether this pid namespace holds too many locks. Skips locks of open files, because the kernel lists such locks of all
+        sandboxes."""
         count = at = 0
         while count <= MAX_LOCKS and (data := _content(self.locks, at)):
             count, at = count + data.count(b"\n") - data.count(b"OFDLCK"), at + len(data)

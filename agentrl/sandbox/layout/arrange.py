@@ -1,10 +1,10 @@
-"""The last build step of an image from a Dockerfile. It arranges the paths that programs expect under a read-only root.
+"""The last build step of an image from a Dockerfile. This step arranges the paths that programs expect under a read-only root.
 
     python3 -I -c SOURCE '{"workdir": "/app", "environment": {"MODE": "test"}}'     as root, in the build
 
 Moves the files in the working directory to START, from which each new sandbox copies them, and replaces that directory with a link to the
-sandbox's own. Replaces /logs, /tests and /solution with links to folders below /tmp. Uses only the standard library of Python 3.9 or later.
-After a failure, the last printed line is the reason.
+sandbox's working directory. Replaces /logs, /tests and /solution with links to folders below /tmp. Uses only the standard library of Python
+3.9 or later. After a failure, the last printed line is the reason.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_DEPTH = 32
 
 
 class Unfit(Exception):
-    """The Dockerfile must do something differently. The message says what."""
+    """The image of a Dockerfile cannot be arranged. The message says what must change."""
 
 
 def check_bounds(top: str) -> None:
