@@ -39,22 +39,16 @@ def promote_failures(
     version: OfVersion = None,
     most: Annotated[int | None, typer.Option(min=1, help="Maximum number of traces that match the filters; the newest are used.")] = None,
     note: Annotated[str, typer.Option(help="Comment stored in the cases.")] = "",
-    threshold: Annotated[
-        float | None, typer.Option(help="Lowest mean score that passes. Default: the threshold of the environment or evaluation.")
-    ] = None,
+    threshold: Annotated[float | None, typer.Option(help="Lowest passing mean score. Default: as in training or evaluation.")] = None,
     repeats: Annotated[int | None, typer.Option(min=1, max=1000, help="Attempts per case. Default: as set in the suite.")] = None,
     from_turn: Annotated[
-        str,
-        typer.Option(
-            "--from-turn", help="Start the cases at this turn: a number from 1, or `failing` for the turn that the trace's tag names."
-        ),
+        str, typer.Option("--from-turn", help="Start the cases at this turn: a number from 1, or `failing` for the tagged turn.")
     ] = "",
     verifier: Annotated[list[str] | None, typer.Option("--verifier", help="For imported traces: verifier, module:attr.")] = None,
     truths: Annotated[Path | None, typer.Option(help='For imported traces: JSON lines file with {"trace": "ID", "truth": "412"}.')] = None,
     truth_from: Annotated[str, typer.Option(help="For imported traces: key of the correct answer in the origin of each trace.")] = "",
     tools: Annotated[
-        list[str] | None,
-        typer.Option("--tools", help="For imported traces: tool to call instead of returning the recorded results, module:attr."),
+        list[str] | None, typer.Option("--tools", help="For imported traces: tool to call, module:attr. Default: recorded results.")
     ] = None,
     image: Annotated[str, typer.Option(help="For imported traces: sandbox image, for tools and verifiers that use a sandbox.")] = "",
     as_json: JsonFlag = False,

@@ -103,7 +103,9 @@ def fisher_p_value(passed: int, tries: int, before_passed: int, before_tries: in
     number of tries.
     """
     if not (0 <= passed <= tries and 0 <= before_passed <= before_tries):
-        raise ValueError(f"{passed} of {tries} and {before_passed} of {before_tries} are not counts: passed must be from 0 to tries")
+        raise ValueError(
+            f"{passed} of {tries} and {before_passed} of {before_tries} are not counts of passed tries: each must be from 0 to tries"
+        )
     all_tries, all_passed = tries + before_tries, passed + before_passed
     first = max(0, all_passed - before_tries)
     tail = sum(math.comb(tries, k) * math.comb(before_tries, all_passed - k) for k in range(first, passed + 1))

@@ -89,7 +89,7 @@ class WithheldTasks:
         return len(self.cases)
 
     def match(self, task: Task) -> tuple[Case, Overlap] | None:
-        """Returns the case that overlaps with a task, preferably with the overlap `SAME`, and the kind of overlap; None if there is none."""
+        """Returns a case that overlaps with a task, preferably with the overlap `SAME`, and the kind of overlap; None if there is none."""
         twin = None
         for known, case in self._by_prompt.get(_prompt_digest(task), ()) if self._by_prompt else ():
             overlap = overlap_of(known, task)
