@@ -134,7 +134,7 @@ def _paired(some: Sequence[_Item], true: Sequence[_Item], cells: Cells) -> bool:
 
 
 def _tight(some: Sequence[_Item], relative: float) -> bool:
-    """Whether all rows are near enough to each other that any pairing is equivalent."""
+    """Whether all rows are so close to each other that all pairings are equivalent."""
     columns = list(zip(*(item.numbers for item in some), strict=True))
     return all(_close(min(column), max(column), relative) for column in columns)
 

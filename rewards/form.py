@@ -21,7 +21,8 @@ class Length(ConfiguredVerifier):
     """Scores 1 if the length is from `least` to `most`, else 0. With `zero_at`, the score falls linearly from 1 at `most` to 0 at
     `zero_at`.
 
-    Settings are in `task.data["length"]`. A missing answer has length 0. A length in tokens counts all completion tokens of the episode.
+    Settings are in `task.data["length"]`. A length in tokens counts all completion tokens of the episode. In other units, a
+    missing answer has length 0.
     """
 
     name: ClassVar[str] = "length"

@@ -54,8 +54,9 @@ def chaos_run(
 ) -> None:
     """Kill, stop and damage parts of a small real run, and verify that no data is lost.
 
-    Each case verifies that its fault occurred and measures the time until the run recovers. Afterwards, the command checks the ledger, all
-    scores and the remaining processes. The exit code is 1 if a case or a check fails.
+    Each case verifies that its fault occurred and measures the time until the run recovers. Afterwards, the command checks that the ledger
+    adds up, that scoring the episodes again gives the same scores, and that no process or sandbox is left. The exit code is 1 if a case or
+    a check fails.
     """
     from agentrl.chaos import CASES, run_cases, run_soak
 

@@ -164,7 +164,7 @@ def _loads(library: str) -> bool:
 
 
 def metadata_version(package: str) -> str | None:
-    """Returns the version of an installed distribution, without importing it."""
+    """Returns the version of a distribution from its metadata, without importing the package; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -51,7 +51,7 @@ def list_failures(
     phase: OfPhase = "",
     version: OfVersion = None,
     why: OfWhy = "",
-    most: Annotated[int, typer.Option(min=0, help="Number of newest traces to list. The counts include all traces.")] = 20,
+    most: Annotated[int, typer.Option(min=0, help="Number of newest traces to list. The counts cover all failures of the run.")] = 20,
     as_json: JsonFlag = False,
 ) -> None:
     """Count the failures of a run by tag, kind, version and phase, and list the newest traces."""

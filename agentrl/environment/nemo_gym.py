@@ -37,7 +37,7 @@ _RESERVED = frozenset({"verify", "seed_session", "close_session", "aggregate_met
 
 
 class NemoGymSession(Session):
-    """A session at a NeMo Gym server. Options: `row`, the task's row in the data set, and `protocol`, which is `tools` or `gymnasium`."""
+    """A session on a NeMo Gym server. Options: `row`, the task's row in the data set, and `protocol`, which is `tools` or `gymnasium`."""
 
     takes_text = True
     _explicit_close = False

@@ -29,7 +29,7 @@ TOOL = "act"
 
 
 class OpenEnvSession(Session):
-    """A session at an OpenEnv server. Options:
+    """A session on an OpenEnv server. Options:
 
     - `actions`: "text" if the agent's answer is the value of the action's only text field, "tool" if an action is a call of the tool `act`.
       The default is the first of these that fits the server: the environment's own tools, a choice of a few values, text, `act`.

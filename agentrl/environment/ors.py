@@ -19,7 +19,7 @@ _LONGEST_ID = 200
 
 
 class OrsSession(Session):
-    """A session at an ORS server. Options: `split` and `index` identify the task, and `environment` selects one of the server's
+    """A session on an ORS server. Options: `split` and `index` identify the task, and `environment` selects one of the server's
     environments."""
 
     _id = ""

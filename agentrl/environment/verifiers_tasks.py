@@ -27,7 +27,11 @@ SIZE = 10_000
 
 
 def host_spec(spec: EnvironmentSpec) -> HostSpec:
-    """Returns the command of the host for a package. Raises `UserError` if the host's Python environment is not built."""
+    """Returns the command of the host for a package.
+
+    Raises `UserError` if the host's Python environment does not exist, is ambiguous or is not built, or if a secret in the options cannot
+    be read.
+    """
     root, options = current_project(), secrets.resolve_options(spec.options)
     package, folder = _located(root, spec.ref.removeprefix(PREFIX))
     python = environment_python(root, str(options.get("environment") or _environment(root, package)))

@@ -88,8 +88,9 @@ class RedisTransport:
     def check_server(self) -> None:
         """Checks the version and the settings of the server.
 
-        If the server may lose accepted data, raises a `UserError` that contains the commands to fix this. If the server does not respond,
-        raises `StoreError`.
+        Raises `UserError` if the version is below 7.0, if the settings cannot be read, or if the server could lose accepted data or accept
+        entries that fill the driver's memory. For unsuitable settings, the error contains the commands that correct them. Raises
+        `StoreError` if the server does not respond.
         """
         try:
             version = str(self._answer(lambda: self._redis.info("server"))["redis_version"])

@@ -27,7 +27,7 @@ def main() -> int:
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--root", type=Path, help="the project's root, for user-supplied parts in the recipe")
     parser.add_argument("--parent", type=int, default=os.getppid(), help="id of the parent process; this process exits with its parent")
-    parser.add_argument("--driver", help="address of the driver, if this host does not share its disk")
+    parser.add_argument("--driver", help="address of the driver; required if this host does not share its disk")
     parser.add_argument("--mailbox", help="where to send the exit reason for the driver")
     parser.add_argument("--progress", help="where to report progress to the driver")
     arguments = parser.parse_args()

@@ -20,8 +20,8 @@ def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
 
 
 def to_json(record: Any) -> bytes:
-    """Returns a record as UTF-8 JSON. Bytes become base64. Infinite and NaN numbers become the constants `Infinity` and `NaN`, which
-    `from_json` can read."""
+    """Returns a record as UTF-8 JSON. Bytes become base64. Infinities and NaN become the constants `Infinity`, `-Infinity` and `NaN`,
+    which `from_json` can read."""
     return dump(record, inf_nan_mode="constants", bytes_mode="base64")
 
 

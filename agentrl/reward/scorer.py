@@ -1,7 +1,7 @@
 """Scores an episode with the verifiers of its task. Each verifier has a deadline.
 
-A verifier is user code that reads an agent's text. If a verifier fails, the episode receives a reason instead of a value, unless the
-agent's text caused the failure. The run continues in both cases.
+A verifier is user code that reads an agent's text. If a verifier fails, the episode receives a reason instead of a value. If the
+agent's text caused the failure, the verifier's score is its lowest value instead. The run continues in both cases.
 """
 
 from __future__ import annotations

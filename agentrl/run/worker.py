@@ -434,7 +434,7 @@ def _main() -> int:
     parser = argparse.ArgumentParser(description="A rollout worker that the driver of a run starts.")
     parser.add_argument("folder", type=Path, help="run folder; with --driver, this host's copy of some of its files")
     parser.add_argument("parent", type=int, nargs="?", help="process id of the parent; the worker exits when the parent exits")
-    parser.add_argument("--driver", help="address of the driver, if this host does not share its disk")
+    parser.add_argument("--driver", help="address of the driver; required if this host does not share its disk")
     parser.add_argument("--root", type=Path, default=Path(), help="project folder on this host; only with --driver")
     options = parser.parse_args()
     if options.driver is None:

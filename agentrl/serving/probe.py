@@ -127,8 +127,8 @@ def next_token_differences(answer: Any, ours: Mapping[int, float], sampling: Sam
     """Returns the differences (nats) between server and learner for the token after a row, with the sampling settings of rollouts.
 
     The learner's distribution is restricted to the support that the server returns, as in training. A supported token that the learner did
-    not list is at most as likely as the last listed token. For a token that the learner did not list, only a higher server logprob counts
-    as a difference.
+    not list is at most as likely as the last listed token. The difference of such a token is the excess of
+    the server's logprob over that of the last listed token, or 0 if there is none.
 
     Args:
         answer: the server's response, with one sampled token.

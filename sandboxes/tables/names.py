@@ -106,7 +106,7 @@ class Names:
         return self._new(self._stem)
 
     def sibling(self, name: str) -> str:
-        """Returns a name that shares its start or end with `name`: `mean area` for `mean radius`, `visits_2` for `visits`."""
+        """Returns a name that shares its start or end with `name`: `mean area` for `mean radius`, `visits_harbor` for `visits`."""
 
         def make() -> str:
             mark = next((m for m in "_ -/." if m in name), "_")

@@ -59,7 +59,7 @@ def read_harmony(text: str, schemas: Schemas) -> Reading:
 def _parse_header(header: str, *, first: bool) -> tuple[str, str]:
     """Returns the channel and recipient of a message.
 
-    Raises `CallError` if the message is not from the assistant, because the model must not write tool results.
+    Raises `CallError` if the header is invalid, or if the message is not from the assistant: the model must not write tool results.
     """
     if len(header) > _MOST_HEADER:
         raise CallError(f"the header of a message has {len(header)} characters; the maximum is {_MOST_HEADER}")

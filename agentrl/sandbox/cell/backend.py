@@ -190,8 +190,8 @@ class CellBackend(ChannelBackend):
         cell.avoided_until = asyncio.get_running_loop().time() + seconds
 
     def _avoid_silent(self, cell: CellState, problem: str) -> None:
-        """Avoids a cell that did not respond, for twice as long after each failure in a row. Such a cell has the fewest sandboxes, so each
-        opening would try it first."""
+        """Avoids a cell that did not respond: for `AVOID_S`, doubled with each consecutive failure, up to `MOST_AVOID_S`.
+        Such a cell has the fewest sandboxes, so each opening would try it first."""
         cell.failures += 1
         self._avoid(cell, problem, min(AVOID_S * 2 ** min(cell.failures - 1, 10), MOST_AVOID_S))
 

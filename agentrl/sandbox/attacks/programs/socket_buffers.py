@@ -1,4 +1,4 @@
-"""Fills the buffers of sockets and pipes: kernel memory that is charged to no process.
+"""Fills the buffers of sockets: kernel memory that is charged to no process.
 
 kind: resources
 needs: control groups
