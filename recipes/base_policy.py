@@ -109,9 +109,10 @@ def encode(chat: ChatFormat, tokenizer: Any, task: Task, acts: list[Act]) -> dic
 
 
 def make_dataset(tokenizer: Any, seed: int, count: int, batch: int) -> Any:
-    """Returns `count` tokenized demonstrations as a datasets.Dataset, in training order. Shows a progress bar.
+    """Returns up to `count` tokenized demonstrations as a datasets.Dataset, in training order. Shows a progress bar.
 
-    Each batch contains demonstrations of similar length, which halves the padding. The batches are in random order.
+    Each batch contains demonstrations of similar length, which halves the padding. The batches are in random order. Excludes demonstrations
+    of more than `MOST_TOKENS` tokens and incomplete batches.
     """
     from datasets import Dataset
     from tqdm import tqdm

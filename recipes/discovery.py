@@ -99,7 +99,8 @@ def _check(network: Sequence[Comparator]) -> dict[str, object]:
 
 
 def read_networks(run: Path, channels: int) -> Iterator[list[Comparator]]:
-    """Yields the final network of each training episode of a run. Each network includes the comparators with which the episode started."""
+    """Yields the final network of each training episode of a run, except for episodes without a score or with an invalid action. Each
+    network includes the comparators with which the episode started."""
     store = StoreReader(run / "experience.sqlite")
     try:
         for entry in store.entries():

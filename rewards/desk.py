@@ -53,7 +53,7 @@ class DeskVerifier:
     name = "desk"
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
-        """Scores an episode."""
+        """Scores an episode. An episode without turns or without an environment is unscored."""
         if task.environment is None or not any(trajectory.turns for trajectory in episode.trajectories):
             return Score(value=None, reason="the episode has no turns")
         goal, orders = task.data["goal"], task.environment.options["records"]

@@ -31,7 +31,7 @@ class Exact(ConfiguredVerifier):
     """Maximum length in characters; a longer answer is wrong."""
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
-        """Scores the answer."""
+        """Scores the answer. Raises `TaskError` if the truth or a setting is invalid."""
         rules = self.for_task(task)
         truth = rules.truth_of(task)
         truths = truth if isinstance(truth, list) else [truth]

@@ -15,7 +15,10 @@ _BOLD = re.compile(r"\*\*([^*]+)\*\*\.?")  # bold text in Markdown
 
 
 def final(text: str) -> str:
-    """Returns the text at the last mark, or the full text if there is no mark. Strips white space, bold marks and a final full stop."""
+    """Returns the text at the last mark, or the full text if there is no mark. Strips white space, bold marks and a final full stop.
+
+    The result is empty if the last box is not closed.
+    """
     box = max((match.end() for match in _BOX.finditer(text)), default=-1)
     if (hashes := text.rfind(_HASHES)) > box:
         text = text[hashes + len(_HASHES) :].strip().partition("\n")[0]

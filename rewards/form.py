@@ -55,7 +55,8 @@ class Form(ConfiguredVerifier):
     """Scores 1 if every rule holds, else 0. Each rule is a part of the score, and the part `terms` is the share of rules that hold.
     Settings are in `task.data["form"]`.
 
-    White space at both ends of the answer is ignored. For patterns, see `rewards.pattern`; for schemas, see `rewards.json_schema`.
+    White space at both ends of the answer is ignored. An empty answer breaks the rule `not_empty`. For patterns, see `rewards.pattern`; for
+    schemas, see `rewards.json_schema`.
     """
 
     name: ClassVar[str] = "form"

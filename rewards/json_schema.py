@@ -53,7 +53,7 @@ class JsonSchema(ConfiguredVerifier):
         require_package("jsonschema")
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
-        """Scores the answer."""
+        """Scores the answer. Raises `TaskError` if the truth, the schema or a setting is invalid."""
         rules = self.for_task(task)
         schema = rules.json_schema if rules.json_schema is not None else task.data.get("schema")
         if not isinstance(schema, Mapping | bool):

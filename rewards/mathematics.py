@@ -65,7 +65,7 @@ class Mathematics(ConfiguredVerifier):
         require_package("math_verify")
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
-        """Scores the answer."""
+        """Scores the answer. Raises `TaskError` if the truth or a setting is invalid."""
         rules = self.for_task(task)
         truth = expression(str(rules.truth_of(task)))
         text, problem = answer_of(episode, after=rules.after, longest=LONGEST)

@@ -111,7 +111,7 @@ class Numeric(ConfiguredVerifier):
         return text
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
-        """Scores the answer."""
+        """Scores the answer. Raises `TaskError` if the truth or a setting is invalid."""
         rules = self.for_task(task)
         truth = rules.truth_of(task)
         written = amount(str(truth)) if isinstance(truth, str | int | float) and not isinstance(truth, bool) else None

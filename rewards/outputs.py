@@ -52,7 +52,7 @@ class Outputs(ConfiguredVerifier):
     """Maximum size of a file in bytes; a larger file is wrong."""
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
-        """Scores the files."""
+        """Scores the files. Raises `TaskError` if the truth or a setting is invalid."""
         rules = self.for_task(task)
         truth = rules.truth_of(task)
         if not isinstance(truth, Mapping) or not truth:
@@ -154,7 +154,7 @@ def same(given: Any, wanted: Any, *, relative: float, part: bool = False) -> boo
 
 
 def table(text: str) -> list[list[str]]:
-    """Returns the rows of a CSV string, header first, with stripped cells. Raises `ValueError` if the string is not a valid table."""
+    """Returns the rows of a CSV string, header first, with stripped cells. Raises `ValueError` if the table is invalid or too large."""
     try:
         rows = [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(text.removeprefix("\ufeff")), strict=True) if row]
     except csv.Error as error:

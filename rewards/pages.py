@@ -15,8 +15,8 @@ async def correct_number(task: Task, episode: Episode) -> Score:
     """Scores 1.0 if the submitted number is correct, else 0.0.
 
     A sub-agent with one page scores 1.0 if it answers with the number on the page. If the number is on a different page, it scores 1.0 for
-    any answer that is not a number. In all other cases, the sub-agent scores 0.0. For a sub-agent, `without` is the value that the episode
-    would have without it: 0.0 if no other sub-agent answered with the correct number.
+    any answer that is not a number. In all other cases, the sub-agent scores 0.0. Other agents have no score of their own. `without` is 0.0
+    for a sub-agent if it is the only one that answered with the correct number, and otherwise the episode's value.
     """
     truth = str(task.data["answer"])
     value = float(episode.answer is not None and episode.answer.strip() == truth)
@@ -32,9 +32,9 @@ async def correct_number(task: Task, episode: Episode) -> Score:
 async def answered(task: Task, episode: Episode) -> Score:
     """Scores 1.0 if the answer has one line per page and every line is correct, else 0.0. Compares numbers as `rewards.tables` does.
 
-    A sub-agent with one page scores 1.0 if it answers that page's question correctly, else 0.0. `without` is 0.0 for a sub-agent if no
-    other sub-agent answered its page correctly. The part `split` is the share of pages with a sub-agent, and the part `helpers` is the
-    share of these sub-agents that answered correctly.
+    A sub-agent with one page scores 1.0 if it answers that page's question correctly, else 0.0. `without` is 0.0 for a sub-agent if it is
+    the only one that answered its page correctly, and otherwise the episode's value. The part `split` is the share of pages with a
+    sub-agent. The part `helpers` is the share of these sub-agents that answered correctly, and is missing if there are none.
     """
     lines = _lines(episode.answer)
     right = len(lines) == len(task.data["answers"]) and all(_right(task, page, line) for page, line in enumerate(lines, 1))

@@ -27,7 +27,8 @@ class Pattern(ConfiguredVerifier):
     """Scores 1 if the full answer matches, else 0. The pattern is `pattern` or, if `pattern` is empty, the truth. Settings are in
     `task.data["pattern"]`.
 
-    Digits and word characters are ASCII, as with `re.ASCII`.
+    White space at both ends of the answer is ignored, and an empty answer scores 0. Digits and word characters are ASCII, as with
+    `re.ASCII`.
     """
 
     name: ClassVar[str] = "pattern"
@@ -52,7 +53,7 @@ class Pattern(ConfiguredVerifier):
         return text
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
-        """Scores the answer."""
+        """Scores the answer. Raises `TaskError` if the truth or a setting is invalid."""
         rules = self.for_task(task)
         wanted = rules.pattern or rules.truth_of(task)
         try:

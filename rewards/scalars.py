@@ -32,7 +32,10 @@ class Node(NamedTuple):
 
 
 def numeral(sign: str, digits: str, base: str) -> Node | None:
-    """Returns a numeral in a base, whose value includes the base; None if the string is a symbol with a subscript."""
+    """Returns a numeral in a base, whose value includes the base; None if the string is a symbol with a subscript.
+
+    Raises `Unreadable` if a digit is not valid in the base.
+    """
     number = _BASES.get(base) or (int(base) if base.isdigit() else 0)
     if not digits[0].isdigit() and not 11 <= number <= 36:
         return None
@@ -238,7 +241,7 @@ class Scalar:
         return node
 
     def _argument(self) -> Node:
-        r"""Returns an argument of \\frac and similar commands: the expression in braces, or one token. If the token is a number of several
+        r"""Returns an argument of \frac and similar commands: the expression in braces, or one token. If the token is a number of several
         digits, only its first digit is the argument."""
         if self._next() == "{":
             return self._group("{")

@@ -168,7 +168,10 @@ _COMMANDS = _names("frac sqrt binom pm mp pi infty le ge ne in cup cap setminus 
 
 
 def split(tokens: Sequence[Token], *signs: str) -> tuple[list[list[Token]], list[str]]:
-    """Splits the tokens at the given signs, except inside brackets. Returns the pieces, and the signs between the pieces."""
+    """Splits the tokens at the given signs, except inside brackets. Returns the pieces, and the signs between the pieces.
+
+    Raises `Unreadable` if brackets do not match or are nested too deeply.
+    """
     pieces: list[list[Token]] = [[]]
     between: list[str] = []
     depth = 0

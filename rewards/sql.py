@@ -67,7 +67,7 @@ class Sql(ConfiguredVerifier):
     """The query is the text after the last occurrence of this string. Empty: the query is the full submission."""
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
-        """Scores the query."""
+        """Scores the query. Raises `TaskError` if the truth, a database script or a setting is invalid."""
         rules = self.for_task(task)
         truth, scripts = rules.truth_of(task), rules.databases or task.data.get("databases", ())
         scripts = [scripts] if isinstance(scripts, str) else list(scripts)
@@ -226,7 +226,10 @@ def _executed(name: str, query: str) -> Result | None:
 
 
 def execute(name: str, query: str) -> Result:
-    """Returns the result of a query on the database `name`, read-only. Raises `Refused`."""
+    """Returns the result of a query on the database `name`, read-only.
+
+    Raises `Refused` if the string is not exactly one query, or if the query is not allowed, fails or exceeds a limit.
+    """
     single = statements(query)
     if len(single) != 1:
         raise Refused(f"{len(single)} statements instead of one query")

@@ -42,7 +42,7 @@ def orders(query: str) -> bool:
 
 
 def literals(query: str) -> list[str | int | float]:
-    """Returns the strings and numbers in a query."""
+    """Returns the strings and numbers in a query, without numbers of 19 or more characters."""
     values: list[str | int | float] = []
     for kind, match in _tokens(query):
         token = match[0]

@@ -29,7 +29,7 @@ async def exact_answer(task: Task, episode: Episode) -> Score:
 
 
 def says(answer: str, truth: str, tolerance: float = 0.0) -> bool:
-    """Whether an answer equals the truth, as text or as a number."""
+    """Whether an answer equals the truth, as text or as a number within a relative 1e-6 or the absolute `tolerance`."""
     answer = answer.strip()
     if answer == truth:
         return True

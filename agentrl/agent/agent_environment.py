@@ -66,7 +66,8 @@ class AgentEnvironment:
     async def open(cls, episode: LiveEpisode, chat: ChatFormat, instructions: str | None = None) -> AgentEnvironment:
         """Returns the environment of an episode, either at its start or in the state from which the episode resumes.
 
-        `instructions` replaces the task's system messages and the environment's instructions; None keeps both.
+        `instructions` replaces the task's system messages and the environment's instructions; None keeps both. Raises `PluginError` if the
+        environment has roles, and `EnvironmentFault` if it fails or a repeated action gives a different result.
         """
         environment = await episode.environment()
         check_roles(environment, "turns")
@@ -94,7 +95,7 @@ class AgentEnvironment:
         return not self.schemas or getattr(self._environment, "takes_text", False)
 
     def prompt(self, observation: str) -> tuple[Message, ...]:
-        """Returns the first messages of a context that starts with an observation."""
+        """Returns the first messages of a context that starts with an observation, which is cut to the limit on a tool's output."""
         task, text = self._episode.task, clip(observation, self._chars)
         if self._instructions is not None:
             return environment_prompt(with_instructions(task.prompt, self._instructions), "", text)
@@ -135,7 +136,8 @@ class AgentEnvironment:
         return ToolResult(name=USER, output=output, ok=outcome.ok, wall_s=wall_s, reward=outcome.reward, parts=outcome.parts)
 
     async def act(self, action: str | ToolCall) -> ToolOutcome:
-        """Applies an action. If the rules forbid the action, the outcome is an error instead of an observation."""
+        """Applies an action. If the rules forbid the action, the outcome is an error with the action's cost. After the last step, the
+        outcome is an error without a reward."""
         if self.ended:
             return ToolOutcome(output="error: the episode has ended", ok=False)
         if isinstance(action, str) and self.choices and action not in self.choices:
@@ -172,7 +174,8 @@ class AgentEnvironment:
         return ToolOutcome(output=f"error: {why}", ok=False, reward=self._lowest or 0.0)
 
     async def state(self) -> dict[str, Any]:
-        """Returns the state of the environment as JSON data. Raises `ValueError` if the state cannot be captured."""
+        """Returns the state of the environment as JSON data; empty if a resumed episode repeats the recorded actions instead. Raises
+        `ValueError` if the state cannot be captured."""
         if self.spec.resume == "replay":
             return {}
         if self.spec.resume == "restart" or not is_resumable(self._environment):
@@ -255,11 +258,13 @@ async def check_environment(task: Task, chat: ChatFormat, agent: str = "turns") 
     try:
         environment = await open_environment(task.environment)
     except EnvironmentFault as error:
-        fix = "correct the environment, or tasks.family.options"
-        raise UserError(f"tasks.family: the environment {task.environment.ref!r} does not start: {error}", fix=fix) from error
+        raise _start_error(task.environment, error) from error
     try:
         check_roles(environment, agent)
-        first = await environment.reset()
+        try:
+            first = await environment.reset()
+        except EnvironmentFault as error:
+            raise _start_error(task.environment, error) from error
         observations = [*first.values()] if isinstance(first, Mapping) else [first]  # a game returns role -> observation
         for choice in chain(environment.actions or (), *(observation.actions for observation in observations)):
             if isinstance(choice, str) and (problem := chat.choice_problem(choice, task.limits.turn_tokens)):
@@ -281,11 +286,17 @@ async def check_environment(task: Task, chat: ChatFormat, agent: str = "turns") 
         await environment.close()
 
 
+def _start_error(spec: EnvironmentSpec, error: EnvironmentFault) -> UserError:
+    fix = "correct the environment, or tasks.family.options"
+    return UserError(f"tasks.family: the environment {spec.ref!r} does not start: {error}", fix=fix)
+
+
 def environment_prompt(prompt: Sequence[Message], instructions: str, observation: str) -> tuple[Message, ...]:
     """Returns a task's prompt with the observation as a user message, and with the instructions as the system message if the prompt has
     none.
 
-    An observation after a user message becomes part of it, because many chat templates reject two user messages in a row.
+    An observation after a user message becomes part of that message, because many chat templates reject two user messages in a row. If the
+    prompt has messages, an empty observation adds nothing.
     """
     if instructions and not any(message.role == "system" for message in prompt):
         prompt = with_instructions(prompt, instructions)

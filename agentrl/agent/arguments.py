@@ -1,4 +1,4 @@
-"""Checks the arguments of a tool call against the tool's JSON schema, and builds an example of valid arguments.
+"""Checks the arguments of a tool call against the tool's JSON schema, and builds an example of the arguments.
 
 A schema may come from an MCP server or a client. Anything that cannot be checked in bounded time (patterns, formats, circular references)
 is not checked.
@@ -61,7 +61,8 @@ class Parameters:
         return self._errors(self._root, dict(arguments), "", 0)
 
     def sample(self) -> Any:
-        """Returns arguments that fit the schema: the required arguments, or the first argument if none is required."""
+        """Returns an example of the arguments: the required arguments, or the first argument if none is required. Ignores ranges such as
+        `minimum`; values beyond the maximum number are None."""
         return self._sample(self._root, 0)
 
     def _sample(self, schema: Any, depth: int) -> Any:
@@ -183,7 +184,7 @@ def argument_example(schema: Mapping[str, Any]) -> str:
 
 
 def argument_errors(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
-    """Returns the errors in a call's arguments, separated by semicolons; empty if there are none."""
+    """Returns the first `MAX_ERRORS` errors in a call's arguments, separated by semicolons; empty if there are none."""
     errors = Parameters(schema).errors(arguments)
     more = [f"and {len(errors) - MAX_ERRORS} more"] if len(errors) > MAX_ERRORS else []
     return printable("; ".join(errors[:MAX_ERRORS] + more), 1500)
@@ -225,7 +226,7 @@ def _list(schema: Mapping[str, Any], key: str) -> Sequence[Any]:
 
 
 def _enumerated(schema: Mapping[str, Any]) -> Sequence[Any] | None:
-    """Returns the values of a schema's `enum` or `const`; None if it has neither."""
+    """Returns the values of a schema's `enum` or `const`; None if it has neither, or only an empty `enum`."""
     return _list(schema, "enum") or ([schema["const"]] if "const" in schema else None)
 
 

@@ -84,7 +84,7 @@ def too_many(count: int) -> str:
 
 
 def parse_call(name: str, arguments: str) -> ToolCall | str:
-    """Builds a call from its name and the JSON text of its arguments. Returns the call, or an error worded for the model."""
+    """Builds a call from its name and the JSON text (may be empty) of its arguments. Returns the call, or an error worded for the model."""
     try:
         return build_call(name, read_json(arguments.strip() or "{}"))
     except CallError as error:
@@ -92,8 +92,8 @@ def parse_call(name: str, arguments: str) -> ToolCall | str:
 
 
 def call_from_object(data: Any, *, key: str = "arguments") -> ToolCall:
-    """Returns the call in a JSON object, with its arguments under `key`, or without arguments if this key is missing. Raises
-    `CallError`."""
+    """Returns the call in a JSON object, with its arguments under `key`, or without arguments if this key is missing. Raises `CallError` if
+    the value is not such an object, or as `build_call` does."""
     wanted = f'tool call must be an object with "name" and "{key}"'
     if not isinstance(data, dict) or not isinstance(data.get("name"), str):
         raise CallError(wanted)
@@ -104,7 +104,8 @@ def call_from_object(data: Any, *, key: str = "arguments") -> ToolCall:
 
 
 def build_call(name: str, arguments: Any, *, key: str = "arguments") -> ToolCall:
-    """Returns the record of a call. `key` is the key under which the model wrote the arguments. Raises `CallError`."""
+    """Returns the record of a call. `key` is the key under which the model wrote the arguments. Raises `CallError` if the arguments are not
+    an object, or if the name or the arguments are invalid or exceed the bounds."""
     if not isinstance(arguments, dict):
         raise CallError(f'tool call "{key}" must be an object')
     if len(name) > MAX_NAME:
@@ -124,7 +125,8 @@ def read_json(text: str) -> Any:
 
 
 def scan_json(text: str, at: int) -> tuple[Any, int]:
-    """Skips white space, and returns the JSON value that follows and the position of its end. Raises `CallError`."""
+    """Skips white space, and returns the JSON value that follows and the position of its end. Raises `CallError` if the JSON is invalid or
+    exceeds the bounds of a call."""
     at = skip_space(text, at)
     try:
         value, end = _JSON.raw_decode(text, at)
@@ -141,7 +143,7 @@ def scan_json(text: str, at: int) -> tuple[Any, int]:
 
 def _read_to(text: str, at: int) -> int:
     """Returns the position where a rejected JSON value ends: at its own end, at its first syntax error, or at the end of the text if a
-    string is not closed."""
+    string is not closed. Returns `at` if the value is nested too deeply."""
     try:
         return _ANY_JSON.raw_decode(text, at)[1]
     except json.JSONDecodeError as error:
@@ -162,14 +164,14 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def integer(digits: str) -> int:
-    """Parses an integer of at most `MAX_DIGITS` digits. Raises `CallError`."""
+    """Parses an integer. Raises `CallError` if it has more than `MAX_DIGITS` digits."""
     if len(digits.removeprefix("-")) > MAX_DIGITS:
         raise CallError(f"tool call contains an integer of {len(digits)} digits; the maximum is {MAX_DIGITS}: write it as a string")
     return int(digits)
 
 
 def number(digits: str) -> float:
-    """Parses a finite number. Raises `CallError`."""
+    """Parses a number. Raises `CallError` if it is too large for a finite float."""
     value = float(digits)
     if not math.isfinite(value):
         raise CallError(f"tool call contains {digits[:40]}, which is not a finite number: write it as a string")

@@ -45,7 +45,7 @@ class ParsedCompletion:
     errors: tuple[str, ...] = ()
     answer: str = ""  # the message without the reasoning
     call_ids: tuple[str, ...] = ()  # the ids that the model gave the message's tool calls; empty if the form has no ids
-    end: int | None = None  # the token that ended the turn
+    end: int | None = None  # the token that ended the turn; None if the completion was cut off
 
 
 class ChatFormat:
@@ -60,9 +60,10 @@ class ChatFormat:
             instead of extending the old one.
 
     Raises:
-        UserError: the tokenizer has no chat template or no end-of-turn token, no form reads the template's tool calls, or the template
-            cannot be extended exactly: it does not end an assistant turn with an end-of-turn token, does not show tool outputs, writes
-            control tokens that the tokenizer splits, or rewrites earlier turns.
+        UserError: the tokenizer has no chat template or no end-of-turn token, `tool_format` is unknown, no form reads the template's tool
+            calls, `rewritten` is `restart` for a template that can be extended exactly, or the template is unusable: it does not end an
+            assistant turn with an end-of-turn token, does not show tool outputs, writes control tokens that the tokenizer splits, or, if
+            `rewritten` is `refuse`, rewrites earlier turns.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, tool_format: str | None = None, rewritten: Rewritten = "refuse") -> None:
@@ -122,7 +123,8 @@ class ChatFormat:
         return str(self._tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False))
 
     async def refer(self, text: str) -> str:
-        """Stores the images in a string, and returns the string with references to them. Raises `InvalidImage`."""
+        """Stores the images in a string, and returns the string with references to them. If the model reads only text, replaces the images
+        with a note. Raises `InvalidImage` if an image is invalid, or if there are too many."""
         if MARK not in text:
             return text
         if self._renderer.images is None:
@@ -139,7 +141,8 @@ class ChatFormat:
             return error.message
 
     def check_user_turns(self) -> None:
-        """Raises `UserError` if user messages cannot follow the agent's turns. Agents that need user messages call this method early."""
+        """Raises `UserError` if user messages cannot extend a context exactly and `rewritten` is `refuse`. Agents that need user messages
+        call this method early."""
         self._check_extended(self.user_rewrite_reason, " by user messages")
 
     @property
@@ -148,7 +151,7 @@ class ChatFormat:
         return not self.rewrite_reason
 
     def opening(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-        """Returns the token ids of the prompt, up to the start of the first assistant turn."""
+        """Returns the token ids of the prompt, up to the first assistant turn. Raises `UserError` if the template rejects the prompt."""
         return self._renderer.ids(self._renderer.text(self._renderer.messages(messages), schemas))
 
     def tool_delta(self, outputs: Sequence[str], after: ParsedCompletion | None = None) -> tuple[int, ...]:
@@ -194,7 +197,7 @@ class ChatFormat:
 
     def answer_delta(self, results: Sequence[ToolResult], after: ParsedCompletion) -> tuple[int, ...]:
         """Returns the token ids that show the recorded results of the turn `after`: the user message that follows it, or its tool
-        outputs."""
+        outputs. Raises `RuntimeError` if `answer_rewrite_reason` is not empty."""
         text = user_message(after.message, results)
         return self.tool_delta([result.output for result in results], after) if text is None else self.user_delta(text, after)
 
@@ -203,8 +206,8 @@ class ChatFormat:
         return self.rewrite_reason if user_message(after.message, results) is None else self.user_rewrite_reason
 
     def _unforged(self, ids: tuple[int, ...], withheld: tuple[int, ...], after: ParsedCompletion | None) -> tuple[int, ...]:
-        """Returns `ids`, or `withheld` if the control tokens in `ids` differ from those in `withheld`. Omits the end-of-turn token if the
-        turn `after` already ends with it."""
+        """Returns `ids`, or `withheld` if the control tokens in `ids` differ from those in `withheld`. Omits the first token, which ends
+        the turn `after`, unless a turn may end with the first token of the next one and `after` ended with a different token."""
         ids = ids if self._controls(ids) == self._controls(withheld) else withheld
         return ids if self._hands_over and after is not None and after.end not in (None, ids[0]) else ids[1:]
 
@@ -213,7 +216,8 @@ class ChatFormat:
     ) -> tuple[int, ...]:
         """Returns the ids of a complete conversation for a template that is not `exact`.
 
-        `conversation` contains all messages after the prompt. These messages are untrusted: control tokens in them are escaped.
+        `conversation` contains all messages after the prompt. These messages are untrusted: control tokens in them are escaped. Raises
+        `UserError` if the template rejects the conversation.
         """
         escaped = [self.escape_message(message) for message in conversation]
         hidden = [replace(message, content=WITHHELD) if message.role != "assistant" else message for message in escaped]
@@ -372,7 +376,8 @@ def load_chat(
     """Returns the chat format for a model folder or id. `template` replaces the model's template; None keeps it. Imports transformers.
 
     Tests the tokenizer and the template in a separate process first (`probe_tokenizer`). `media` is the folder for the conversations'
-    images.
+    images. Raises the errors of `probe_tokenizer`, `ChatFormat` and `ImageTokens.load`, `ImportError` if transformers is not installed, and
+    any exception of transformers if the tokenizer does not load.
     """
     load = auto_tokenizer().from_pretrained  # first, so that a missing package is reported as missing
     probe_tokenizer(folder, template)

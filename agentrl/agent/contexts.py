@@ -145,7 +145,8 @@ def continue_context(
 ) -> LiveTrajectory:
     """Adds the recorded results of the last turn, or the user message after it, to the agent's context.
 
-    Returns the trajectory in which the agent's next turn is sampled.
+    Returns the trajectory in which the agent's next turn is sampled: `trajectory`, or a new one if the template rewrites its turns. If the
+    turn limit is reached, a context that cannot be extended stays unchanged. Raises `UserError` if the template rejects the conversation.
 
     Args:
         after: the last turn of `trajectory`.
@@ -238,7 +239,8 @@ class Compactor:
         return (*results[:-1], replace(last, output=f"{last.output}\n\n{SUMMARY_REQUEST}"))
 
     async def attempt(self, episode: LiveEpisode, trajectory: LiveTrajectory, delta: Sequence[int], *, room: int) -> SummaryAttempt:
-        """Samples a summary of `trajectory` and the `delta` after its last turn, for a context that may have `room` tokens."""
+        """Samples a summary of `trajectory` and the `delta` after its last turn, for a context that may have `room` tokens. Raises
+        `PolicyFault` if the summary is unreadable."""
         parent = Parent(trajectory=trajectory.index, turn=len(trajectory.turns) - 1)
         summary = episode.open(SUMMARY, parent=parent, prompt=(Message(role="user", content=SUMMARY_REQUEST),))
         summary.add_prompt([token for turn in trajectory.turns for token in (*turn.prompt_ids, *turn.completion_ids)])

@@ -27,7 +27,7 @@ MAX_TASK_CHARS = 20_000
 FOLDER = "helper-{number}"
 """The folder for a sub-agent's files. `number` is the index of its trajectory."""
 MAX_LISTED = 32
-"""Maximum number of files that the caller sees by name."""
+"""Maximum number of copied files, and of rejected files, that the caller sees by name."""
 
 _DESCRIPTION = "Give a task to a helper, who sees only this text and returns an answer. Helpers called together work concurrently."
 _COPIES = " Each works on a copy of your files as they are now; yours do not change."
@@ -91,7 +91,8 @@ class SubAgents:
 
 
 def sub_agent_outcome(answer: str | None, reason: str, files: str = "") -> ToolOutcome:
-    """Returns the result that the caller of a sub-agent receives. `files` is the result of `hand_back`."""
+    """Returns the result that the caller of a sub-agent receives: `answer`, or an error with `reason` if `answer` is None. `files` is the
+    result of `hand_back`."""
     text = f"error: the helper ended without an answer ({reason})" if answer is None else answer
     return ToolOutcome(output=f"{text}\n{files}" if files else text, ok=answer is not None)
 
@@ -104,8 +105,9 @@ def check_name(task: Task, tools: Mapping[str, object]) -> None:
 
 
 async def hand_back(patterns: Sequence[str], *, number: int, worker: LiveEpisode, caller: LiveEpisode) -> str:
-    """Copies the files that match `patterns` from a sub-agent to its caller. Returns a list of the files as text for the caller; empty if
-    there are none. Raises `SandboxError`.
+    """Copies the files that match `patterns` from a sub-agent to its caller. Returns a list of the copied and the rejected files as text
+    for the caller; empty if there are none, or if the sub-agent's sandbox was not opened or is lost. Records rejected files as a failure of
+    the policy. Raises `SandboxError` if a sandbox fails.
 
     Args:
         number: the index of the sub-agent's trajectory.

@@ -64,14 +64,15 @@ class ImageTokens:
         return cls(processor, token, render, media=media)
 
     def refer(self, text: str) -> str:
-        """Stores the images in a string, and returns the string with references to them. Raises `InvalidImage`."""
+        """Stores the images in a string, and returns the string with references to them. Raises `InvalidImage` if an image is invalid or
+        rejected by the processor, or if there are more than `MAX_IMAGES`."""
         if sum(match[2] is not None for match in REFERENCE.finditer(text)) > MAX_IMAGES:
             raise InvalidImage(f"a text shows more than {MAX_IMAGES} images")
         return REFERENCE.sub(lambda match: match[0] if match[2] is None else f"{MARK}sha256:{self._stored(match[2])[0]}>", text)
 
     def ids(self, text: str, encode: Callable[[str], list[int]]) -> tuple[int, ...]:
-        """Returns the token ids of a string. Anything that is not a valid reference to an image stays text. Raises the same error as
-        `MediaFolder.read` if a stored image is damaged."""
+        """Returns the token ids of a string. Anything that is not a valid reference to an image stays text. Raises `InfrastructureError` if
+        a stored image is damaged, and `UserError` if a text with images also contains the processor's token for images."""
         blocks: list[tuple[int, ...]] = []
 
         def placeholder(match: Match[str]) -> str:

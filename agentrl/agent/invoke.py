@@ -87,7 +87,7 @@ async def call_tool(
         InfrastructureError: the sandbox failed, or the tool raised it.
         ToolUnavailable: there is an outage that the arguments did not provoke.
         TaskError, PluginError: the tool raised it.
-        BaseException: there is a bug in the sandbox layer.
+        BaseException: the sandbox raised an unexpected exception, which is a bug in the sandbox layer.
     """
     watched = None if sandbox is None else _WatchedSandbox(sandbox, on_lost)
     call = _Call(tool, watched, bounds_of(tool).apply_to(limits), turn, caller or Caller(attempt="", task=""), record, refer)
@@ -209,7 +209,7 @@ class _Call:
 
 def checked_outcome(outcome: object, limits: Limits) -> ToolOutcome:
     """Returns the outcome with its output cut to the limit and without the run's secrets. Raises `InvalidOutcome` with a message for the
-    agent."""
+    agent if `outcome` is not a `ToolOutcome`, or if its answer has more than `MAX_ANSWER` characters."""
     if not isinstance(outcome, ToolOutcome):
         raise InvalidOutcome(f"it returned {user_code.printable(type(outcome).__name__, 64)}, not a ToolOutcome")
     if outcome.answer is not None and len(outcome.answer) > MAX_ANSWER:
@@ -269,8 +269,8 @@ SUBMIT = "submit"
 async def run_calls(
     episode: LiveEpisode, tools: Toolbox, calls: Sequence[ToolCall], *, spent: Counter[str], also: Sequence[str] = ()
 ) -> tuple[tuple[ToolResult, ...], str | None]:
-    """Runs the calls of one turn until an answer is submitted or the sandbox is lost. Returns the results and the answer, which is None if
-    none was submitted.
+    """Runs the calls of one turn until an answer is submitted or the sandbox is lost. Returns the results so far and the answer, which is
+    None if none was submitted. If the sandbox is lost while concurrent calls run, all their results are returned.
 
     Consecutive calls run concurrently if their tools allow concurrency. Every other call runs alone, in order. Raises the errors of
     `call_tool`. If several concurrent calls fail, the error of the first one is raised.
@@ -286,13 +286,16 @@ async def run_calls(
             output = episode.clip_output(outcome.output)
             name, reward, parts = call.name[:64], outcome.reward, outcome.parts
             results.append(ToolResult(name=name, output=output, ok=outcome.ok, wall_s=wall_s, reward=reward, parts=parts))
-            if outcome.answer is not None or episode.sandbox_lost:
+            if outcome.answer is not None:
                 return tuple(results), outcome.answer
+        if episode.sandbox_lost:
+            break
     return tuple(results), None
 
 
 async def run_call(episode: LiveEpisode, tools: Toolbox, call: ToolCall, spent: Counter[str]) -> ToolOutcome:
-    """Runs one call and adds it to `spent`, the episode's calls so far (`count_calls`)."""
+    """Runs one call and adds it to `spent`, the episode's calls so far (`count_calls`). Returns an error for an unknown tool or a call that
+    exceeds a bound. Raises the errors of `call_tool`."""
     return (await _run(episode, tools, [call], [_refused(episode, tools, call, spent)]))[0][0]
 
 

@@ -7,12 +7,12 @@ episode's first outage). The first rule that applies decides:
 
 1. In later calls, the tool has failed in at least `FEW` other episodes, and has answered in less than the share `UP` of the episodes with
    such calls: the tool is down.
-2. The tool has never answered a call in an attempt at this task, and has failed in another attempt at this task: the tool is down for this
+2. The tool has never answered a call in an episode of this task, and has failed in another episode of this task: the tool is down for this
    task.
-3. The tool has answered some later calls and a call in an attempt at this task, and the outage is confirmed: the same call failed
+3. The tool has answered some later calls and a call in an episode of this task, and the outage is confirmed: the same call failed
    repeatedly or timed out (`sure`), or an earlier attempt of the episode had an outage too. The call provoked the outage.
-4. The tool has never answered a call in another episode, or it has answered no later call and has failed in the last `FEW` episodes: the
-   tool is down.
+4. The tool has never answered a call in another episode, or it has answered no later call and has failed in the last `FEW` other episodes:
+   the tool is down.
 5. Otherwise, only this call shows the outage. Real outages of this kind are rare, so the infrastructure is blamed in about one episode per
    `ONE_IN` episodes in which the tool has answered. In all other episodes, the call provoked the outage.
 
@@ -31,12 +31,12 @@ MAX_EPISODES = 4096
 """Maximum number of recent episodes whose first outage is recorded."""
 MAX_TOOLS = 1024
 UP = 0.25
-"""Minimum share of other episodes in which a tool must have answered to count as up. Below this share, the tool is down, regardless of the
+"""Minimum share of episodes in which a tool must have answered to count as up. Below this share, the tool is down, regardless of the
 cause, and the run pauses."""
 FEW = 2
 """Minimum number of episodes with a failure that count as evidence. A single failure may have been provoked by another agent."""
 SEEN_DOWN = 4
-"""A tool that has failed in this many other episodes and has answered no call is down, without further waiting."""
+"""A tool that has failed in at least this many other episodes and has answered no call is down, without further waiting."""
 ONE_IN = 32
 """For every group of this many episodes that a tool has answered, one more episode may have an outage that no other call shows. The first
 such episode is always allowed."""
@@ -107,7 +107,7 @@ class OutageCase:
 
     @property
     def contested(self) -> bool:
-        """Whether other calls can change the decision: the tool has answered a call, or has failed in only a few other episodes so far."""
+        """Whether other calls can change the decision: the tool has answered a call, or failed in fewer than `SEEN_DOWN` other episodes."""
         return any(call.ok for call in self._calls) or len({call.episode for call in self._others()}) < SEEN_DOWN
 
     def withdraw(self) -> None:
@@ -116,7 +116,7 @@ class OutageCase:
             self._calls.remove(self._call)
 
     def provoked(self, *, sure: bool) -> bool:
-        """Whether the call provoked the outage. `sure`: whether the same call has failed repeatedly or timed out."""
+        """Whether the call provoked the outage. `sure`: whether the same call has failed repeatedly or timed out. Sets `note`."""
         task, others = self._call.task, self._others()
         later = [call for call in self._calls if call.number > self._since and (call.ok or call.episode != self._call.episode)]
         seen = {call.episode: call.ok for call in later}  # the newest call of each episode

@@ -25,7 +25,7 @@ from agentrl.errors import EnvironmentFault, PluginError, PolicyFault, TaskError
 from agentrl.gateway.constraint import choice_constraint
 from agentrl.plugins.references import resolve
 from agentrl.protocols import League, LiveEpisode, LiveTrajectory, Opponent, RoleEnvironment
-from agentrl.records import Completion, Message, Observation, SamplingParams, Task, ToolResult
+from agentrl.records import Blame, Completion, Failure, Message, Observation, SamplingParams, Task, ToolResult
 from agentrl.records.chat import USER
 from agentrl.records.sampling import Sampling
 
@@ -92,7 +92,8 @@ class Players:
         return (*self.players.values(), *(() if self.opponent is None else (self.opponent,)))
 
     async def act(self, episode: LiveEpisode) -> str:
-        """Plays one episode, and returns why it ended."""
+        """Plays one episode, and returns why it ended. Raises `PluginError` if the options do not fit the environment, `TaskError` if a
+        past version is needed but there is no league, and `EnvironmentFault` if the environment or a player fails."""
         environment = cast(RoleEnvironment, await episode.environment())
         check_roles(environment, "players")
         if episode.task.environment is not None and episode.task.environment.context_turns is not None:
@@ -156,7 +157,8 @@ class Match:
         return [(player, mean - self._totals[role]) for role, player in self._untrained.items() if not isinstance(player, str)]
 
     async def play(self) -> str:
-        """Plays until the game ends or a limit is reached. Returns why the game ended."""
+        """Plays until the game ends or a role has no legal move. Returns `terminated`, `truncated`, the limit that prevented a move, or
+        `forfeited`."""
         episode = self._episode
         episode.stage = "environment"
         observations, loop = await self._referred(await self._environment.reset()), asyncio.get_running_loop()
@@ -188,12 +190,19 @@ class Match:
         return {role: await refer_observation(self._agent.chat, self._episode, item) for role, item in observations.items()}
 
     async def _move(self, role: str, observation: Observation) -> str:
-        """Returns the action of a role. Raises `NoMove` if the role makes no allowed move."""
+        """Returns the action of a role. Raises `NoMove` if the role makes no allowed move. Records a failure if the policy's text cannot be
+        read."""
         if role not in self._players:
             self._players[role] = self._player(role)
         actions = observation.actions or tuple(str(action) for action in self._environment.actions or ())
         clipped = replace(observation, text=clip(observation.text, self._episode.task.limits.tool_output_chars), actions=actions)
-        action = await self._players[role].move(clipped)
+        try:
+            action = await self._players[role].move(clipped)
+        except PolicyFault as error:
+            episode, kind = self._episode, "not_taken"
+            failure = Failure(stage="chat", blame=Blame.POLICY, kind=kind, message=str(error)[:2000], turn=episode.turn_count)
+            episode.add_failure(failure)
+            raise NoMove from error
         if actions and action not in actions:
             raise NoMove
         return action
@@ -264,7 +273,8 @@ class FunctionPlayer(UntrainedPlayer):
         self._episode, self._role, self._function, self._seen = episode, role, function, list[str]()
 
     async def move(self, observation: Observation) -> str:
-        """Calls the function."""
+        """Returns the function's action. Raises `EnvironmentFault` if the function fails, does not return within `FUNCTION_S` or returns an
+        action that is not allowed."""
         self._episode.stage = "opponent"
         self._seen.append(observation.text)
         try:
@@ -296,7 +306,7 @@ class VersionPlayer(UntrainedPlayer):
         self._messages: list[Message] = []
 
     async def move(self, observation: Observation) -> str:
-        """Samples an action."""
+        """Returns a sampled action. Raises `NoMove` if the answer is cut off."""
         chat, limits, sampling = self._agent.chat, self._episode.task.limits, self._agent.sampling
         message = Message(role="user", content=chat.escape_text(observation.text))
         self._messages += [message] if self._messages else self._prompt(observation.text)

@@ -20,7 +20,7 @@ Prompt = Callable[[str], tuple[Message, ...]]
 
 
 class NoMove(Exception):
-    """A role cannot make a legal move. `limit` is the limit that prevents a move, if any."""
+    """A role cannot make a legal move. `limit` is the limit that prevents a move; empty if there is none."""
 
     def __init__(self, limit: str = "") -> None:
         super().__init__(limit)
@@ -43,7 +43,8 @@ class TrainedPlayer:
         self._said = ParsedCompletion(message=turn.message, end=(*turn.prompt_ids, *turn.completion_ids)[-1])
 
     async def move(self, observation: Observation) -> str:
-        """Samples an action."""
+        """Returns a sampled action. Raises `NoMove` if a limit is reached or the answer is cut off, and `PolicyFault` if the policy's text
+        cannot be read or rendered."""
         chat, episode = self._chat, self._episode
         episode.stage = "chat"
         if self._said is None:
@@ -69,7 +70,7 @@ class TrainedPlayer:
 class PolicyUser:
     """An `agentrl.environment.dialogue.User`: the policy plays the user, in trajectories of the agent `user`.
 
-    `limit` is the task limit that stopped the user, if any.
+    `limit` is the task limit that stopped the user; empty if none did.
     """
 
     def __init__(self, chat: ChatFormat, episode: LiveEpisode, *, trained: bool) -> None:

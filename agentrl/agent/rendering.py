@@ -109,7 +109,8 @@ class Renderer:
             ) from error
 
     def ids(self, text: str) -> tuple[int, ...]:
-        """Returns the token ids of a string and of the images in it, without adding special tokens."""
+        """Returns the token ids of a string and of the images in it, without adding special tokens. Raises the errors of
+        `ImageTokens.ids`."""
         return tuple(self._encode(text)) if self.images is None else self.images.ids(text, self._encode)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -119,8 +120,8 @@ class Renderer:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """Converts messages to the chat-completions format. Calls receive ids, and tool results receive the ids of the calls before
-        them."""
+        """Converts messages to the chat-completions format. Calls receive ids, and tool results receive the ids of the calls before them;
+        `NO_ID` if there is no such call."""
         chats: list[dict[str, Any]] = []
         results: list[dict[str, Any]] = []
         count = 0
@@ -168,8 +169,8 @@ class Renderer:
 def encoder(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
     """Returns a function that encodes a string as token ids, without adding special tokens.
 
-    The function bypasses the wrapper of `transformers` if this does not change the ids. The wrapper takes a third of the time to encode a
-    turn.
+    The function bypasses the wrapper of `transformers` if this does not change the ids of a sample. The wrapper takes a third of the time
+    to encode a turn.
     """
 
     def wrapped(text: str) -> list[int]:
@@ -188,7 +189,7 @@ def encoder(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
 
 
 def tool_message(content: str, *, name: str = "tool", number: str = NO_ID) -> dict[str, Any]:
-    """Returns a tool result as a message for templates. A name that is not a plain word is replaced, because the policy wrote it."""
+    """Returns a tool result as a message for templates. A name that is not a plain word becomes `tool`, because the policy wrote it."""
     return {"role": "tool", "name": name if _SAFE_NAME.fullmatch(name) else "tool", "tool_call_id": number or NO_ID, "content": content}
 
 

@@ -100,8 +100,8 @@ async def pin_tools(
             call are excluded.
         memory: the recipe's memory. `tools` may also describe the memory tools.
 
-    Raises `UserError` if a server does not start, its tools cannot be offered (`usable_tools`), or its tools differ from the tools at the
-    run's start.
+    Raises `UserError` if a server does not start, its tools cannot be offered (`usable_tools`) or differ from the tools at the run's start,
+    or a server, a bound or a description is unused. Errors of a sandbox are raised unchanged.
     """
     if not tools.servers and not tools.bounds and not tools.words:
         return tools
@@ -182,7 +182,7 @@ def _check_used(tools: RunTools, tasks: Sequence[Task], memory: EpisodeMemory | 
 
 
 async def _list_tools(server: Server, task: Task, sandboxes: SandboxBackend) -> tuple[Server, list[object]]:
-    """Starts a server and returns its tool list."""
+    """Starts a server, and returns the server and its tool list. Raises `UserError` if the server does not start or respond."""
     sandbox, connection = None, ServerConnection(server)
     try:
         if server.in_sandbox:

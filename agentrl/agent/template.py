@@ -52,7 +52,8 @@ TOOL: dict[str, Any] = {
 
 
 def read_template(name: str, root: Path) -> str:
-    """Returns the text of a built-in template by its name, or of a file relative to `root`. Raises `UserError`."""
+    """Returns the text of a built-in template by its name, or of a file relative to `root`. Raises `UserError` if the file does not exist,
+    has more than `MAX_BYTES` bytes, is not UTF-8 or is empty."""
     if name in SHIPPED_TEMPLATES:
         return (_FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
     path = root / name
@@ -76,7 +77,7 @@ def read_template(name: str, root: Path) -> str:
 
 def select_template(templates: Any) -> Any:
     """Returns the template of a tokenizer. If there are several named templates, returns the one for tools, or the default if none is for
-    tools.
+    tools; None if there is neither.
 
     `transformers` would choose a template for each rendering, depending on whether it has tools, but all renderings of a conversation must
     use the same template.
@@ -87,8 +88,8 @@ def select_template(templates: Any) -> Any:
 def probe_template(text: str, *, cpu_s: float = _CPU_S) -> None:
     """Renders conversations of many shapes with a template in a separate process.
 
-    Raises `UserError` if the template takes more than `cpu_s` seconds of CPU time or too much memory, or produces too much output.
-    `ChatFormat` reports other errors of the template later.
+    Raises `UserError` if the template takes more than `cpu_s` seconds of CPU time or too much memory, or produces too much output, or if
+    the process cannot run the test. `ChatFormat` reports other errors of the template later.
     """
     _try(text, None, cpu_s)
 
@@ -97,7 +98,7 @@ def probe_tokenizer(folder: str, text: str | None = None, *, cpu_s: float = _CPU
     """Loads the tokenizer of a model in a separate process, encodes and decodes strings, and tests its template, or the template `text` if
     it is given.
 
-    Loading has a separate time limit, because a large vocabulary takes seconds to load. The same files are tested only once per process.
+    Loading has a separate time limit, because a large vocabulary takes seconds to load. Files that pass are tested once per process.
 
     Raises:
         UserError: as for `probe_template`, or the tokenizer exceeds the bounds or crashes. All other errors are reported when the tokenizer
@@ -152,8 +153,8 @@ def _child() -> None:
 def try_within(text: str | None, folder: str | None, cpu_s: float) -> None:
     """Runs the test in the current process. Exceptions raised by the template or the tokenizer are suppressed.
 
-    Exits with `_TOO_MUCH` if the memory or a `range()` in the template exceeds its bound, and with `_GAVE_UP` after a panic in the
-    tokenizer's library. A process that exceeds the bound on CPU time is killed.
+    Exits with `_TOO_MUCH` if the memory, the output or a `range()` in the template exceeds its bound, and with `_GAVE_UP` after a panic in
+    the tokenizer's library. A process that exceeds the bound on CPU time is killed.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 

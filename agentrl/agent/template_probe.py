@@ -116,7 +116,7 @@ class Seam:
             raise UserError("policy.model: its chat template does not show tool outputs exactly once and in order", fix=OTHER)
 
     def between(self, outputs: Sequence[str], names: Sequence[str] = (), numbers: Sequence[str] = ()) -> str:
-        """Returns the text from the token that ends one turn, inclusive, to the start of the next turn.
+        """Returns the text from the token that ends one turn, inclusive, to the start of the next turn. Raises the errors of `Seam`.
 
         Args:
             names: the tools' names for the first outputs. The name for every other output is "tool".
@@ -230,7 +230,8 @@ def _written(renderer: Renderer, seam: Seam, calls: tuple[ToolCall, ...]) -> str
 
 
 def rewrites(renderer: Renderer, detected: TemplateForm, *, users: bool = False) -> str:
-    """Returns why a template cannot be extended exactly; empty if random conversations equal the concatenation of their parts.
+    """Returns why a template cannot be extended exactly; empty if random conversations equal the concatenation of their parts. Raises
+    `UserError` if the template rejects a conversation.
 
     Args:
         users: whether some turns are followed by user messages, before and after turns with tool results.

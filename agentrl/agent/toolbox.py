@@ -112,8 +112,8 @@ def marked_functions(kind: Any) -> list[Any]:
 
 @lru_cache(maxsize=1024)
 def tool_methods(kind: Any) -> tuple[TypedTool, ...]:
-    """Returns the tools of a class. Raises `PluginError` if the class cannot be instantiated without arguments, or if the state of its
-    objects cannot be captured."""
+    """Returns the tools of a class; empty if it has none. Raises `PluginError` if the class cannot be instantiated without arguments, the
+    state of its objects cannot be captured, or a tool is not a plain method or not valid (`typed_tool`)."""
     if not (marked := marked_functions(kind)):
         return ()
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -223,8 +223,9 @@ def load_tools(
         actions: the actions of the episode's environment.
 
     Raises:
-        TaskError: a name is unknown, or two tools have the same name.
+        TaskError: a name is unknown, two tools have the same name, or the task has no valid recording.
         PluginError: a reference does not resolve to a valid tool.
+        UserError: the recipe describes an argument that the tool does not have.
     """
     tools: dict[str, Tool] = {}
     instances: dict[str, ToolInstance] = {}
@@ -330,7 +331,7 @@ class RecordedTool:
 
 
 def recorded_tools(task: Task | None) -> tuple[RecordedTool, ...]:
-    """Returns the tools of a task's recording; empty if `task` is None because only names are checked. Raises `TaskError`."""
+    """Returns the tools of a task's recording; empty if `task` is None. Raises `TaskError` if the task has no valid recording."""
     if task is None:
         return ()
     recording = Recording.of(task)

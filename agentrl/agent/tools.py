@@ -62,7 +62,7 @@ class Bounds:
     calls: int | None = None  # in one episode, by all its agents
 
     def apply_to(self, limits: Limits) -> Limits:
-        """Returns the task's limits with these bounds applied."""
+        """Returns the task's limits with these bounds on one call applied. `calls` is enforced separately."""
         if self.timeout_s is None and self.output_chars is None:
             return limits
         timeout_s, chars = self.timeout_s or limits.tool_timeout_s, self.output_chars or limits.tool_output_chars
@@ -124,8 +124,9 @@ def runs_together(tool: Tool) -> bool:
 class Tool(Protocol):
     """One tool. A tool object serves all episodes and must not keep state (`agentrl.agent.toolbox` supports tools with state).
 
-    If `needs_sandbox` is False, `sandbox` is None in the call and no sandbox is opened. Optional attributes: `bounds` (a `Bounds`), and
-    `together` (if True, its calls may run concurrently with other calls of the turn that also allow it).
+    If `needs_sandbox` is False, `sandbox` is None in the call and no sandbox is opened. Optional attributes: `bounds` (a `Bounds`),
+    `together` (if True, its calls may run concurrently with other calls of the turn that also allow it), `repeats` (if False, a call is not
+    repeated after an outage), and `opening_s` (additional seconds for each call).
     """
 
     name: str
@@ -160,7 +161,7 @@ class ProgramTool:
     needs_sandbox = True
 
     async def __call__(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, limits: Limits) -> ToolOutcome:
-        """Runs the text, unless it is missing or too long."""
+        """Runs the text. Returns an error if the text is missing, contains NUL or has more than `MAX_TEXT` characters."""
         text = arguments.get(self.argument)
         if not isinstance(text, str):
             return ToolOutcome(output=f'error: {self.name} needs {{"{self.argument}": "..."}}', ok=False)
@@ -200,7 +201,7 @@ SHELL = ProgramTool(
 
 
 class SubmitTool:
-    """Submits the final answer and ends the episode."""
+    """Submits the final answer, cut to the limit on a tool's output, and ends the episode."""
 
     name = "submit"
     needs_sandbox = False
@@ -241,7 +242,8 @@ def definition_problem(tool: Any) -> str:
 
 
 def render_result(result: ExecResult, limits: Limits) -> str:
-    """Returns the text that shows a program's result to the agent: its output, cut to the limit, and an error line if it failed."""
+    """Returns the text that shows a program's result to the agent, cut to the limit: its output, notes about its session, and an error line
+    if it was killed or failed without text on stderr."""
     text = result.stdout.rstrip("\n")
     if result.stderr.strip():
         text = f"{text}\n{result.stderr.rstrip()}".lstrip("\n")

@@ -54,7 +54,7 @@ class TurnLoop:
     instructions: str | None = None  # replaces the system messages of tasks
 
     async def act(self, episode: LiveEpisode) -> str:
-        """Runs the main agent, and returns why it stopped."""
+        """Runs the main agent, stores its answer in the episode, and returns why it stopped."""
         task, trajectory = episode.task, current_trajectory(episode)
         environment = None if task.environment is None else await AgentEnvironment.open(episode, self.chat, self.instructions)
         actions = () if environment is None else environment.tools()
@@ -123,7 +123,7 @@ class AgentRun:
             delegation.check_name(episode.task, tools)
 
     async def run(self) -> Ended:
-        """Runs turns until the agent stops."""
+        """Runs turns until the agent stops. Raises `PolicyFault` if the policy's text cannot be read or rendered."""
         episode, chat = self._episode, self._loop.chat
         episode.stage = "chat"
         constraint = "" if self._environment is None else self._environment.constraint(chat)

@@ -84,8 +84,8 @@ def tool(
     A task refers to this tool as `mytools:search`. The agent sees the parameters with their types, the docstring up to its sections, and
     the entries of `Args`. Any type that pydantic can write as a JSON schema is allowed. A parameter annotated `Sandbox` receives the
     episode's sandbox, a parameter annotated `TaskData` receives the readable part of the episode's task, and a parameter annotated `Limits`
-    receives the task's limits. The function returns the text for the agent, a `ToolOutcome`, or a value that is shown as JSON. If a
-    function is not `async`, it runs in a thread.
+    receives the task's limits. The function returns the text for the agent, a `ToolOutcome`, None for an empty text, or another value,
+    which is shown as JSON. If a function is not `async`, it runs in a thread.
 
     If the decorator marks methods, a task refers to their class, such as `mytools:Memory`. The tools of the class share one object per
     episode (`agentrl.agent.toolbox`).
@@ -96,6 +96,8 @@ def tool(
         calls: maximum number of calls in one episode.
         together: whether calls may run concurrently with other calls of the turn whose tools also allow it. Results keep the order of the
             calls.
+
+    Raises `PluginError` if a bound is not more than 0, or if the decorated object is not a function.
     """
     if function is None:
         bounds = _bounds(timeout_s, output_chars, calls)
@@ -143,7 +145,8 @@ class TypedTool:
     repeats: bool = True  # whether a call may be repeated after an outage
 
     async def __call__(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, limits: Limits) -> ToolOutcome:
-        """Validates the arguments and calls the function. Returns an error if the arguments are invalid."""
+        """Validates the arguments and calls the function. Returns an error if the arguments are invalid. Raises `InvalidOutcome` if JSON
+        cannot represent the result, and the exceptions of the function."""
         function = self.function if self.owner is None else getattr(await self.owner(), self.name)
         try:
             validated = self.arguments.model_validate(json_object(arguments))
@@ -184,7 +187,8 @@ def _error_text(error: ValidationError) -> str:
 
 @lru_cache(maxsize=1024)
 def typed_tool(function: Callable[..., Any], *, method: bool = False) -> TypedTool:
-    """Returns a marked function as a tool. Raises `PluginError` if no schema can be built.
+    """Returns a marked function as a tool. Raises `PluginError` if its docstring is missing or invalid, a parameter has no usable type, or
+    it takes the sandbox although it is not async or allows concurrency.
 
     Args:
         method: whether the first parameter is `self`.

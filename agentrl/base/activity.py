@@ -29,7 +29,7 @@ class Activity:
             self._running[kind] -= 1
 
     def count(self, kind: str) -> int:
-        """Returns the number of operations of kind `kind` in progress."""
+        """Returns the number of operations of kind `kind` in progress here and in the processes that reported in the last `REPORT_S` s."""
         oldest = time.monotonic() - REPORT_S
         return self._running[kind] + sum(counts.get(kind, 0) for at, counts in self._reports.values() if at > oldest)
 

@@ -85,8 +85,9 @@ def requested_wait_s(headers: Mapping[str, str], *, now: float) -> float | None:
 def backoff_s(tries: int, requested_s: float | None, *, refused: int = 1, luck: float | None = None) -> float:
     """Returns the seconds to wait after `tries` attempts (from 1).
 
-    The wait is at least as long as the requested wait. If no wait was requested, it is 1, 2, 4, ... up to 60 seconds, minus a random part
-    of up to half. If the server rejects several rounds in a row, a requested wait is raised to at least 0.25, 0.5, 1, ... up to 60 seconds.
+    The wait is the requested wait, extended by a random part of up to a tenth. If no wait was requested, it is 1, 2, 4, ... up to 60
+    seconds, minus a random part of up to half. If the server rejects several rounds in a row, a requested wait is raised to at least 0.25,
+    0.5, 1, ... up to 60 seconds.
 
     Args:
         requested_s: the wait that the server requested.

@@ -61,7 +61,8 @@ class CpuClock:
         self._ticks: dict[str, int] = {}
 
     def read(self) -> dict[str, float]:
-        """Returns a mapping from part to the CPU seconds that it has used so far. Parts that used none are absent."""
+        """Returns a mapping from part to the CPU seconds that it has used so far. Parts that used none are absent, except
+        `others` and `idle`."""
         now, (busy, idle) = self._processes(), self._totals()
         parts = self._classify(now)
         for pid, ticks in _spent(self._before, now).items():

@@ -43,7 +43,7 @@ def transaction(db: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
 def enter_wal(db: sqlite3.Connection, *, timeout_s: float) -> str:
     """Turns write-ahead logging on. Returns the journal mode, which is not `wal` if the file system does not support it.
 
-    Waits for locks itself, because SQLite's busy timeout does not cover this change.
+    Waits up to `timeout_s` for locks, because SQLite's busy timeout does not cover this change, then raises `sqlite3.OperationalError`.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -56,7 +56,8 @@ def enter_wal(db: sqlite3.Connection, *, timeout_s: float) -> str:
 
 
 def make_tables(db: sqlite3.Connection, schema: Sequence[str]) -> None:
-    """Creates the tables of `schema` in an empty file. If several processes open a new file, one of them creates the tables."""
+    """Creates the tables of `schema` in an empty file, and does nothing otherwise. If several processes open a new file, one of them
+    creates the tables."""
     with transaction(db):
         if read_pragma(db, "user_version") == 0 and not db.execute("SELECT 1 FROM sqlite_schema LIMIT 1").fetchone():
             for statement in schema:
@@ -70,7 +71,7 @@ class ForeignDatabase(sqlite3.DatabaseError):
 def connect(path: Path | None, schema: Sequence[str], *, timeout_s: float, longest: int = 1 << 30) -> sqlite3.Connection:
     """Opens one of agentrl's SQLite files, or an in-memory database if `path` is None, in autocommit mode and for use by several threads.
 
-    Raises `ForeignDatabase` under the same conditions as `check_files` and `restrict_connection`.
+    Raises the errors of `check_files` and `restrict_connection`, and SQLite's errors if the file is damaged or locked.
     """
     if path is not None:
         check_files(path)
@@ -103,7 +104,7 @@ def connect_read_only(path: Path, schema: Sequence[str], *, timeout_s: float, lo
 
 
 def check_files(path: Path) -> None:
-    """Raises `ForeignDatabase` if the file, or one of SQLite's files next to it, is not a regular file in its folder.
+    """Raises `ForeignDatabase` if the file, or one of SQLite's files next to it, exists but is not a regular file in its folder.
 
     SQLite writes to the files next to a database and follows links, so a link could make it overwrite one of the user's files. The files
     are not opened, because closing them would release the locks of other connections of this process.
@@ -114,6 +115,8 @@ def check_files(path: Path) -> None:
         except FileNotFoundError:
             if path.with_name(path.name + end).is_symlink():
                 raise ForeignDatabase(f"{path.name}{end} is a link to a file that does not exist") from None
+        except IsADirectoryError:
+            raise ForeignDatabase(f"{path.name}{end} is a folder") from None
         except ValueError as error:
             raise ForeignDatabase(f"{path.name}{end} {error}") from None
 
@@ -127,7 +130,8 @@ def is_read_only(path: Path) -> bool:
 def restrict_connection(db: sqlite3.Connection, schema: Sequence[str], *, longest: int = 1 << 30) -> None:
     """Restricts an open database: its schema may not use functions, and no value may be longer than `longest` bytes.
 
-    Raises `ForeignDatabase` if the database contains views, triggers, virtual tables or anything else that `schema` does not create.
+    Raises `ForeignDatabase` if the database contains views, triggers, virtual tables or anything else that `schema` does not create. The
+    columns of its tables may differ; see `require_schema`.
     """
     db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, longest)
     db.execute("PRAGMA trusted_schema = OFF")
@@ -164,7 +168,8 @@ _COMPUTED = re.compile(r"\bAS\s*\(", re.IGNORECASE)  # a generated column
 
 @contextmanager
 def query_deadline(db: sqlite3.Connection, seconds: float) -> Iterator[None]:
-    """Limits the total time of the queries in the block. The query that exceeds the limit raises `sqlite3.OperationalError`."""
+    """Limits the time for the queries in the block. A query that is still running `seconds` after the block started raises
+    `sqlite3.OperationalError`."""
     until = time.monotonic() + seconds
     db.set_progress_handler(lambda: time.monotonic() > until, _STEPS)
     try:
@@ -191,7 +196,8 @@ def compress(data: bytes) -> bytes:
 
 
 def decompress(body: object, *, most: int | None = None) -> bytes:
-    """Decompresses a value of a zstd column. Raises `ValueError` if it is not valid zstd or decompresses to more than `most` bytes."""
+    """Decompresses a value of a zstd column. Raises `ValueError` if it is not valid zstd or decompresses to more than `most` bytes; None
+    means the limit at `_RATIO`."""
     if not isinstance(body, bytes):
         raise ValueError(f"it has a value of type {type(body).__name__} instead of bytes")
     bound = max(_UNPACKED, _RATIO * len(body)) if most is None else most

@@ -42,7 +42,7 @@ def group_members(error: BaseException) -> Iterator[BaseException]:
 
 
 def error_chain(error: BaseException) -> Iterator[BaseException]:
-    """Yields an error, the members of a group, and all their causes and contexts."""
+    """Yields an error, the members of a group, and all their causes and contexts, each once."""
     pending, seen = [error], set()
     while pending:
         one = pending.pop(0)
@@ -68,8 +68,8 @@ def _says_full(error: BaseException) -> bool:
 
 
 def main_error(error: BaseException) -> BaseException:
-    """Returns the error to show: one that reports a full disk, else the first `UserError`, else the first of agentrl's errors, else the
-    first error."""
+    """Returns the member of an exception group to show: one that a full disk caused, else the first `UserError`, else the first of
+    agentrl's errors, else the first member. Any other error is returned unchanged."""
     errors = list(group_members(error))
     if any(disk_full_error(cause) for cause in errors):
         return next(cause for cause in errors if disk_full_error(cause))
@@ -81,12 +81,12 @@ def main_error(error: BaseException) -> BaseException:
 
 
 def one_line_error(error: BaseException) -> str:
-    """Returns `Type: message`, shortened as by `clip_text`."""
+    """Returns `Type: message`, or `Type` if the message is empty. Shortened as by `clip_text`, so up to six lines remain."""
     return clip_text(f"{type(error).__name__}: {raw_text(error)}".removesuffix(": "))
 
 
 def raw_text(error: BaseException) -> str:
-    """Returns the text of an exception, even if its `__str__` raises."""
+    """Returns the text of an exception, or a fixed text if its `__str__` raises."""
     try:
         return str(error)
     except BaseException:  # raised, for instance, by a number too long to print
@@ -115,7 +115,7 @@ def _of_a_library(path: str) -> bool:
 
 
 def display_path(path: str) -> str:
-    """Returns a path for display: relative if it is below the current directory."""
+    """Returns a path for display: relative if it is below the current directory, otherwise unchanged."""
     try:
         return str(Path(path).resolve().relative_to(Path.cwd()))
     except (ValueError, OSError):
@@ -204,7 +204,7 @@ def validation_text(error: ValidationError) -> str:
 
 
 def shortened(value: object) -> str:
-    """Returns a value for an error message, shortened and without secrets."""
+    """Returns the `repr` of a value for an error message, cut to 200 characters; `HIDDEN` if the value contains a secret."""
     shown = secrets.HIDDEN if any(secrets.literal_secret_errors(value)) else repr(value)
     return shown if len(shown) <= 200 else f"{shown[:200]}..."
 

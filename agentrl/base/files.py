@@ -71,7 +71,7 @@ def wait_for_lock(handle: int, how: int, *, within_s: float) -> bool:
 
 
 def is_private(folder: Path) -> bool:
-    """Whether only this user can access a folder."""
+    """Whether a folder exists and denies all access to its group and to others."""
     return folder.is_dir() and not folder.stat().st_mode & 0o077
 
 
@@ -102,7 +102,7 @@ def write_atomically(path: Path, content: bytes | str, *, tag: str = "", durable
 
 
 def partial_folder(final: Path) -> Path:
-    """Creates an empty temporary folder next to `final`, and removes a folder that an interrupted attempt left."""
+    """Returns a new, empty temporary folder next to `final`. First removes the folder that an interrupted attempt left."""
     part = final.with_name(f".{final.name}.part")
     if part.exists():
         shutil.rmtree(part)
@@ -111,7 +111,8 @@ def partial_folder(final: Path) -> Path:
 
 
 def commit_folder(part: Path, final: Path) -> None:
-    """Renames a filled `partial_folder` to its final name, durably, replacing an existing folder."""
+    """Renames a filled `partial_folder` to its final name, durably. An existing folder is renamed first, so if the process is killed in
+    between, no folder `final` exists."""
     for path in sorted(part.rglob("*")):
         fsync_path(path)
     fsync_path(part)
@@ -147,7 +148,7 @@ def folder_manifest(folder: Path) -> dict[str, str]:
 
 
 def has_intact_files(folder: Path) -> bool:
-    """Whether the files in a folder are exactly those in its manifest, which was written last."""
+    """Whether the files in a folder are exactly those in its manifest, which is written last. False if there is no valid manifest."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
@@ -158,7 +159,7 @@ def has_intact_files(folder: Path) -> bool:
 
 
 def json_line(value: Any) -> bytes:
-    """Returns a value as one line of JSON, including the line break."""
+    """Returns a value as one line of JSON, including the line break. Raises `UnicodeEncodeError` for half a surrogate pair."""
     return json.dumps(value, ensure_ascii=False).encode() + b"\n"
 
 
@@ -182,7 +183,7 @@ def append_lines(path: Path, lines: Iterable[bytes], *, durable: bool = False) -
 def complete_lines(path: Path) -> list[bytes]:
     """Returns the lines of a file, without line breaks; empty if the file is missing. Excludes an incomplete last line.
 
-    Raises `ValueError` if the path is not a regular file.
+    Raises `ValueError` if the path is a device or a pipe, or if the file is larger than 4 GiB.
     """
     try:
         return untrusted_files.read_bytes(path, most=_MOST_OF_LINES).split(b"\n")[:-1]
@@ -191,12 +192,15 @@ def complete_lines(path: Path) -> list[bytes]:
 
 
 def read_json_lines(path: Path) -> list[Any]:
-    """Returns the values in a file of JSON lines. Raises `ValueError` for a line that is not JSON."""
-    return [json.loads(line) for line in complete_lines(path)]
+    """Returns the values in a file of JSON lines. Raises `ValueError` for a line that is not JSON, and as `complete_lines` does."""
+    try:
+        return [json.loads(line) for line in complete_lines(path)]
+    except RecursionError:
+        raise ValueError("contains a line that is nested too deeply") from None
 
 
 def remove_torn_line(path: Path) -> None:
-    """Removes an incomplete last line."""
+    """Removes an incomplete last line. Does nothing if the file is missing."""
     with contextlib.suppress(FileNotFoundError), path.open("r+b") as file:
         if file.seek(0, os.SEEK_END) and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
             file.seek(0)

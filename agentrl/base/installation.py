@@ -25,7 +25,8 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 def install_command(*extras: str, root: Path = _ROOT) -> str:
-    """Returns the shell command that installs this project with these extras (`[project.optional-dependencies]`).
+    """Returns the shell command that installs this project with these extras (`[project.optional-dependencies]`). If the source of this
+    installation is unknown, the command contains the placeholder CHECKOUT, which the text after it explains.
 
     Args:
         root: the folder that contains the package `agentrl`.
@@ -44,7 +45,7 @@ def install_command(*extras: str, root: Path = _ROOT) -> str:
 
 
 def requirement(*, root: Path = _ROOT) -> str:
-    """Returns the PEP 508 requirement for a project that depends on this installation."""
+    """Returns the PEP 508 requirement for a project that depends on this installation: only the name if its source is unknown."""
     if _is_checkout(root):
         return f"{DISTRIBUTION} @ {root.as_uri()}"
     if origin := _origin(root):
@@ -54,7 +55,7 @@ def requirement(*, root: Path = _ROOT) -> str:
 
 
 def package_versions() -> dict[str, str]:
-    """Returns the versions of agentrl and of the installed packages that matter for a run."""
+    """Returns package -> version for agentrl and the packages that matter for a run. Packages that are not installed are absent."""
     versions: dict[str, str] = {}
     for name in ("agentrl", *_PACKAGES):
         with contextlib.suppress(PackageNotFoundError):
@@ -64,7 +65,7 @@ def package_versions() -> dict[str, str]:
 
 def import_optional(module: str, extra: str, *, needed_for: str) -> Any:
     """Imports a module of a package that an extra installs. If the package is missing, raises `UserError` with its name and the command
-    that installs the extra."""
+    that installs the extra. Raises other import errors unchanged."""
     root = module.partition(".")[0]
     try:
         return importlib.import_module(module)
@@ -84,7 +85,7 @@ def _is_checkout(root: Path) -> bool:
 
 
 def _installed(root: Path) -> Distribution | None:
-    """Returns the distribution whose metadata is in the same folder as the package, which excludes other copies."""
+    """Returns the distribution whose metadata is in the same folder as the package; None if only other copies are installed."""
     try:
         candidate = distribution(DISTRIBUTION)
     except PackageNotFoundError:
@@ -93,7 +94,7 @@ def _installed(root: Path) -> Distribution | None:
 
 
 def _origin(root: Path) -> dict[str, Any]:
-    """Returns pip's record (PEP 610) of the file, folder or repository that it installed the package from; empty if that was an index."""
+    """Returns pip's record (PEP 610) of the file, folder or repository that it installed the package from; empty if there is none."""
     installed = _installed(root)
     try:
         origin = json.loads((installed and installed.read_text("direct_url.json")) or "{}")

@@ -83,7 +83,8 @@ class Liveness:
         self.silent_s, self._looked = 0.0, now
 
     def pause(self) -> None:
-        """Stops counting silence until the next `progress`, because the part has nothing to do or its work has a separate deadline."""
+        """Stops counting silence until the next `progress`, because the part has nothing to do or its work has a separate deadline. The
+        interrupted work does not enter the history."""
         if self._current is not None:
             self._spend(self._clock())
         self._current, self.silent_s = None, 0.0
@@ -148,7 +149,7 @@ class StoppedProcesses:
 
     def overdue(self, root: int) -> str:
         """Returns why the part with the root process `root` counts as stuck; empty if none of its processes has been stopped for `least_s`
-        seconds."""
+        seconds, and for every call less than two seconds after the last check."""
         now = self._clock()
         if now - self._looked < _STOPPED_LOOK_S:
             return ""
@@ -181,8 +182,8 @@ class RestartAlert(str):
 
 
 class Restarts:
-    """Counts the consecutive restarts of one part. The count returns to 0 when the part has worked for `sound_s` since its last start, or
-    when `completed` is called.
+    """Counts the consecutive restarts of one part. The count returns to 0 when `progress` is called at least `sound_s` seconds after the
+    last start, or when `completed` is called.
 
     The run therefore fails soon if a part cannot work, and rare failures do not add up over a long run.
     """
@@ -251,7 +252,7 @@ class AnswerLiveness:
 
     @property
     def deadline_s(self) -> float:
-        """`DEADLINE_FACTOR` times the longest response time so far, but at least `least_s`."""
+        """`DEADLINE_FACTOR` times the longest response time so far, but at least `least_s`; `first_s` before the first answer."""
         return self._first_s if self._longest_s is None else max(self._least_s, DEADLINE_FACTOR * self._longest_s)
 
     def overdue(self) -> str:

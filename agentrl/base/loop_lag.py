@@ -139,12 +139,12 @@ class StallCount:
         return f"the driver's event loop was blocked for {self.seconds:.1f} s of that time"
 
     def excuse(self, limit_s: float) -> bool:
-        """Whether the loop was blocked for so much of a deadline of `limit_s` seconds that missing it is the machine's fault."""
+        """Whether the loop was blocked for more than `SHARE` of a deadline of `limit_s` seconds, so missing it is the machine's fault."""
         return self.seconds > SHARE * limit_s
 
     def add(self, seconds: float) -> None:
         """Records, in this count and all enclosing counts, that the task's own code blocked the loop for `seconds`. Steps of code between
-        two measurements are added up to one stall."""
+        two measurements are added up, and count if their sum is at least half of `STALL_S`."""
         counted: StallCount | None = self
         while counted is not None:
             before = counted._in_round_s if counted._round == DRIVER_LAG.round else 0.0
@@ -174,7 +174,8 @@ def current_stalls() -> StallCount | None:
 
 
 def count_as(stalls: StallCount | None) -> None:
-    """From now on, counts the code of the current task as code of the task that owns `stalls`, because it runs on behalf of that task."""
+    """From now on, counts the code of the current task as code of the task that owns `stalls`, because it runs on behalf of that
+    task. None stops counting."""
     _current.set(stalls)
 
 

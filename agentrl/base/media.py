@@ -78,8 +78,14 @@ class MediaFolder:
 
     def read(self, name: str) -> bytes:
         """Returns the bytes of an image's file. Raises `MissingImage` if there is no such image, and `InfrastructureError` if the file is
-        damaged or the driver does not respond."""
-        content = self._local(name)
+        damaged, is no regular file of at most `MAX_STORED` bytes or cannot be read, or if the driver does not respond."""
+        try:
+            content = self._local(name)
+        except (OSError, ValueError) as error:
+            reason = one_line_error(error)
+            raise InfrastructureError(
+                f"{self._path(name)} cannot be read: {reason}\n  fix: restore the run's folder media from a copy"
+            ) from error
         if content is None and self._fetch is not None:
             with contextlib.suppress(LookupError):
                 content = self._fetch(name)
@@ -117,7 +123,7 @@ def _name(content: bytes) -> str:
 
 def normalized_image(content: bytes) -> bytes:
     """Returns the image in a PNG or JPEG file, or in an npy file of uint8 [H, W, 3 or 4], as an RGB PNG file with a white background.
-    Raises `InvalidImage`."""
+    Raises `InvalidImage` if the file is invalid, or if the image has more than `MAX_PIXELS` pixels or a side longer than `MAX_SIDE`."""
     from PIL import Image, ImageOps
 
     try:
@@ -151,7 +157,7 @@ def open_png(png: bytes) -> Image:
 
 
 def read_array(content: bytes) -> NDArray[Any]:
-    """Returns the array in an npy file. Raises `InvalidImage` if the file is invalid. An array of objects is never unpickled."""
+    """Returns the array in an npy file. Raises `InvalidImage` if the file is invalid or contains objects, which are never unpickled."""
     import numpy as np
 
     try:
@@ -187,7 +193,8 @@ def _pixels(content: bytes) -> NDArray[Any]:
 
 
 def image_token(folder: Path) -> int | None:
-    """Returns the id of the token that represents a part of an image for the model in a folder; None if the model reads only text."""
+    """Returns the id of the token that represents a part of an image for the model in a folder; None if the model reads only text or has no
+    readable config.json."""
     try:
         config = json.loads(untrusted_files.read_bytes(folder / "config.json", most=_CONFIG_BYTES))
     except (OSError, ValueError, RecursionError):

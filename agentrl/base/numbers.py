@@ -108,7 +108,12 @@ def wilson_interval(share: float, n: float, *, level: float = LEVEL) -> tuple[fl
 
 
 def student_t_quantile(freedom: int, *, level: float = LEVEL) -> float:
-    """Returns the t with P(|T| <= t) = `level` for Student's distribution with `freedom` degrees of freedom."""
+    """Returns the t with P(|T| <= t) = `level` for Student's distribution with `freedom` degrees of freedom.
+
+    Raises `ValueError` unless `freedom` is at least 1 and `level` is at least 0 and below 1.
+    """
+    if freedom < 1 or not 0 <= level < 1:
+        raise ValueError(f"the t distribution has no quantile for {freedom} degrees of freedom and level {level}")
     low, high = 0.0, 1.0
     while student_t_probability(high, freedom) < level:
         high *= 2
@@ -143,7 +148,9 @@ def tolerance(*scores: float) -> float:
 def all_equal(scores: Iterable[float]) -> bool:
     """Whether all scores are equal up to rounding. True for fewer than two scores. NaN equals nothing."""
     some = list(scores)
-    return len(some) < 2 or max(some) - min(some) <= tolerance(*some) or min(some) == max(some)
+    if len(some) < 2 or any(map(math.isnan, some)):
+        return len(some) < 2
+    return max(some) - min(some) <= tolerance(*some) or min(some) == max(some)
 
 
 def is_above(one: float, other: float) -> bool:
@@ -163,5 +170,5 @@ def all_negligible(credits: Iterable[float], scores: Iterable[float]) -> bool:
 
 
 def exact_fraction(score: float) -> Fraction:
-    """Returns a finite score as a fraction without the rounding errors of floats, so that sums and ties of scores are exact."""
+    """Returns a finite score as a fraction, rounded to nine decimals (ten digits above 1), so that sums and ties of scores are exact."""
     return Fraction(f"{score:.9f}" if abs(score) <= 1 else f"{score:.9e}")

@@ -130,12 +130,13 @@ class Outage:
 
 
 def outage_of(error: BaseException, arguments: Mapping[str, Any] | None = None, *, model_text: Sequence[Any] = ()) -> Outage | None:
-    """Returns the outage that an exception reports; None if the request or the code was wrong.
+    """Returns the outage that an exception reports; None if it reports none, or if the request or the code was wrong.
 
     The causes and contexts of the exception and the members of exception groups are searched too. The result depends on the first of them
     that identifies the server or the request as the cause. An exception identifies the cause by an HTTP status, a database error code, or a
     type of the standard library. The HTTP statuses 401, 408, 429 and 5xx are the server's fault; other statuses are the request's fault. An
-    outage at an address in `arguments` is the request's fault, because the request chose the address.
+    outage at an address in `arguments` is the request's fault, because the request chose the address. If the exception contains no host
+    name, this applies to every outage of a server if `arguments` contains any address.
 
     Args:
         arguments: the arguments of the call, which come from a model.
@@ -156,7 +157,8 @@ def outage_of(error: BaseException, arguments: Mapping[str, Any] | None = None, 
 def outage_phrase(text: str, arguments: Mapping[str, Any] | Sequence[Any] | None = None) -> str:
     """Returns the phrase in which a string reports an outage; "" if there is none.
 
-    Phrases in `arguments` do not count, because a tool may repeat its arguments.
+    A phrase does not count if all its words are in `arguments`, because a tool may repeat its arguments. Only the first 20,000 characters
+    are searched.
     """
     own = set(_WORD.findall(" ".join(_texts(arguments)).lower())) if arguments else set()
     for report in _reports(text[:_MAX_TEXT]):

@@ -28,7 +28,7 @@ def die_with_parent(parent: int) -> None:
     """Asks the kernel to kill this process as soon as process `parent`, which started it, is gone (`prctl(2)`).
 
     Linux only; no effect elsewhere. The kernel watches the thread that started this process, so start the process from a thread that lives
-    at least as long as the process. A forked process does not inherit this setting.
+    at least as long as the process. A forked process does not inherit this setting. Raises `OSError` if the kernel rejects the request.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -44,7 +44,8 @@ def deadline_alarm(limit_s: float, raised: Callable[[], BaseException], *, cpu: 
     """Raises the exception that `raised` returns if the block takes more than `limit_s` seconds of real time, or of CPU time if `cpu` is
     True.
 
-    Python runs signal handlers in the main thread, between two operations, so a block in any other thread has no limit.
+    Python runs signal handlers in the main thread, between two operations, so a block in any other thread has no limit. Blocks with the
+    same kind of limit cannot be nested, because the end of the inner block also stops the outer timer.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -64,7 +65,8 @@ def deadline_alarm(limit_s: float, raised: Callable[[], BaseException], *, cpu: 
 
 
 def kill_marked(name: str, value: str) -> int:
-    """Kills the processes of this user that were started with the environment variable `name` set to `value`. Returns their number.
+    """Kills the processes of this user, except this process, that were started with the environment variable `name` set to `value`. Returns
+    the number of signals sent; a process that exits slowly counts more than once.
 
     Programs inherit the variable in any session or process group, so this also finds daemons. Linux only; kills none on other systems.
     """
@@ -99,14 +101,14 @@ def process_tree(root: int) -> dict[int, str]:
 
 
 def process_group(group: int) -> list[int]:
-    """Returns the ids of the processes in a group that have not exited. Linux only; empty on other systems. Raises `OSError` as
-    `read_stat` does."""
+    """Returns the ids of the processes in a group that have not exited, without this process. Linux only; empty on other systems. Raises
+    `OSError` as `read_stat` does."""
     return [pid for pid in _processes() if (stat := read_stat(pid)).group == group and not stat.has_ended]
 
 
 def memory_by_group() -> Counter[int]:
     """Returns the resident bytes of the processes in each process group, without this process. A page that several processes share counts
-    for each of them. Linux only."""
+    for each of them. Linux only. Incomplete if no file descriptor is free."""
     used = Counter[int]()
     with contextlib.suppress(OSError):  # no file descriptor is free
         for stat in map(read_stat, _processes()):
@@ -193,7 +195,7 @@ def import_environment(folder: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def freeze_imports() -> Iterator[None]:
-    """Excludes objects created in the block from garbage collection. Use it around imports.
+    """Collects no garbage in the block, and excludes all objects that exist at its end from later collections. Use it around imports.
 
     Torch and similar libraries create millions of objects and no garbage. Collections took a fifth to a quarter of the import time.
     """

@@ -13,6 +13,7 @@ import fcntl
 import json
 import os
 import socket
+import stat
 import sys
 import time
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ DRIVER, PARTS = ".driver.lock", ".parts.lock"
 _READ_TRIES = 20  # of 10 ms each; a holder writes its record immediately after it acquires the lock
 _REMOVED_TRIES = 100  # to create a folder that another process removes; below /proc every attempt fails
 _PATIENCE_S = 1.0  # seconds before a message reports what the driver waits for
+_NOT_REGULAR = (errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODEV)  # opened: a link, a folder, a socket, a device
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
@@ -48,8 +50,8 @@ def drive_folder(folder: Path, *, command: str, wait_s: float = 60.0) -> Iterato
         command: the command of this process, for the error message of other processes.
         wait_s: seconds to wait for the servers and the learner of a driver that died.
 
-    Raises `RunFolderBusy`, with the holder if it is known, if a different process drives the folder, and `UserError` if a process of a dead
-    driver does not exit.
+    Raises `RunFolderBusy`, with the holder if it is known, if a different process drives the folder, and `UserError` if the folder cannot
+    be created or locked, if a lock file is not a regular file, or if a process of a dead driver does not exit.
     """
     handle = _taken(folder)
     try:
@@ -67,10 +69,28 @@ def is_vacant(folder: Path) -> bool:
 
 
 def hold_shared_lock(folder: Path) -> int:
-    """Acquires the shared lock, and returns its descriptor for `pass_fds`. The lock is held until every process has closed it."""
-    handle = os.open(folder / PARTS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    """Acquires the shared lock, and returns its descriptor for `pass_fds`. The lock is held until every process has closed it.
+
+    Raises `UserError` if the lock file is not a regular file, and `OSError` if it cannot be opened.
+    """
+    handle = _open_lock(folder / PARTS, os.O_CREAT)
     fcntl.flock(handle, fcntl.LOCK_SH)
     return handle
+
+
+def _open_lock(path: Path, flags: int = 0) -> int:
+    """Opens a lock file. The folder may come from a third party, so it raises `UserError` for a link, a hard link, a folder, a pipe or a
+    device: the record of the holder would overwrite a different file, or opening the file would block."""
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | flags, 0o600)
+        status = os.fstat(handle)
+        if stat.S_ISREG(status.st_mode) and status.st_nlink < 2:
+            return handle
+        os.close(handle)
+    except OSError as error:
+        if error.errno not in _NOT_REGULAR:
+            raise
+    raise UserError(f"{path} is not a regular file, or is a link to one", fix=f"remove {path}, or choose a different --run-dir")
 
 
 def _taken(folder: Path) -> int:
@@ -86,7 +106,7 @@ def _taken(folder: Path) -> int:
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             folder.mkdir(mode=0o700, exist_ok=True)
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            handle = _open_lock(path, os.O_CREAT)
         except OSError as error:
             lacking += 1
             if isinstance(error, FileNotFoundError) and lacking < _REMOVED_TRIES:
@@ -112,7 +132,7 @@ def _taken(folder: Path) -> int:
 
 def _same_file(handle: int, path: Path) -> bool:
     try:
-        status = path.stat()
+        status = path.lstat()
     except FileNotFoundError:
         return False
     own = os.fstat(handle)
@@ -128,7 +148,7 @@ def _write(handle: int, holder: Holder) -> None:
 
 
 def _read(handle: int) -> Holder | None:
-    """Waits for the record of the lock's holder and returns it; None if the holder writes no record.
+    """Waits for the record of the lock's holder and returns it; None if the holder writes no record within 0.2 s.
 
     Call it only while the lock is held, because records stay in the file.
     """
@@ -154,9 +174,10 @@ def _busy(folder: Path, holder: Holder | None) -> RunFolderBusy:
 
 def _wait_for_parts(folder: Path, wait_s: float) -> None:
     path = folder / PARTS
-    if not path.exists():
+    try:
+        handle = _open_lock(path)
+    except FileNotFoundError:
         return
-    handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     began, reported = time.monotonic(), False
     try:
         while True:

@@ -128,7 +128,7 @@ def is_secret_variable(name: str) -> bool:
 
 
 def looks_generated(text: str) -> bool:
-    """Whether a string looks like a generated key: a UUID, or at least 16 interleaved letters and digits. False for a path."""
+    """Whether a string looks like a generated key: a UUID, or at least 16 mixed letters and digits. False for paths and spaced text."""
     if _UUID.fullmatch(text):
         return True
     if re.match(r"[/~.]", text) or re.search(r"\s", text):
@@ -205,7 +205,7 @@ def secrets_in_command(arguments: Sequence[str], *, shell: bool = False) -> Iter
 
 
 def split_command(text: str) -> list[str]:
-    """Returns the words of a shell command. If the quotes in the command do not match, splits the command at white space."""
+    """Returns the words in the first 20,000 characters of a shell command. If the quotes do not match, splits them at white space."""
     try:
         return shlex.split(text[:_LONGEST_COMMAND])
     except ValueError:

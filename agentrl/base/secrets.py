@@ -36,9 +36,10 @@ def is_reference(text: object) -> bool:
 
 
 def read_secret(reference: str) -> str:
-    """Returns the secret that a reference points to, without the final line break of a file. From then on, `redact` hides the secret.
+    """Returns the secret that a reference points to, without the line breaks at the end of a file. From then on, `redact` hides the secret.
 
-    Raises `UserError` if the secret does not exist. The message never repeats text that may be a secret.
+    Raises `UserError` if the reference is invalid, or if the secret is missing, empty, unreadable or larger than 64 KiB. The message never
+    repeats text that may be a secret.
     """
     if not is_reference(reference):
         raise UserError("a secret is given by value, or its reference is misspelled", fix=HOW_TO_REFER)
@@ -48,7 +49,10 @@ def read_secret(reference: str) -> str:
     try:
         path = Path(name).expanduser()
         with path.open("rb") as file:
-            text = file.read(_MOST_BYTES + 1).decode("utf-8").rstrip("\r\n")
+            data = file.read(_MOST_BYTES + 1)
+        if len(data) > _MOST_BYTES:
+            raise UserError(f"the file {name} is larger than {_MOST_BYTES >> 10} KiB", fix="write only the secret into it")
+        text = data.decode("utf-8").rstrip("\r\n")
     except (OSError, UnicodeDecodeError, RuntimeError) as error:
         why = error.strerror if isinstance(error, OSError) else type(error).__name__
         raise UserError(f"the secret file {name} cannot be read: {why}", fix="correct the path, or the file's mode") from None
@@ -56,13 +60,14 @@ def read_secret(reference: str) -> str:
 
 
 def _checked(text: str, where: str, fix: str) -> str:
-    if not text.strip() or len(text) > _MOST_BYTES or "\0" in text:
+    if not text.strip() or len(os.fsencode(text)) > _MOST_BYTES or "\0" in text:
         raise UserError(f"{where} contains no secret", fix=fix)
     return register(text)
 
 
 def register(secret: str) -> str:
-    """Returns the secret unchanged. From then on, `redact` hides the secret and the password or token of every URL in it."""
+    """Returns the secret unchanged. From then on, `redact` hides the secret and the password or token of every URL in it,
+    except values of fewer than 6 characters."""
     _read.add(secret)
     for rest in re.findall(r"://(\S+)", secret):
         login = rest[: secret_forms.login_end(rest)]
@@ -126,7 +131,7 @@ def _under(key: str, value: Any, path: str) -> Iterator[str]:
 
 
 def _is_pin(key: str, value: Any) -> bool:
-    """Whether a value is a password that consists of digits, which a command-line override turns into a number. False for a token id such
+    """Whether a value is a password of four or more digits, which a command-line override turns into a number. False for a token id such
     as `token: 50256`."""
     return type(value) is int and abs(value) > 999 and secret_forms.marks_secret(key) and not key.lower().endswith("token")
 
@@ -138,7 +143,7 @@ def _in_words(words: Sequence[str], where: str, *, shell: bool = False) -> Itera
 
 def redact(text: str) -> str:
     """Returns a string without the secrets that this process has read or has in its environment, and without logins and webhooks in
-    URLs."""
+    URLs. Short secrets are not hidden, because they also occur in ordinary text."""
     for secret in sorted(_read | _in_environment(), key=len, reverse=True):
         for form in {secret, json.dumps(secret)[1:-1], repr(secret)[1:-1], quote(secret, safe=""), quote(secret)}:
             if len(secret) >= _SHORTEST and form in text:
@@ -148,8 +153,8 @@ def redact(text: str) -> str:
 
 @cache
 def _in_environment() -> frozenset[str]:
-    """Returns the values of environment variables whose names mark a secret, except short values and paths, which also occur in ordinary
-    text."""
+    """Returns the values of environment variables whose names mark a secret, except values that also occur in ordinary text: short values,
+    values without a digit, and values with white space or a slash."""
     return frozenset(
         value
         for name, value in os.environ.items()
@@ -164,7 +169,7 @@ class RedactingFormatter(logging.Formatter):
     """Formats log records, tracebacks included, and redacts the text."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Formats a record without registered secrets."""
+        """Formats a record, and redacts the text with `redact`."""
         return redact(super().format(record))
 
 

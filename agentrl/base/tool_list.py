@@ -120,7 +120,8 @@ def _sorted(listed: Sequence[Any]) -> tuple[dict[str, ListedTool], dict[str, str
 
 
 def tool_difference(pinned: Sequence[ListedTool], listed: Sequence[Any]) -> str:
-    """Returns the first difference between the pinned and the listed tools; empty if there is none. Added tools do not count."""
+    """Returns the first difference between the pinned and the listed tools; empty if there is none. Added tools and other
+    descriptions do not count."""
     for tool in pinned:
         entries = [entry for entry in listed if isinstance(entry, Mapping) and entry.get("name") == tool.name]
         if not entries:

@@ -29,7 +29,7 @@ def open_file(path: Path, *, inside: Path | None = None) -> Iterator[BinaryIO]:
     Args:
         inside: the folder that must contain the file after links are followed. None allows any target; use it for a path that a user typed.
 
-    Raises `ValueError` if the path is not a regular file or is outside `inside`.
+    Raises `ValueError` if the path is a device, a pipe or a socket, or is outside `inside`, and `OSError` if it is a folder or missing.
     """
     with _checked(path, inside) as handle:
         try:
@@ -51,7 +51,8 @@ def check_file(path: Path, *, inside: Path) -> None:
 
 
 def check_output(path: Path, *, inside: Path) -> None:
-    """Raises `ValueError` unless `path` is a regular file below `inside`, or can become one, after links are followed.
+    """Raises `ValueError`, or `IsADirectoryError` for a folder, unless `path` is a regular file below `inside`, or can become one, after
+    links are followed.
 
     Use this function for files that are written in a third-party folder, where a link could redirect a write to another of the user's
     files, and a pipe could block it forever.
@@ -92,9 +93,9 @@ def read_bytes(path: Path, *, most: int, inside: Path | None = None) -> bytes:
 
 
 def resolve_inside(text: str, under: Path) -> Path | None:
-    """Resolves a path that a third party wrote, relative to the folder `under`.
+    """Resolves a path that a third party wrote, relative to the folder `under`. The result may be outside `under`.
 
-    Returns None if the path contains control characters or surrogates, or if a name or the path is too long.
+    Returns None if the path contains control characters or surrogates, if a name or the path is too long, or if its links form a loop.
     """
     try:
         raw = text.encode()

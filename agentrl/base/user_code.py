@@ -331,6 +331,7 @@ async def run_in_thread(code: Callable[[], T], *, what: str) -> T:
 
     Raises:
         InfrastructureError: `MAX_THREADS` threads are running.
+        BaseException: any exception that `code` raised.
     """
     if not _threads.acquire(blocking=False):
         raise InfrastructureError(f"{MAX_THREADS} tool threads are still running\n  fix: add timeouts to blocking operations of the tools")
@@ -377,7 +378,7 @@ def describe_error(error: BaseException, limit: int = 300) -> str:
 
 
 def error_text(error: BaseException, limit: int = 2000) -> str:
-    """Returns the text of an exception, printable and bounded, with its line breaks."""
+    """Returns at most `limit` characters of the text of an exception, printable and without secrets, with its line breaks."""
     return printable(redact(raw_text(error)[:_MAX_TEXT]), limit)
 
 

@@ -19,7 +19,7 @@ _PIECES_AT_ONCE = 64
 
 
 def validate_url(url: str) -> str:
-    """Returns the URL of an endpoint. Raises `UserError` if the URL is invalid or contains a secret."""
+    """Returns the URL unchanged. Raises `UserError` if it is not an http(s) URL with a host, or has a user, password, query or fragment."""
     try:
         parts = urlsplit(url)
         is_endpoint = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
@@ -73,7 +73,7 @@ class Events:
         return len(self._incomplete)
 
     def feed(self, piece: bytes) -> list[tuple[bytes, bytes]]:
-        """Returns the name and the data of each event that ends in this piece. Skips comments."""
+        """Returns the name (`message` if none is given) and the data of each event that ends in this piece. Skips comments."""
         seen = max(0, len(self._incomplete) - 3)
         self._incomplete += piece
         if b"\n\n" not in self._incomplete[seen:].replace(b"\r\n", b"\n"):

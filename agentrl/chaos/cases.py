@@ -21,7 +21,7 @@ class Case:
     number: int  # number of the fault; variants of one fault have the same number
     name: str  # unique
     injects: str
-    inject: Callable[[Subject], Injected]
+    inject: Callable[[Subject], Injected]  # raises `ChaosError` if the fault cannot be injected or the run does not recover
     bound_s: float | None = None  # maximum of `Injected.recovered_s`
     needs_small_disk: bool = False  # mounting a small disk needs root
     needs_bubblewrap: bool = False

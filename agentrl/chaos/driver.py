@@ -114,7 +114,7 @@ def fill(folder: Path) -> Path:
 
 @contextmanager
 def small_disk(folder: Path) -> Iterator[bool]:
-    """Mounts a 1.4 GiB file system at a folder. Yields whether the file system was mounted. Mounting requires root."""
+    """Mounts a file system of 1,400 MiB at a folder. Yields whether it was mounted, which requires root."""
     folder.mkdir(parents=True, exist_ok=True)
     command = ["mount", "-t", "tmpfs", "-o", f"size={_SMALL_MIB}m", "none", str(folder)]
     mounted = os.geteuid() == 0 and subprocess.run(command, capture_output=True, check=False).returncode == 0

@@ -168,7 +168,7 @@ class Subject:
         return self._store
 
     def entries(self) -> tuple[LedgerEntry, ...]:
-        """Returns the ledger's entries; empty before the first group is stored."""
+        """Returns the ledger's entries; empty before the first group is stored, and while the ledger cannot be read."""
         if not (self.run_dir / "experience.sqlite").exists():
             return ()
         with contextlib.suppress(StoreError):  # another process is creating the ledger, or the disk is full
@@ -190,7 +190,7 @@ class Subject:
         return [line for line in read_json_lines(self.run_dir / "metrics.jsonl") if "episodes" in line]
 
     def version(self, *states: VersionState) -> PolicyVersion | None:
-        """Returns the newest policy version that is in one of the given states."""
+        """Returns the newest policy version that is in one of the given states; None if there is none."""
         registry = FolderRegistry(self.run_dir / "versions")
         try:
             return registry.latest(*states)

@@ -36,7 +36,7 @@ class Result:
 
     @property
     def ok(self) -> bool:
-        """Whether the run survived the fault and recovered within the bound."""
+        """Whether the run survived the fault and recovered within the bound. True for a skipped case."""
         return not self.problem
 
     def as_data(self) -> dict[str, Any]:

@@ -96,13 +96,16 @@ def prove_separation(tasks: Sequence[Task]) -> Proof:
 
 
 async def prove_unreadable(tasks: Sequence[Task], golden: Mapping[str, GoldAttempt], sandboxes: SandboxBackend) -> Proof:
-    """Searches each task's files, its prompt and the files of its image for the task's truth."""
+    """Searches the files, the prompt and the image's files of each task with a sandbox for the task's truth. Raises `SandboxError` if the
+    files of an image cannot be copied."""
     images: dict[tuple[str, str], ImageFiles] = {}
     in_task: dict[str, list[Leak]] = {}
     built_in: dict[str, list[Leak]] = {}
+    searched = 0
     for task in tasks:
         if task.sandbox is None:
             continue
+        searched += 1
         image = (task.sandbox.image, task.sandbox.runtime)
         if image not in images:
             images[image] = await retry_sandbox_errors(lambda spec=task.sandbox: image_files(spec, sandboxes))  # type: ignore[misc]
@@ -113,7 +116,7 @@ async def prove_unreadable(tasks: Sequence[Task], golden: Mapping[str, GoldAttem
         built_in[task.id] = find_leaks(images[image].files, wanted)
     return Proof(
         name="no answer is readable in what the agent is given",
-        looked_at=f"files and prompts of {plural(len(tasks), 'task')}, and "
+        looked_at=f"files and prompts of {plural(searched, 'task')}, and "
         f"{plural(sum(len(copied.files) for copied in images.values()), 'file')} of {plural(len(images), 'image')}",
         findings=(*_leak_findings(in_task, "in the files or the prompt"), *_leak_findings(built_in, "in the image")),
         unproven=tuple(f"that no answer is in image {image}: {copied.problem}" for (image, _), copied in images.items() if copied.problem),
@@ -149,8 +152,8 @@ class ImageFiles:
 
 
 async def image_files(spec: SandboxSpec, sandboxes: SandboxBackend) -> ImageFiles:
-    """Reads all readable files in a fresh sandbox with this spec, page by page, and returns them. Raises `SandboxError` if the sandbox
-    fails."""
+    """Returns the readable files in a fresh sandbox with this spec: the first `FILE_BYTES` of each, in at most `PAGES` pages,
+    without files from Debian packages and Python's package folders. Raises `SandboxError` if the sandbox fails."""
     sandbox = await sandboxes.open(spec)
     copied, skip = ImageFiles(), 0
     try:

@@ -10,6 +10,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from agentrl.agent import load_tools
 from agentrl.agent.run_tools import declared_tools, pin_tools
 from agentrl.agent.tools import render_result
 from agentrl.base import user_code
+from agentrl.base.error_text import main_error
 from agentrl.check import cheats
 from agentrl.check.access import prove_separation, prove_unreadable
 from agentrl.check.environments import NOT_PROVEN, prove_environment
@@ -34,7 +36,7 @@ from agentrl.check.verifiers import GoldAttempt, prove_verifiers, retry_sandbox_
 from agentrl.config.recipe import SandboxConfig
 from agentrl.environment import close_environments
 from agentrl.environment.hosted import is_hosted
-from agentrl.errors import SandboxTimeout, TaskError, UserError
+from agentrl.errors import InfrastructureError, SandboxTimeout, TaskError, UserError
 from agentrl.protocols import SandboxBackend, TaskFamily, ToolSource
 from agentrl.records import Episode, SandboxSpec, Split, Task, codec
 from agentrl.reward import TaskScorer
@@ -64,17 +66,18 @@ async def check_family(
     source: FamilySource, config: SandboxConfig, *, count: int | None, parallel: int = 8, quiet: bool = False
 ) -> CheckReport:
     """Runs all cases for the first `count` tasks of every split, at most `parallel` cases at once, and all proofs. If every split is
-    finite, `count` may be None, which means all tasks.
+    finite, `count` may be None, which means all tasks. Runs only proofs if the tasks are episodes of environments.
 
-    Raises `UserError` if the family cannot be opened, and `InfrastructureError` if the sandboxes fail. Faults of tasks raise no error; the
-    report lists them.
+    Raises `UserError` if the family cannot be opened, or if a split is infinite and `count` is None, and `InfrastructureError` if the
+    sandboxes fail. The report lists the faults of tasks, including tasks that cannot be created.
     """
     family = source.open()
     try:
         wanted = split_sizes(family, count)
     except ValueError as error:
         raise UserError(str(error), fix="set the number of tasks in each split with --count") from None
-    if make_task(family, Split.TRAIN, 0).environment is not None:
+    first = next(_tasks(family, wanted), None)
+    if first is None or first.environment is not None:
         return await _check_environments(source, family, wanted)
     sandboxes = await open_sandboxes(config, warm=0, run_label="check", root=source.root)
     async with close_after(sandboxes.close):
@@ -101,9 +104,11 @@ async def check_family(
 
 
 async def _check_environments(source: FamilySource, family: TaskFamily, wanted: Mapping[Split, int]) -> CheckReport:
-    """Checks a family whose tasks are episodes of environments."""
+    """Checks a family whose tasks are episodes of environments, or of which no task can be created."""
     proofs = [await asyncio.to_thread(prove, source, wanted) for prove in (prove_purity, prove_splits)]
     tasks = list(_tasks(family, wanted))
+    if not tasks:
+        return CheckReport(cases=(), proofs=tuple(proofs), not_proven=tuple(_not_proven(family, wanted, tasks, proofs)))
     if is_hosted(tasks[0]):
         return CheckReport(cases=(), proofs=tuple(proofs), not_proven=("what the program, the tools and the scorers of the tasks do",))
     async with close_after(close_environments):
@@ -136,7 +141,7 @@ async def prove_tasks(
     together: GroupJudgeScorer | None = None,
 ) -> tuple[list[CaseResult], list[Proof]]:
     """Runs all cases for tasks that have a gold solution in `family`, and the proofs that examine single tasks. Returns the results of the
-    cases, and the proofs.
+    cases, and the proofs. Raises `InfrastructureError` if the sandboxes fail.
 
     Args:
         tools: the recipe's tools, including those of its MCP servers.
@@ -147,21 +152,35 @@ async def prove_tasks(
     prover = _Prover(family=family, sandboxes=sandboxes, scorer=scorer, parallel=parallel, tools=tools)
     prover.scorer.load(sorted({*audit, *(name for task in tasks for name in task.verifiers)}))
     on_progress(description=f"images on {sandboxes.name}")
-    cases = await _prepare(tasks, sandboxes)
-    without = {result.task for result in cases}
-    good = [task for task in tasks if task.id not in without]
-    on_progress(description=f"{len(tasks)} tasks on {sandboxes.name}", total=sum(len(_cases(task)) for task in good))
-    cases += await prover.cases(good, lambda: on_progress(advance=1))
-    on_progress(description="verifiers, tools and files", total=None)
-    proofs = [
-        await prove_verifiers(good, prover.golden, prover.scorer, parallel=parallel),
-        await prove_null_answers(good, prover.golden, prover.scorer, parallel=parallel, audit=audit, together=together),
-        await prove_tools(good, sandboxes, tools),
-        prove_separation(good),
-        await prove_unreadable(good, prover.golden, sandboxes),
-    ]
+    with _one_error():
+        cases = await _prepare(tasks, sandboxes)
+        without = {result.task for result in cases}
+        good = [task for task in tasks if task.id not in without]
+        on_progress(description=f"{len(tasks)} tasks on {sandboxes.name}", total=sum(len(_cases(task)) for task in good))
+        cases += await prover.cases(good, lambda: on_progress(advance=1))
+        on_progress(description="verifiers, tools and files", total=None)
+        proofs = [
+            await prove_verifiers(good, prover.golden, prover.scorer, parallel=parallel),
+            await prove_null_answers(good, prover.golden, prover.scorer, parallel=parallel, audit=audit, together=together),
+            await prove_tools(good, sandboxes, tools),
+            prove_separation(good),
+            await prove_unreadable(good, prover.golden, sandboxes),
+        ]
     cases.sort(key=lambda result: (result.task, result.wanted == 0, result.case))
     return cases, proofs
+
+
+@contextmanager
+def _one_error() -> Iterator[None]:
+    """Replaces an exception group that the block raises by one of its members: an infrastructure error if there is one, else the member
+    that `main_error` returns."""
+    fault: BaseException | None = None
+    try:
+        yield
+    except ExceptionGroup as group:
+        fault = user_code.first_cause(group, InfrastructureError) or main_error(group)
+    if fault is not None:
+        raise fault  # outside the handler, so that its cause stays unchanged
 
 
 def _not_proven(family: TaskFamily, wanted: Mapping[Split, int], tasks: Sequence[Task], proofs: Sequence[Proof]) -> Iterator[str]:
@@ -178,8 +197,8 @@ def _not_proven(family: TaskFamily, wanted: Mapping[Split, int], tasks: Sequence
 
 
 def sandbox_configs(choice: str) -> list[SandboxConfig]:
-    """Returns the backends that a `--backend` option selects. The option is a name, a plug-in reference, JSON with options, or `all`.
-    Raises `UserError` if there is no such backend."""
+    """Returns the backends that a `--backend` option selects. The option is a name, a plug-in reference, JSON with options, or `all`
+    (`docker` and `bubblewrap`). Raises `UserError` if there is no such backend."""
     try:
         backends = ["docker", "bubblewrap"] if choice == "all" else [json.loads(choice) if choice.startswith("{") else choice]
         return [SandboxConfig.model_validate({"backend": backend}) for backend in backends]
@@ -201,7 +220,7 @@ async def attack_backend(
     config: SandboxConfig, image: str, *, root: Path, only: str = "", runtime: str = "", report: Callable[[str, AttackResult], None]
 ) -> list[dict[str, Any]]:
     """Runs the attack suite on one backend and calls `report` with the backend's name and each result. Returns a dictionary for each
-    attack, with the backend's name and the fields of the attack's result."""
+    attack, with the backend's name and the fields of the attack's result. Raises `UserError` if the backend is not built in."""
     backend = open_backend(config, run_label="attack", root=root)
     spec = replace(ATTACK_SPEC, image=image, runtime=runtime)
     async with close_after(backend.close):

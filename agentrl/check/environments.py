@@ -57,8 +57,8 @@ class Played:
 
 
 async def prove_environment(tasks: Sequence[Task]) -> list[Proof]:
-    """Plays episodes in the environments of these tasks, and returns the proofs about the environments. Faults of an environment become
-    findings."""
+    """Plays episodes in the environments of at most `SEEDS` of these tasks, and returns the proofs about them. At least one task must have
+    an environment. Faults of an environment become findings. Raises `TaskError` or `PluginError` if the first task cannot be played."""
     tasks = [task for task in tasks if task.environment is not None][:SEEDS]
     try:
         first = await _open(_spec(tasks[0]))

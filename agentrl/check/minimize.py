@@ -61,7 +61,8 @@ class MinimizeSearch:
     _known: dict[str, bool] = field(default_factory=dict)
 
     async def still_fails(self, task: Task) -> bool | None:
-        """Whether a task can be solved and the policy fails it; None if the budget is spent."""
+        """Whether a task can be solved and the policy fails it; None if the budget does not cover this and one more round of attempts, or
+        if too many tasks were proven."""
         if task.key in self._known:
             return self._known[task.key]
         reserved = 2 * self.repeats  # includes the additional attempts at the smallest task
@@ -86,7 +87,7 @@ class MinimizeSearch:
 
 
 def fails_reliably(scores: Sequence[float | None], threshold: float) -> bool:
-    """Whether the attempts show that the policy fails the task: all attempts are scored, and few enough pass."""
+    """Whether all attempts are scored and the upper bound of the interval for their pass rate is below `FAILS_BELOW`."""
     if not scores or None in scores:
         return False
     passed = sum(attempt_passes(score, threshold) for score in scores)
@@ -96,8 +97,8 @@ def fails_reliably(scores: Sequence[float | None], threshold: float) -> bool:
 async def search_smaller_case(search: MinimizeSearch, *, model: str, at: str) -> tuple[Case, str]:
     """Returns the case with the smallest task that the policy still fails, and a summary.
 
-    Raises `UserError` if the policy does not clearly fail the case, if the case cannot be proven or starts at a later turn, or if the
-    policy fails no smaller task.
+    Raises `UserError` if the case starts at a later turn or cannot be proven, if the policy does not clearly fail it, if no smaller task
+    fails, if new attempts at the smallest task pass, or if the budget is too small.
     """
     case = search.case
     if case.start is not None:
@@ -129,11 +130,12 @@ async def _without_removable(search: MinimizeSearch, task: Task, parts: Sequence
 
 
 async def minimize_case(prepared: PreparedEvaluation, case: Case, family: TaskFamily, *, repeats: int, budget: int) -> tuple[Case, str]:
-    """Runs `search_smaller_case` with the policy and sandboxes of a prepared evaluation. Raises the same errors as `search_smaller_case`.
+    """Runs `search_smaller_case` with the policy and sandboxes of a prepared evaluation. Raises its errors, and `UserError` if the case
+    belongs to a different family.
 
     Args:
         repeats: number of attempts at each smaller task.
-        budget: total number of attempts.
+        budget: maximum total number of attempts.
     """
     if case.task.family != family.name:
         problem = f"case {case.id} belongs to family {case.task.family!r}, but the recipe's family is {family.name!r}"
@@ -168,7 +170,7 @@ def message_and_file_parts(task: Task) -> tuple[RemovablePart, ...]:
 
 
 def line_parts(task: Task) -> tuple[RemovablePart, ...]:
-    """Returns the lines of all files that have more than one line."""
+    """Returns the lines of all text files that have more than one line."""
     counts = {path: len(text.splitlines()) for path, text in sorted(task.files.items())}
     return tuple(RemovablePart(file=path, line=number) for path, lines in counts.items() if lines > 1 for number in range(lines))
 
@@ -196,7 +198,7 @@ def remove_parts(task: Task, removed: Sequence[RemovablePart]) -> Task:
 async def removable_parts(
     parts: Sequence[RemovablePart], fails: Callable[[tuple[RemovablePart, ...]], Awaitable[bool | None]]
 ) -> tuple[RemovablePart, ...]:
-    """Returns parts that can be removed together, found with ddmin.
+    """Returns parts that can be removed together, found with ddmin; empty if there are none.
 
     Args:
         fails: returns whether the policy still fails the task without these parts, or None if the budget is spent. None ends the search.

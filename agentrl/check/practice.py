@@ -16,7 +16,7 @@ from agentrl.agent.tools import render_result
 from agentrl.base import user_code
 from agentrl.check.check import prove_tasks
 from agentrl.check.report import GOLD, CaseResult, Proof
-from agentrl.errors import InfrastructureError, TaskError, UserError
+from agentrl.errors import InfrastructureError, SandboxUnavailable, TaskError, UserError
 from agentrl.failure.case import Case, Suite
 from agentrl.failure.overlap import WithheldTasks
 from agentrl.failure.practice import MUTATED, PracticeTask, gold_without_answer, mutate_task, practice_task
@@ -61,7 +61,8 @@ async def generate_practice(
     Args:
         withheld: the tasks that must not be trained on, including those in the suite.
 
-    Raises `InfrastructureError` if the sandboxes fail. Errors other than sandbox failures are included in the report.
+    Raises `InfrastructureError` if the sandboxes fail, and `SandboxUnavailable` if they cannot be used on this machine. The report includes
+    all other errors of a case.
     """
     rejected: list[tuple[str, str]] = []
     drawn: list[PracticeTask] = []
@@ -71,9 +72,9 @@ async def generate_practice(
         for case in suite.cases:
             try:
                 drawn += await _draw(case, family, sandboxes, withheld, seen, count=count, seed=seed, root=root)
-            except InfrastructureError:
-                raise
             except Exception as error:  # a family is user code, and a case's task may belong to another family
+                if user_code.first_cause(error, InfrastructureError, SandboxUnavailable) is not None:
+                    raise
                 rejected.append((case.id, user_code.describe_error(error, 500)))
             progress.advance(bar)
         progress.update(bar, total=None)
@@ -113,10 +114,12 @@ async def _draw(
     case: Case, family: TaskFamily, sandboxes: SandboxBackend, withheld: WithheldTasks, seen: set[str], *, count: int, seed: int, root: Path
 ) -> list[PracticeTask]:
     """Draws up to `count` different tasks for a case. Excludes withheld tasks and tasks that were already drawn. Raises `TaskError` if no
-    task remains."""
+    task remains, if the case belongs to another family, or if a variant is not a training task."""
     if case.task.family != family.name:
         problem = f"case {case.id} belongs to family {case.task.family!r}, but the recipe's family is {family.name!r}"
         raise TaskError(problem, fix="give a recipe of the case's family")
+    if case.task.sandbox is not None:
+        await sandboxes.prepare(case.task.sandbox)  # raises `SandboxUnavailable`, which `prove_tasks` reports as a failed case
     if callable(getattr(family, "variants", None)):
         variants = list(islice(cast(VariedFamily, family).variants(case.task, seed=seed), DRAWS * count))
     else:
@@ -136,8 +139,8 @@ async def _draw(
 async def _mutants(
     task: Task, family: TaskFamily, sandboxes: SandboxBackend, withheld: WithheldTasks, *, count: int, seed: int, root: Path
 ) -> list[tuple[str, Task]]:
-    """Returns pairs (origin, mutant). The gold program computes the answer to each mutant. The gold program must solve the original task,
-    and its answer to a mutant must differ from the answer to the original task. Raises `TaskError` if there are no mutants."""
+    """Returns pairs (origin, mutant). The gold program computes the answer to each mutant, which must differ from that to the original
+    task. Raises `TaskError` if the gold program does not solve the original task, or if no mutant remains."""
     gold_without_answer(family, task)
     cases, _ = await prove_tasks(family, [task], sandboxes, root=root)
     wrong = next((result for result in cases if result.case == GOLD and not result.ok), None)

@@ -70,7 +70,8 @@ def split_sizes(family: TaskFamily, count: int | None) -> dict[Split, int]:
 
 
 def prove_purity(source: FamilySource, sizes: Mapping[Split, int]) -> Proof:
-    """Draws the tasks three times: in order, in reverse order from the same family, and in another process with a different hash seed."""
+    """Draws the tasks three times (in order, in reverse order from the same family, and in another process with a different hash seed), and
+    reports the tasks that differ or cannot be created, and an empty training split. Raises the errors of `FamilySource.open`."""
     family = source.open()
     draws = [(split, index) for split, size in sizes.items() for index in range(size)]
     draws += [(split, index) for split in Split if family.size(split) is None for index in _FAR]
@@ -86,6 +87,8 @@ def prove_purity(source: FamilySource, sizes: Mapping[Split, int]) -> Proof:
     if cannot:
         text = f"{plural(len(cannot), 'task')} cannot be created: {first[cannot[0]]}"
         findings.insert(0, Finding(severity="failure", what=text, tasks=tuple(map(draw_name, cannot))))
+    if family.size(Split.TRAIN) == 0:
+        findings.append(Finding(severity="failure", what="split train has no tasks, so no policy can be trained"))
     findings += _differences(first, again, "when drawn again in a different order")
     return Proof(
         name=NAME,
@@ -180,7 +183,14 @@ def _draw_in_subprocess(source: FamilySource, draws: Sequence[Draw]) -> list[dic
         command = [sys.executable, "-m", "agentrl.check.purity"]
         try:
             done = subprocess.run(
-                command, input=json.dumps(question), env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+                command,
+                input=json.dumps(question),
+                env=environment,
+                capture_output=True,
+                encoding="utf-8",
+                errors="replace",  # the output belongs to the family
+                timeout=TIMEOUT_S,
+                check=False,
             )
         except subprocess.TimeoutExpired:
             raise RuntimeError(f"the process did not finish within {TIMEOUT_S:g} s") from None

@@ -60,7 +60,7 @@ class CaseResult:
 
     @property
     def ok(self) -> bool:
-        """Whether the score equals the expected score."""
+        """Whether the score equals the expected score, up to rounding; False without a score."""
         return self.value is not None and all_equal((self.value, self.wanted))
 
 
@@ -165,7 +165,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def join_examples(texts: Sequence[str]) -> str:
-    """Joins the first few strings, and appends the number of omitted strings."""
+    """Joins the first `SHOWN` strings, and appends the number of omitted strings if there are any."""
     more = f", and {len(texts) - SHOWN:,} more" if len(texts) > SHOWN else ""
     return ", ".join(texts[:SHOWN]) + more
 

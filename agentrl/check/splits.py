@@ -26,18 +26,19 @@ def prove_splits(source: FamilySource, sizes: Mapping[Split, int]) -> Proof:
     """Compares the prompts, files, tools, outputs and images of tasks: all tasks of a finite split, and at least `SAMPLE` tasks of an
     endless split, but only the tasks that can be drawn within `DRAW_S` seconds."""
     family = source.open()
-    drawn: dict[Split, list[Task]] = {}
+    created: dict[Split, dict[int, Task]] = {}
     cut: list[str] = []
     for split in Split:
         size = family.size(split)
         wanted = max(SAMPLE, sizes[split]) if size is None else size
-        drawn[split] = _draw(family, split, wanted)
-        if len(drawn[split]) < wanted or size is None:
-            cut.append(f"{plural(len(drawn[split]), 'task')} of {split}{' of infinitely many' if size is None else f' of {size:,}'}")
+        created[split] = _draw(family, split, wanted)
+        if len(created[split]) < wanted or size is None:
+            cut.append(f"{plural(len(created[split]), 'task')} of {split}{' of infinitely many' if size is None else f' of {size:,}'}")
+    drawn = {split: list(tasks.values()) for split, tasks in created.items()}
     seen = {split: [_agent_view_hash(task, source.root) for task in tasks] for split, tasks in drawn.items()}
     findings = [finding for split in (Split.HELDOUT, Split.HELDOUT_REAL) for finding in _equal(drawn, seen, split)]
     for split, tasks in drawn.items():
-        findings += [*_misplaced(split, tasks), *_repeats(split, seen[split]), *_guesses(split, tasks)]
+        findings += [*_misplaced(split, created[split]), *_repeats(split, seen[split]), *_guesses(split, tasks)]
     findings += _same_names([task for tasks in drawn.values() for task in tasks], [key for keys in seen.values() for key in keys])
     return Proof(
         name=NAME,
@@ -47,9 +48,9 @@ def prove_splits(source: FamilySource, sizes: Mapping[Split, int]) -> Proof:
     )
 
 
-def _draw(family: TaskFamily, split: Split, count: int) -> list[Task]:
-    """Returns the tasks that can be created within `DRAW_S`. The proof of purity reports tasks that cannot be created."""
-    tasks: list[Task] = []
+def _draw(family: TaskFamily, split: Split, count: int) -> dict[int, Task]:
+    """Returns index -> task for the tasks that can be created within `DRAW_S`. The proof of purity reports tasks that cannot be created."""
+    tasks: dict[int, Task] = {}
     started = time.monotonic()
     for index in range(count):
         if time.monotonic() - started > DRAW_S:
@@ -59,7 +60,7 @@ def _draw(family: TaskFamily, split: Split, count: int) -> list[Task]:
             json.dumps(asdict(task))
         except Exception:  # a family is user code
             continue
-        tasks.append(task)
+        tasks[index] = task
     return tasks
 
 
@@ -88,8 +89,8 @@ def _equal(drawn: Mapping[Split, list[Task]], seen: Mapping[Split, list[str]], s
     return [Finding(severity="failure", what=text, tasks=tuple(task.id for task, _ in pairs))]
 
 
-def _misplaced(split: Split, tasks: list[Task]) -> list[Finding]:
-    wrong = [(draw_name((split, index)), task) for index, task in enumerate(tasks) if task.split is not split]
+def _misplaced(split: Split, tasks: Mapping[int, Task]) -> list[Finding]:
+    wrong = [(draw_name((split, index)), task) for index, task in tasks.items() if task.split is not split]
     if not wrong:
         return []
     text = f"{plural(len(wrong), 'task')} drawn from {split} have split {wrong[0][1].split}"

@@ -32,9 +32,10 @@ class _Blocked(BaseException):
 
 
 async def prove_tools(tasks: Sequence[Task], sandboxes: SandboxBackend, run: ToolSource | None = None) -> Proof:
-    """Calls each tool that a task refers to, with arguments that no schema allows.
+    """Calls each tool that a task refers to by a reference with a colon, with arguments that no schema allows. Built-in tools are skipped.
 
-    Tools of MCP servers are called only if the server runs in the sandbox, because a call to any other server may have side effects.
+    Tools of MCP servers are called only if the server runs in the sandbox, because a call to any other server may have side effects. Raises
+    `SandboxError` if no sandbox can be opened.
     """
     users: dict[str, Task] = {}
     for task in tasks:

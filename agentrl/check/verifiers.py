@@ -34,7 +34,8 @@ class GoldAttempt:
 
 
 async def prove_verifiers(tasks: Sequence[Task], golden: Mapping[str, GoldAttempt], scorer: TaskScorer, *, parallel: int) -> Proof:
-    """Scores malformed answers for a few tasks of each verifier. Scores every gold episode (`golden`, by task id) a second time."""
+    """Scores malformed answers for a few tasks of each verifier, or malformed files if the task has a gold episode with files. Scores every
+    gold episode (`golden`, by task id) a second time."""
     scorer = replace(scorer, controls=False)  # every failure of a verifier counts, even one that the answer provokes
     chosen: dict[tuple[str, ...], list[Task]] = {}
     for task in tasks:
@@ -69,7 +70,7 @@ async def prove_verifiers(tasks: Sequence[Task], golden: Mapping[str, GoldAttemp
 
 
 async def retry_sandbox_errors(act: Callable[[], Awaitable[T]]) -> T:
-    """Calls `act`, and retries the call if a sandbox fails. Raises `SandboxError` if the last retry also fails."""
+    """Calls `act`, and retries the call up to `RETRIES` times if a sandbox fails. Raises `SandboxError` if the last retry also fails."""
     for attempt in range(RETRIES):
         try:
             return await act()

@@ -215,7 +215,7 @@ async def _generate(
 
 
 def render_report(report: PracticeReport, path: Path | None) -> str:
-    """Returns the generated tasks by case, and the rejected tasks with reasons, as text."""
+    """Returns the number of generated tasks by case, and the first 12 rejected tasks with reasons, as text."""
     lines = [f"{case}: {', '.join(f'{number} {how}' for how, number in how_many.items())}" for case, how_many in report.by_case().items()]
     lines += [f"rejected, {case}: {why}" for case, why in report.rejected[:_REFUSED_SHOWN]]
     if len(report.rejected) > _REFUSED_SHOWN:

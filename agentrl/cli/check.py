@@ -114,7 +114,8 @@ def sandbox_attack(
 
 def open_target(target: str, backend: str | None, overrides: Sequence[str] = ()) -> tuple[FamilySource, SandboxConfig, Recipe | None]:
     """Returns the task family, the sandbox settings and the recipe of a target: a folder of task folders, a recipe file, or a plug-in
-    reference. The recipe is None unless the target is a recipe file."""
+    reference. The recipe is None unless the target is a recipe file. If `backend` selects several backends, the first is used. Raises
+    `UserError` if the target cannot be opened, if there is no such backend, or if overrides are given without a recipe."""
     from agentrl.check.check import sandbox_configs
     from agentrl.check.purity import FamilySource
 

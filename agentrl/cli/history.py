@@ -96,8 +96,8 @@ def table(suite_history: SuiteHistory) -> str:
 
 
 def _expanded(named: str) -> Iterator[tuple[str, Path]]:
-    """Yields the name and folder of each evaluation that an argument refers to. Raises `UserError` if the argument refers to no
-    evaluation."""
+    """Yields the name and folder of each evaluation that an argument refers to. If it refers to no evaluation, yields one folder, which
+    `load_results` rejects."""
     run = Path(named)
     gate = sorted(path.parent for path in run.glob(f"{GATE}/*/{results.ABOUT}") if path.parent.name.isdecimal())
     # A name with a leading dot marks an incomplete evaluation.

@@ -175,7 +175,10 @@ def _agreement(first: Path, second: Path, *, as_json: bool) -> None:
 
 @contextmanager
 def _keys() -> Iterator[Iterator[str]]:
-    """Yields an iterator over key presses, or over the characters of standard input if it is not a terminal."""
+    """Yields an iterator over key presses, or over the characters of standard input if it is not a terminal; empty if it is closed."""
+    if sys.stdin is None:
+        yield iter(())
+        return
     pressed = iter(lambda: sys.stdin.read(1), "")
     if not sys.stdin.isatty():
         yield pressed

@@ -67,18 +67,19 @@ def profile(
 
 @contextmanager
 def _folder(wanted: Path | None) -> Iterator[Path]:
-    """Yields the run folder. A temporary folder is removed afterwards, unless the run failed, because then its logs are needed."""
+    """Yields the run folder. A temporary folder is removed afterwards, unless the run failed with exit code 1, because then its logs are
+    needed."""
     if wanted is not None:
         yield wanted
         print(f"run folder: {wanted}", file=sys.stderr)
         return
-    parent = Path(tempfile.mkdtemp(prefix="agentrl-profile-"))
+    parent, needed = Path(tempfile.mkdtemp(prefix="agentrl-profile-")), False
     try:
         yield parent / "run"
     except typer.Exit as failed:
-        if failed.exit_code == 1:
+        if needed := failed.exit_code == 1:
             print(f"the run folder with its logs is {parent / 'run'}", file=sys.stderr)
-            raise
-        shutil.rmtree(parent, ignore_errors=True)
         raise
-    shutil.rmtree(parent, ignore_errors=True)
+    finally:
+        if not needed:
+            shutil.rmtree(parent, ignore_errors=True)

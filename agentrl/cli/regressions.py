@@ -75,7 +75,8 @@ def evaluate_suites_command(
 def evaluate_recipe(
     root: Path, recipe: Recipe, policy: NamedPolicy, *, repeats: int | None, threshold: float, run_dir: Path | None, as_json: bool
 ) -> None:
-    """Evaluates a policy that agentrl does not serve on the held-out tasks of a recipe, and prints the result."""
+    """Evaluates a policy that agentrl does not serve on the held-out tasks of a recipe, and prints the result. Exits with 1 if no attempt
+    was scored."""
     with loading():
         from agentrl.evaluation.open_policy import held_out_suite, prepare_evaluation
 

@@ -65,7 +65,7 @@ def loading() -> Iterator[None]:
 
 @contextmanager
 def undoing() -> Iterator[Callable[[], None]]:
-    """Context for work that cleans up after ctrl-C. A second ctrl-C stops the process immediately.
+    """Context for work that cleans up after ctrl-C; then the command exits with 130. A second ctrl-C stops the process immediately.
 
     Yields a function to call between steps, which re-raises an interrupt that an import swallowed.
     """
@@ -111,11 +111,12 @@ def run_folder(
 ) -> Iterator[tuple[RunStart, Recipe, PreflightResult]]:
     """Locks a run's folder during the block, loads its recipe and runs the preflight checks.
 
-    If the block raises an error, reports it and exits the command. The run survives the loss of its terminal.
+    If the block raises an error, reports it and exits the command. Errors before the block are raised, such as `UserError` for a busy
+    folder, an invalid override or a failed check. The run survives the loss of its terminal.
 
     Args:
         given: overrides from the command line. For a resumed run, they are applied after its earlier overrides.
-        wanted: the run folder; None means the first free folder name.
+        wanted: the run folder; None means the first free folder name or, with `resume`, the last run with the recipe's name.
         verb: the command: `train`, `eval`, `sample` or `profile`. Only `train` and `sample` can be resumed.
     """
     named = written if resume else written.but(*given)  # report a wrong override before creating a folder
@@ -151,7 +152,10 @@ def run_folder(
 
 
 def load_recipe(path: Path, overrides: Sequence[str]) -> tuple[Path, Recipe]:
-    """Loads a recipe file with overrides. Returns the root of its project, which is added to `sys.path`, and the recipe."""
+    """Loads a recipe file with overrides. Returns the root of its project, which is added to `sys.path`, and the recipe.
+
+    Raises `UserError` if the file is missing or contains no recipe, or if an override is invalid.
+    """
     if not path.is_file():
         raise RecipeError(f"there is no recipe file {path}", fix="give the path of a Python file with a module-level `recipe`")
     root = project_root(path)
@@ -168,7 +172,7 @@ def all_overrides(
     """Returns the recipe overrides of a command: its arguments, followed by those that its options set.
 
     Args:
-        model: a folder, a version of a run (RUN@VERSION), or a model id.
+        model: a folder, a version of a run (RUN@VERSION), or a model id. A missing version raises `UserError`.
     """
     if model is not None:
         version = version_folder(model)
@@ -184,7 +188,7 @@ def all_overrides(
 @contextmanager
 def reporting_errors(folder: Path) -> Iterator[None]:
     """Context for an evaluation in a run folder. The evaluation survives the loss of its terminal. If the block raises an error, reports it
-    and exits the command."""
+    and exits the command. An interrupt is raised unchanged."""
     try:
         with outlasting_terminal():
             yield

@@ -141,7 +141,8 @@ def _print_groups(entries: Sequence[LedgerEntry], *, hidden: int) -> None:
 
 @contextmanager
 def open_run_store(run_dir: Path) -> Iterator[ExperienceStore]:
-    """Opens the store of a run for one command. Raises `UserError` if the folder contains no run or no group has been stored yet."""
+    """Opens the store of a run for one command. Raises `UserError` if the folder contains no run or no valid recipe, or if no group has
+    been stored yet, and the errors of `open_store`."""
     from agentrl.config import recipe
     from agentrl.experience import open_store
     from agentrl.plugins.parts import STORE

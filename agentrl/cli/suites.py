@@ -43,7 +43,7 @@ def evaluate_suite(
     threshold: float,
     as_json: bool,
 ) -> None:
-    """Runs an evaluation on a suite and prints its table, or JSON."""
+    """Runs an evaluation on a suite and prints its table, or JSON. Exits with 1 if no attempt was scored."""
     with run_folder(root, recipe, written, overrides, run_dir, verb="eval") as (start, loaded, checked):
         with loading():
             from agentrl.evaluation.suites import SUITE_FOLDER
@@ -180,7 +180,7 @@ def planned(known: SuiteResults | None, rate: float | None, difference: float, *
 
 
 def evaluation(named: str) -> Path:
-    """Returns the folder of an evaluation, given its folder, its run folder, or RUN@VERSION. Raises `UserError`."""
+    """Returns the folder of an evaluation, given its folder, its run folder, or RUN@VERSION. The folder may not exist."""
     run, at, number = named.rpartition("@")
     if at and number.isdecimal() and len(number) < 10 and not Path(named).exists():
         return evaluation_folder(Path(run), int(number))
@@ -201,7 +201,7 @@ def summary(evaluation: SuiteResults) -> dict[str, Any]:
 
 
 def table(evaluation: SuiteResults, *, where: Path) -> str:
-    """Returns an evaluation as text: first the figures, then the cases that did not always pass."""
+    """Returns an evaluation as text: first the figures, then up to 12 cases that did not always pass, the worst first."""
     figures = evaluation.figures()
     lines = [f"{one_line(evaluation.about.suite, _NAME)}: {evaluation.about.cases} cases, {figures.attempts} attempts", *rates(figures)]
     short = []

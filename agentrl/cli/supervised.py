@@ -30,8 +30,8 @@ _FORWARDED = (*_ENDING, signal.SIGHUP, signal.SIGWINCH, signal.SIGTSTP)
 
 
 def supervise(command: Sequence[str], folder: Path, *, restarts: int) -> int:
-    """Runs a driver and returns its exit code. Restarts the driver with --resume if the driver is killed or fails, unless this process
-    received a signal to exit.
+    """Runs a driver and returns its exit code (128 + N for signal N). Restarts the driver with --resume if it is killed or fails after the
+    run folder was written, unless this process received a signal to exit.
 
     Args:
         command: `agentrl train ... --run-dir FOLDER`, as arguments.
@@ -51,8 +51,9 @@ def supervise(command: Sequence[str], folder: Path, *, restarts: int) -> int:
 
 
 def _may_resume(code: int, folder: Path, *, resumed: bool) -> bool:
-    """Whether a driver was killed, or failed for a reason that may not exist at the next start. Returns False for an interrupt. Also
-    returns False for invalid input, unless an earlier driver accepted the same input: then a cluster, a disk or a service is unavailable.
+    """Whether a driver was killed, or failed for a reason that may not exist at the next start. Returns False for an interrupt, and
+    if the folder contains no run. Also returns False for invalid input, unless an earlier driver accepted the same input: then a cluster, a
+    disk or a service is unavailable.
     """
     if not holds_run(folder) or code not in (1, 2):
         return code < 0 and holds_run(folder)

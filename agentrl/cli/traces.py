@@ -42,7 +42,7 @@ def batches(traces: Iterator[T]) -> Iterator[list[T]]:
 
 @contextmanager
 def open_collection(run: Path) -> Iterator[Collection]:
-    """Opens the captured failures of a folder. Raises `UserError` if there is no such folder."""
+    """Opens the captured failures of a folder. Raises `UserError` if there are none, and `StoreError` if their file cannot be read."""
     from agentrl.failure.collection import Collection
 
     if not run.is_dir():
@@ -59,7 +59,8 @@ def trace_filter(*, ids: Sequence[str] | None = None, **filters: Any) -> TraceFi
 
 
 def each_trace(collection: Collection, wanted: TraceFilter, doing: str) -> Iterator[tuple[TraceRow, Trace]]:
-    """Yields each selected trace, and prints progress messages. A damaged trace is reported and skipped."""
+    """Yields each selected trace, and prints progress messages. A damaged trace is reported and skipped. Raises `UserError` if an id in
+    `wanted` has no trace."""
     from agentrl.errors import StoreError
 
     rows = collection.rows(wanted)
@@ -83,7 +84,7 @@ def check_ids(run: Path, ids: Sequence[str], rows: Sequence[TraceRow]) -> None:
 
 
 def user_rules(references: Sequence[str] | None) -> tuple[TriageRule, ...]:
-    """Loads the rules given with --rules."""
+    """Loads the rules given with --rules, from the current folder. Raises the errors of `load_rules`."""
     from agentrl.failure.triage import load_rules
 
     add_project_root(Path.cwd())

@@ -168,7 +168,7 @@ def evaluate(
 
 
 def _check_recipe_options(recipe: Path, *, of_policy: bool, of_suite: bool) -> None:
-    """Raises `UserError` for options that need --policy or --suite if that option is missing."""
+    """Raises `UserError` for options that need --policy or --suite if that option is missing, and for a suite without --policy."""
     if of_policy:
         options = "--junit, --pin, --key-env, --request, --header and --tokens-name"
         raise UserError(f"{options} need --policy", fix="agentrl eval SUITE --policy POLICY")

@@ -32,7 +32,7 @@ MAX_FILES = 4096
 MAX_CHUNKS = 1 << 22
 """Maximum number of chunks in one folder (4 TiB in total)."""
 _RECORDS = frozenset({"version.json"})  # state of the driver's registry, not part of a version's files
-_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,199}")
+_PART = re.compile(r"[^\s.\\-][^\\]{0,199}")  # file names such as `my notes (1).md` occur in model folders
 _NUMBER = re.compile(r"[0-9]{6,9}")
 _JUDGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 _DEPTH = 4
@@ -41,7 +41,8 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileChunks(Record):
-    """A file: its path in the folder, its size in bytes, and the sha256 (hex) of each chunk."""
+    """A file: its path in the folder, its size in bytes, and the sha256 (hex) of each chunk. Raises `ValueError` for an invalid path, such
+    as one with a leading dot or more than four parts, or if the checksums do not match the size."""
 
     name: str
     size: int
@@ -50,7 +51,7 @@ class FileChunks(Record):
     def __post_init__(self) -> None:
         Record.__post_init__(self)
         parts = self.name.split("/")
-        if len(parts) > _DEPTH or not all(_PART.fullmatch(part) for part in parts) or self.name in _RECORDS:
+        if len(parts) > _DEPTH or not all(_PART.fullmatch(part) and part.isprintable() for part in parts) or self.name in _RECORDS:
             raise ValueError(f"{self.name[:200]!a} is not a valid file name in a version or checkpoint")
         if self.size < 0 or len(self.chunks) != -(-self.size // CHUNK) or not all(_SHA256.fullmatch(sha256) for sha256 in self.chunks):
             raise ValueError(f"{self.name}: the checksums ({len(self.chunks)}) are malformed or do not match {self.size} bytes")
@@ -95,7 +96,8 @@ def fetched_path(root: Path, kind: str, name: str) -> Path:
 
 
 def numbered_folders(root: Path, kind: str) -> list[str]:
-    """Returns the names of a run's complete folders of a kind, in ascending order. A version that contains only its record is excluded."""
+    """Returns the names of a run's complete folders of a kind, in ascending order. A version that contains only its record is excluded.
+    Raises `ValueError` for an invalid kind."""
     if kind not in KINDS:
         raise ValueError(f"{kind[:40]!a} is not one of {', '.join(KINDS)}")
     with contextlib.suppress(FileNotFoundError):
@@ -115,7 +117,7 @@ class ChunkIndex:
 
     def list_folder(self, folder: Path, *, links: bool = False) -> FolderListing:
         """Returns the files in a folder. Excludes hidden files and, unless `links` is set, symbolic links. Raises `FileNotFoundError` if
-        there is no such folder."""
+        there is no such folder, and `ValueError` if it has too many files or a file name that `FileChunks` rejects."""
         if not stat.S_ISDIR(folder.lstat().st_mode):
             raise FileNotFoundError(str(folder))
         paths = {path.relative_to(folder).as_posix(): path for path in _visible(folder, links=links)}
@@ -315,7 +317,8 @@ class ArrivingFolder:
 
 
 def drop_folders(root: Path, kind: str, names: Iterable[str]) -> None:
-    """Deletes numbered folders of a run. Renames each folder before it deletes the files."""
+    """Deletes numbered folders of a run. Renames each folder before it deletes the files. Ignores missing folders, and files that cannot be
+    deleted."""
     for name in names:
         path = folder_path(root, kind, name)
         doomed = path.with_name(f".{name}.gone")
@@ -326,7 +329,8 @@ def drop_folders(root: Path, kind: str, names: Iterable[str]) -> None:
 
 
 def checkpoints_to_drop(names: Sequence[str], keep: int, spare: Iterable[int]) -> list[str]:
-    """Returns the checkpoints to delete: all except the newest `keep` and those whose number is in `spare`."""
+    """Returns the checkpoints to delete: all of `names` (in ascending order) except the last `keep` (at least 1) and those whose number is
+    in `spare`."""
     spared = set(spare)
     return [name for name in names[:-keep] if int(name) not in spared]
 

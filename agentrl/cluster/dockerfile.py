@@ -36,7 +36,8 @@ def project_requirement(root: Path, device: str, given: str | None = None) -> st
     Args:
         given: a requirement to use instead, such as a wheel's address. The extras for the device are added to this requirement.
 
-    Raises `UserError` if agentrl was installed from a source that other machines cannot reach.
+    Raises `UserError` if `given` has quotes or control characters, or if agentrl was installed from a source that other machines cannot
+    reach.
     """
     extras = f"[{device},{_EXTRAS}]"
     if given is not None:

@@ -54,8 +54,8 @@ class Fit:
 
 
 def fit_plan(plan: ClusterPlan, nodes: Sequence[ClusterNode], *, now: bool = False) -> Fit:
-    """Returns an assignment of the plan's bundles to nodes, or the reasons why there is none. `now`: whether to use only the amounts that
-    other jobs have not reserved."""
+    """Returns an assignment of the plan's bundles to nodes, or the reasons why there is none. If the search fails although an assignment
+    may exist, returns neither. `now`: whether to use only the amounts that other jobs have not reserved."""
     amounts = {node.name: dict(node.free if now else node.total) for node in nodes}
     problems = tuple(_problems(plan, nodes, amounts))
     if problems:
@@ -167,7 +167,8 @@ def _where(plan: ClusterPlan, part: PlannedPart, assignment: Mapping[str, str] |
 
 
 def describe_nodes(nodes: Sequence[ClusterNode]) -> str:
-    """Returns the nodes of a cluster as a table: the total amounts, and in brackets the amounts that other jobs have not reserved."""
+    """Returns the nodes of a cluster as a table: the total amounts, and in brackets the amounts that other jobs have not reserved, if they
+    differ. Shows at most 40 nodes."""
     rows = [("node", "CPUs", "GPUs", "memory", "custom resources and labels")]
     for node in nodes[:_ROWS_SHOWN]:
         custom = [f"{amount:g} {name}" for name, amount in node.total.items() if name not in _USUAL and not _is_internal(name)]

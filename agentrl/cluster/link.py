@@ -41,7 +41,7 @@ class NotFound(LookupError):
 
 @dataclass(slots=True, eq=False)
 class Link:
-    """Requests to one server, over one connection per thread.
+    """Requests to one server, over one connection per thread. Raises `UserError` if `url` is not a valid address.
 
     Args:
         url: address of the server: `http://HOST:PORT`.

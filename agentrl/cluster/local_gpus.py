@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from agentrl.config.recipe import Recipe
 from agentrl.errors import UserError
@@ -29,9 +29,10 @@ def share_gpus(recipe: Recipe, visible: Sequence[str], *, training: bool, on_gpu
     driver's value.
 
     With `serving.weight_transfer=nccl` or several `serving.replicas`, the learner's ranks receive the first GPUs, and each server of the
-    policy receives one of the next GPUs. With `gate.server=own`, the gate's server receives the next GPU. The remaining GPUs are assigned
-    to the judges' servers in turn. If no GPU is left, the judges' servers share the GPUs of the policy's servers. If `training` is False,
-    the learner and the gate's server do not start and are not counted.
+    policy receives one of the next GPUs. Otherwise, the policy's server shares the first GPU with the learner. With `gate.server=own`, the
+    gate's server receives the next GPU. The remaining GPUs are assigned to the judges' servers in turn. If no GPU is left, the judges'
+    servers share the GPUs of the policy's servers. If `training` is False, the learner and the gate's server do not start and are not
+    counted.
 
     Raises `UserError` if `visible` contains too few GPUs.
     """
@@ -50,14 +51,26 @@ def share_gpus(recipe: Recipe, visible: Sequence[str], *, training: bool, on_gpu
     return devices | {f"judge-{name}": shared[number % len(shared)] for number, name in enumerate(recipe.judge_servers)}
 
 
-def check_shared_memory(recipe: Recipe, *, on_gpus: bool) -> None:
-    """Raises `UserError` if servers of the policy and of judges share a GPU and together need more than its memory."""
-    shared = [recipe.serving.gpu_memory_utilization, *(judge.gpu_memory_utilization for judge in recipe.judge_servers.values())]
-    if not _has_separate_gpus(recipe, on_gpus) and recipe.judge_servers and recipe.device == "cuda" and sum(shared) > 1:
-        raise UserError(
-            f"the servers of policy and judges share a GPU and together need {sum(shared):g} times its memory",
-            fix="lower serving.gpu_memory_utilization or judge_servers.NAME.gpu_memory_utilization",
-        )
+def check_shared_memory(recipe: Recipe, devices: Mapping[str, str]) -> None:
+    """Raises `UserError` if servers that share a GPU together need more than its memory.
+
+    Args:
+        devices: the result of `share_gpus`. If it is empty, all servers use the same GPU.
+    """
+    policy = recipe.serving.gpu_memory_utilization
+    names = [name for name in devices if name == "gate" or name.startswith("server")] or ["server"]
+    needs = {name: policy for name in names} | {
+        f"judge-{name}": judge.gpu_memory_utilization for name, judge in recipe.judge_servers.items()
+    }
+    by_gpu: dict[str, list[str]] = {}
+    for name in needs:
+        by_gpu.setdefault(devices.get(name, ""), []).append(name)
+    for sharing in by_gpu.values():
+        if (total := sum(needs[name] for name in sharing)) > 1 + 1e-9:
+            raise UserError(
+                f"the servers {', '.join(sharing)} share a GPU and together need {total:g} times its memory",
+                fix="lower serving.gpu_memory_utilization or judge_servers.NAME.gpu_memory_utilization",
+            )
 
 
 def _too_few(recipe: Recipe, *, needed: int, visible: int, ranks: int, with_gate: bool) -> UserError:
@@ -77,7 +90,8 @@ def _too_few(recipe: Recipe, *, needed: int, visible: int, ranks: int, with_gate
 
 
 def visible_gpus() -> list[str]:
-    """Returns the indices or ids of the GPUs that this process may use, as in CUDA_VISIBLE_DEVICES."""
+    """Returns the indices or ids of the GPUs that this process may use, as in CUDA_VISIBLE_DEVICES; empty if there is none or nvidia-smi
+    fails."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         return [name.strip() for name in chosen.split(",") if name.strip() and name.strip() != "-1"]

@@ -72,7 +72,8 @@ def object_name(name: str) -> str:
 
 
 def build_objects(recipe: Recipe, plan: ClusterPlan, options: ManifestOptions) -> list[dict[str, Any]]:
-    """Returns the objects in the order in which they must be created. Raises `UserError` if the recipe cannot run in pods."""
+    """Returns the objects in the order in which they must be created. Raises `UserError` if the recipe cannot run in pods, or if an address
+    range in `options.egress` is invalid."""
     if recipe.sandbox.backend.ref == "docker":
         raise UserError(
             "sandbox.backend=docker: a pod has no Docker daemon", fix="set sandbox.backend=bubblewrap, whose sandboxes run inside the pods"

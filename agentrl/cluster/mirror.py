@@ -91,7 +91,7 @@ class Mirror:
             weights: whether to fetch files that contain weights too.
 
         Raises `NotFound` if the driver does not have the folder or file, `DiskFull` if the disk is full, `LinkLost` if the driver does not
-        respond, and `InfrastructureError` for any other fault on this host.
+        respond in time, the other errors of `Link.call`, and `InfrastructureError` for any other fault on this host.
         """
         if "/" not in name:
             return self._fetch_file(name)
@@ -115,7 +115,8 @@ class Mirror:
                     raise LinkLost(f"{name} was not complete at the driver within {timeout_s:g} s: {error}") from error
 
     def announce(self, name: str, listing: FolderListing, *, timeout_s: float = TRANSFER_S) -> list[str]:
-        """Announces a folder with these files to the driver, and returns the checksums of the chunks that the driver lacks."""
+        """Announces a folder with these files to the driver, and returns the checksums of the chunks that the driver lacks. Raises the
+        errors of `Link.json`, such as `DiskFull`."""
         data = self.link.json("POST", f"/arriving/{name}", codec.to_data(listing), timeout_s=timeout_s)
         return [str(sha256) for sha256 in data]
 
@@ -132,7 +133,8 @@ class Mirror:
         self._for_each(chunks, send)
 
     def complete(self, name: str, *, timeout_s: float = TRANSFER_S) -> None:
-        """Completes a folder on the driver after all its chunks were sent. Returns when the folder is durable at the driver."""
+        """Completes a folder on the driver after all its chunks were sent. Returns when the folder is durable at the driver. Raises the
+        errors of `Link.json`: `NotFound` means that the folder must be announced again."""
         self.link.json("POST", f"/arriving/{name}/commit", {}, timeout_s=timeout_s)
 
     def names(self, kind: str) -> list[str]:
@@ -140,7 +142,8 @@ class Mirror:
         return [str(name) for name in self.link.json("GET", f"/files/{kind}")]
 
     def drop_extra(self, kind: str, *, keep: Sequence[str] = (), unsent: bool = True) -> None:
-        """Deletes the mirror's folders of a kind that the driver does not have, including partial folders from interrupted transfers.
+        """Deletes the mirror's folders of a kind that the driver does not have, except those named in `keep`, including partial folders
+        from interrupted transfers.
 
         `unsent`: whether to delete folders that are newer than all folders on the driver, too. A learner on this host may still be writing
         such a folder.

@@ -65,7 +65,7 @@ class MirrorHost:
     async def fetch(self, *paths: str) -> None:
         """Fetches these files and folders of the run into the mirror. Deletes versions that the driver has deleted.
 
-        Raises `LaunchError`.
+        Raises `LaunchError` if a file cannot be fetched.
         """
         try:
             for path in paths:
@@ -78,7 +78,7 @@ class MirrorHost:
             raise LaunchError(f"{', '.join(paths)} cannot be fetched to {self._host}: {error}\n  fix: {fix}") from error
 
     async def close(self) -> None:
-        """Kills the processes that are still running and stops serving other mirrors."""
+        """Kills the processes that are still running and stops serving other mirrors. Raises the errors of `ProcessHost.close`."""
         await self._processes.close()
         await self._stack.aclose()
 

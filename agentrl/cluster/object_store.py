@@ -49,12 +49,12 @@ _VERSION = re.compile(r"[0-9]{6,9}")
 class ObjectStore:
     """The folder of one run in a store. Thread-safe.
 
-    Every method raises `InfrastructureError` if the store fails or does not respond in time.
+    Every method except `check` raises `InfrastructureError` if the store fails or does not respond in time.
     """
 
     def __init__(self, url: str) -> None:
-        """`url`: the URL of the store, including the run's id. Raises `UserError` if the package that fsspec needs for this kind of store
-        is not installed."""
+        """`url`: the URL of the store, including the run's id. Raises `UserError` if the store cannot be opened, for example because the
+        package that fsspec needs for it is not installed."""
         self.url = url
 
         def open_store() -> tuple[Any, str]:

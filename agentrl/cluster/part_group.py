@@ -66,7 +66,7 @@ class PartGroup:
 
     async def wait(self) -> int:
         """Waits until all members have exited and returns the exit code. If a member fails, kills the others, because they would wait for
-        it."""
+        it. Raises the errors of `kill`."""
         while (code := self.returncode) is None:
             if failure := next((member.returncode for member in self._members if member.returncode), 0):
                 self._failure = self._failure or failure
@@ -91,7 +91,7 @@ class PartGroup:
         await asyncio.gather(*(member.kill() for member in self._members))
 
     async def terminate(self, *, grace_s: float) -> None:
-        """Terminates all members."""
+        """Terminates all members. Raises `LaunchError` if a member cannot be killed."""
         await asyncio.gather(*(member.terminate(grace_s=grace_s) for member in self._members))
 
     async def signal_children(self, number: int) -> None:

@@ -122,9 +122,11 @@ def plan_here(recipe: Recipe, *, training: bool = True) -> ClusterPlan:
     on_gpus = recipe.device == "cuda" if recipe.device != "auto" and not recipe.cluster.is_local else serves_on_gpu(recipe)
     visible: Sequence[str] = ()
     if recipe.cluster.is_local:
-        check_shared_memory(recipe, on_gpus=on_gpus)
         visible = visible_gpus() if has_own_gpus(recipe, training=training, on_gpus=on_gpus) else ()
-    return plan_parts(recipe, training=training, on_gpus=on_gpus, visible=visible)
+    plan = plan_parts(recipe, training=training, on_gpus=on_gpus, visible=visible)
+    if recipe.cluster.is_local and (on_gpus or recipe.device == "cuda"):
+        check_shared_memory(recipe, plan.devices)
+    return plan
 
 
 def _default_bundle(recipe: Recipe, name: str, on_gpus: bool) -> Bundle:

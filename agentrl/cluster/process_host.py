@@ -47,9 +47,12 @@ class ProcessHost:
         self._running: list[HostedProcess] = []
 
     def start(self, command: PartCommand) -> HostedProcess:
-        """Starts a part and returns at once. Raises `LaunchError` if no port is free, and `OSError` if the program cannot be executed."""
+        """Starts a part and returns at once. Raises `LaunchError` if no port is free or the program cannot be executed."""
         self._running = [process for process in self._running if not process.cleaned]
-        process = HostedProcess(command, self._folder, root=self._root, host=self._host, locked=self._locked)
+        try:
+            process = HostedProcess(command, self._folder, root=self._root, host=self._host, locked=self._locked)
+        except OSError as error:
+            raise LaunchError(f"{command.name} cannot be started: {error}") from error
         self._running.append(process)
         return process
 
@@ -254,7 +257,7 @@ class LocalLauncher:
         return None
 
     async def start(self, command: PartCommand) -> HostedProcess:
-        """Starts a part. Raises `LaunchError` if no port is free, and `OSError` if the program cannot be executed."""
+        """Starts a part. Raises the errors of `ProcessHost.start`."""
         if (device := self._devices.get(command.name)) is not None:
             command = replace(command, environment={**command.environment, "CUDA_VISIBLE_DEVICES": device})
         return self._host.start(command if self._wrap is None else self._wrap(command))
@@ -263,7 +266,7 @@ class LocalLauncher:
         """Does nothing, because the run folder is on this machine."""
 
     async def close(self) -> None:
-        """Kills the parts that are still running."""
+        """Kills the parts that are still running. Raises the errors of `ProcessHost.close`."""
         await self._host.close()
 
 
@@ -333,7 +336,8 @@ class ReservedPort:
     """
 
     def __init__(self, host: str) -> None:
-        """`host`: the address to which the server binds. Raises `LaunchError` if other runs have reserved every port that was tried."""
+        """`host`: the address to which the server binds. Raises `LaunchError` if no port is free, or if other runs have reserved every port
+        that was tried."""
         for _ in range(_PORT_TRIES):
             self.number = free_port(host)
             self._name = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)

@@ -264,7 +264,8 @@ class NodeHost:
 
 
 def run_id(folder: Path) -> str:
-    """Returns the id of a run. A copy of the run's folder has the same id, but a different folder with the same name does not.
+    """Returns the id of a run, and creates the id if the folder has none. A copy of the run's folder has the same id, but a different
+    folder with the same name does not.
 
     Raises `UserError` if the file with the id is invalid, because the id is part of names that a run creates and deletes, such as its
     folder in a store.

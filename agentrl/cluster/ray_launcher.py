@@ -81,8 +81,9 @@ class RayLauncher:
     async def open(cls, plan: ClusterPlan, folder: Path, *, root: Path) -> RayLauncher:
         """Connects to the cluster of a plan, stops the hosts of the run's earlier driver, reserves the plan and checks its nodes.
 
-        Raises `UserError` if no cluster with this Ray version responds, the plan does not fit, or a node lacks agentrl. Each check takes at
-        most about 30 s. Raises `RunFolderBusy` if another driver of this run uses the cluster.
+        Raises `UserError` if no cluster with this Ray version responds, the plan does not fit, or a node lacks this version of agentrl, and
+        `LaunchError` if a host does not start. Each check takes at most about 30 s. Raises `RunFolderBusy` if another driver of this run
+        uses the cluster.
         """
         ray = import_optional("ray", "cluster", needed_for=f"cluster.address={plan.address}")
         nodes = await asyncio.to_thread(list_nodes, plan.address, wait_s=CONNECT_S)
@@ -113,7 +114,8 @@ class RayLauncher:
         """Starts a part on the node of its bundle, or on the driver's machine. Ray replaces a lost host if a node has enough free
         resources.
 
-        Raises `LaunchError` after a minute, with the plan next to the nodes, if no node has enough free resources.
+        Raises `LaunchError` if the part cannot be started on its host, or after about a minute, with the plan next to the nodes, if no node
+        has enough free resources.
         """
         if command.name not in self._bundles:
             return self._here.start(command)

@@ -28,7 +28,8 @@ _CLIENT_SERVER_DIED = ("client server failed", "Initialization failure from serv
 
 
 def list_nodes(address: str, *, wait_s: float = WAIT_S) -> list[ClusterNode]:
-    """Returns the live nodes of the cluster at `address` (`auto`, HOST:PORT or ray://HOST:PORT). Starts no process in the cluster.
+    """Returns the live nodes of the cluster at `address` (`auto`, HOST:PORT or ray://HOST:PORT). Reserves nothing in the cluster. With
+    ray://, the free amounts are unknown, and the total amounts are returned instead.
 
     Raises `UserError` if Ray is not installed, or no cluster with this Ray version responds within `wait_s` seconds.
     """

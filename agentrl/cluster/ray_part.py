@@ -142,7 +142,8 @@ class RayPart:
         return self._reasons
 
     async def fetch(self, *paths: str) -> None:
-        """Fetches these files of the run to the node. Raises `LaunchError` if a file cannot be fetched."""
+        """Fetches these files of the run to the node, unless the node has the run folder. Raises `LaunchError` if a file cannot be
+        fetched."""
         if self._driver is None:  # the node has the run folder
             return
         try:
@@ -188,7 +189,7 @@ class RayPart:
             self.lose(f"node {self.node} has not answered for {SILENT_S:g} s")
 
     def lose(self, reason: str) -> None:
-        """Marks the part as lost."""
+        """Marks the part as lost, with the exit code of SIGKILL, unless it has exited."""
         if self.returncode is None:
             self.lost = reason
             self._finish(-signal.SIGKILL)

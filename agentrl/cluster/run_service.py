@@ -163,7 +163,7 @@ def _text(error: BaseException) -> str:
 
 
 async def call_once(calls: dict[str, asyncio.Task[Any]], name: str, call: Callable[[], Awaitable[Any]], *, keep: int = 64) -> Any:
-    """Returns the result of a call. Calls with the same name are executed only once.
+    """Returns the result of a call, or raises its error. Calls with the same name are executed only once while `calls` contains the name.
 
     Args:
         calls: the newest `keep` calls, by name. If a caller is cancelled, the call continues.

@@ -19,7 +19,8 @@ _WORDS = frozenset({"true", "false", "yes", "no", "on", "off", "null", "nan", "i
 
 
 def to_yaml(documents: Sequence[Mapping[str, Any]], *, comments: Sequence[str] = ()) -> str:
-    """Returns a stream of YAML documents that starts with comment lines."""
+    """Returns a stream of YAML documents that starts with comment lines, in which `?` replaces non-ASCII characters. Raises `ValueError`
+    for a float that is not finite, and `TypeError` for a value of another type."""
     header = "".join(f"# {re.sub('[^ -~]', '?', line)}\n" for line in comments)
     return header + "".join("---\n" + "".join(f"{line}\n" for line in _lines(document, 0)) for document in documents)
 

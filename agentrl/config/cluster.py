@@ -55,8 +55,9 @@ class ClusterConfig(Section):
 
     @property
     def learner_nodes(self) -> int:
-        """Number of machines over which the learner's ranks are divided."""
-        return int(self.resources.get("learner", {}).get("nodes", 1))
+        """Number of machines over which the learner's ranks are divided; 1 if the setting is invalid (see `resource_errors`)."""
+        nodes = self.resources.get("learner", {}).get("nodes", 1)
+        return nodes if isinstance(nodes, int) and nodes >= 1 else 1
 
 
 def resource_errors(resources: dict[str, Amounts], parts: list[str], *, ranks: int) -> Iterator[str]:

@@ -115,7 +115,7 @@ class ObjectiveConfig(Section):
 
     @property
     def divides_by_std(self) -> bool:
-        """Whether advantages are divided by the standard deviation of their group."""
+        """Whether advantages are divided by the standard deviation of their group or batch."""
         return self.advantage.ref != "rloo" if self.normalize_std is None else self.normalize_std
 
     def entropy_weight(self, progress: float) -> float:

@@ -29,6 +29,7 @@ from agentrl.config.section import Needs, Section, resumable
 from agentrl.config.serving import JudgeServerConfig, PolicyConfig, ServingConfig
 from agentrl.config.tasks import GroupJudging, TasksConfig
 from agentrl.config.tools import MCPConfig, MemoryConfig, SandboxConfig, ServerName, ToolConfig
+from agentrl.errors import UserError
 from agentrl.plugins import parts
 from agentrl.plugins.parts import Part
 
@@ -384,5 +385,10 @@ def build(data: Mapping[str, Any]) -> Recipe:
 
 
 def load(path: Path) -> Recipe:
-    """Returns the recipe saved in a run folder (`recipe.json`)."""
-    return build(json.loads(read_bytes(path, most=_LARGEST, inside=path.parent)))
+    """Returns the recipe saved in a run folder (`recipe.json`). Raises `RecipeError` if it is invalid, `OSError` if the file cannot be
+    read, and `UserError` if the file is not JSON or is too large."""
+    try:
+        data = json.loads(read_bytes(path, most=_LARGEST, inside=path.parent))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is damaged: {error}", fix="restore the file from a backup") from None
+    return build(data)

@@ -221,7 +221,8 @@ def _unknown_key(key: str, kind: type[Section]) -> str:
 
 
 def _pair(override: str) -> tuple[str, Any]:
-    """Returns the key and the value in `a.b=value`. The value is parsed as JSON if possible, else it is a string."""
+    """Returns the key and the value in `a.b=value`. The value is parsed as JSON or as True, False or None if possible, else it is a
+    string."""
     key, sep, text = override.partition("=")
     if not sep or not key:
         raise RecipeError(f"override {shortened(override)} is not KEY=VALUE", fix="write it as learner.lr=1e-4")

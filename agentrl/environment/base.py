@@ -14,7 +14,7 @@ from agentrl.records.environment import PASS_THRESHOLD
 from agentrl.records.images import MARK, MAX_IMAGE_BYTES, MAX_IMAGES, REFERENCE, image_text
 
 MAX_OBSERVATION_CHARS = 1 << 20
-"""Maximum length of an observation, in characters. A longer observation is a fault of the environment."""
+"""Maximum length of an observation, in characters, without its images. A longer observation is a fault of the environment."""
 MAX_PARTS = 64
 NOTES = "[agentrl.notes]"
 """This marker in an observation is replaced by the notes from this and earlier episodes, or by `no notes` if there are none."""
@@ -74,7 +74,7 @@ def text_of(value: Any, where: str) -> str:
     """Returns the text of an observation. The observation's images and arrays of numbers are converted to text (see
     `agentrl.records.images`).
 
-    Raises `EnvironmentFault` if the value is neither text nor an `Observation`, or if its text or media exceed the limits.
+    Raises `EnvironmentFault` if the value is neither text nor an `Observation`, or if its text or media exceed the limits or are invalid.
     """
     text = value.text if isinstance(value, Observation) else value
     if not isinstance(text, str):
@@ -93,8 +93,8 @@ def text_of(value: Any, where: str) -> str:
 
 
 def media_text(content: bytes, where: str) -> str:
-    """Returns the text that represents an image, or the exact numbers in an npy file. Raises `EnvironmentFault` if the content is too
-    large, or if the npy file is invalid."""
+    """Returns the text that represents an image, or the exact numbers in an npy file without pixels. Raises `EnvironmentFault` if the
+    content is too large, or if an npy file is invalid, empty or has more than `MAX_NUMBERS` numbers. Other content is not checked."""
     if len(content) > MAX_IMAGE_BYTES:
         raise EnvironmentFault(f"{where} returned a media item of {len(content)} bytes; at most {MAX_IMAGE_BYTES} are allowed")
     if not content.startswith(NUMPY):
@@ -160,7 +160,8 @@ def _parts(value: Any, where: str) -> dict[str, float]:
 
 
 def actions_of(value: Any, where: str) -> tuple[str, ...] | tuple[dict[str, Any], ...] | None:
-    """Returns the actions that an environment declares. Raises `EnvironmentFault` unless they are None, strings or function schemas."""
+    """Returns the actions that an environment declares. Raises `EnvironmentFault` unless they are None, different non-empty
+    strings, or function schemas with a name and parameters."""
     if value is None:
         return None
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:

@@ -52,8 +52,8 @@ Report = Callable[[str], object]
 def add_environment(
     root: Path, requires: Sequence[str], *, name: str = "", python: str = "", upgrade: bool = False, report: Report = lambda text: None
 ) -> Lock:
-    """Builds an environment and writes its lock. If a lock with the same requirements, Python version and platform exists and `upgrade` is
-    False, builds from that lock.
+    """Builds an environment and writes its lock. If a lock with the same requirements, Python version and platform exists, its local
+    folders are unchanged and `upgrade` is False, builds from that lock.
 
     Args:
         requires: requirements such as `inspect-ai==0.3.285`, or paths of folders, wheels or archives. The default of `name` is derived from
@@ -62,7 +62,8 @@ def add_environment(
         upgrade: whether to resolve the requirements again, which may select newer versions.
 
     Raises:
-        UserError: a requirement or the Python interpreter cannot be found, versions conflict, or a package cannot be built.
+        UserError: `name` or a requirement is invalid, a requirement or the Python interpreter cannot be found, versions conflict, a package
+            cannot be built, or another process is building the environment.
         InfrastructureError: there is no connection to the package index, or a command of the build runs for longer than an hour.
     """
     wanted = tuple(_checked_requirement(item, root) for item in requires)
@@ -88,7 +89,8 @@ def add_environment(
 
 
 def sync_environment(root: Path, name: str, *, report: Report = lambda text: None) -> Lock:
-    """Builds an environment from its lock, unless it is built already. Raises the same errors as `add_environment`."""
+    """Builds an environment from its lock, unless it is built already. Raises the same errors as `add_environment`, and `UserError` if
+    there is no valid lock, or if it was written on a different platform or a local folder has changed since."""
     path = root / LOCKS / f"{name}.lock"
     if not path.is_file():
         raise UserError(f"the project has no environment {name!r}", fix="agentrl env list")
@@ -108,7 +110,8 @@ def sync_environment(root: Path, name: str, *, report: Report = lambda text: Non
 
 
 def remove_environment(root: Path, name: str) -> bool:
-    """Removes an environment and its lock. Returns whether the environment or the lock existed."""
+    """Removes an environment and its lock. Returns whether the environment or the lock existed. Raises `UserError` if another process is
+    building the environment."""
     if not NAME.fullmatch(name):
         return False
     path, venv = root / LOCKS / f"{name}.lock", root / BUILT / name

@@ -86,6 +86,8 @@ class Dialogue:
         chars: maximum length of a message from the agent or the user, in characters. Longer messages are truncated.
         step_s: deadline for the user's reply, in seconds.
         train_user: whether to train on the user's tokens. Requires that the policy plays the user.
+
+    Raises `ValueError` if an option is invalid, and `PluginError` if a reference does not resolve.
     """
 
     takes_text = True
@@ -134,7 +136,8 @@ class Dialogue:
         return self._observation(self._opening)
 
     async def step(self, action: str | ToolCall) -> Step:
-        """Applies a call, or sends a message to the user. Returns the result of the call, or the user's reply."""
+        """Applies a call, or sends a message to the user. Returns the result of the call, the user's reply, or an error for an empty
+        message. Raises `EnvironmentFault` if the user gives no valid reply."""
         if self._translate is not None and isinstance(action, str):
             action = self._translate(action, tuple(self.said))
         if isinstance(action, ToolCall):

@@ -52,7 +52,7 @@ class _Single:
         self._pool: Any = None
 
     def reset(self, *, seed: int) -> tuple[Any, dict[str, Any]]:
-        """Starts an episode in a new pool."""
+        """Starts an episode in a new pool. Raises `TaskError` if the environment has several players."""
         self.close()
         with _no_warnings():
             self._pool = self._make(seed % _SEEDS)

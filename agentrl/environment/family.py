@@ -26,7 +26,7 @@ class EnvironmentFamily:
         seed: seed of the run, which determines the seeds of all tasks.
         size: number of training tasks; None means unlimited.
         heldout: number of held-out tasks.
-        limits: fields of `Limits` that differ from their defaults.
+        limits: fields of `Limits` that differ from their defaults; the default of `turns` is 64.
         context_turns: number of turns after which a new context starts from the last observation; None means that all turns share one
             context.
         resume: how another process resumes an unfinished episode: from a `snapshot`, by `replay` of its actions, or by a `restart`.
@@ -93,7 +93,8 @@ class EnvironmentFamily:
 
 
 def declared_threshold(ref: str) -> float | None:
-    """Returns the `pass_threshold` that an environment declares; 1 if it declares none. Raises `PluginError`."""
+    """Returns the `pass_threshold` that an environment or its kind declares, where None means no threshold; `PASS_THRESHOLD` without a
+    declaration. Raises `PluginError` if the environment's reference does not resolve."""
     kind = environment_kind(ref)
     if kind is None:
         return cast(float | None, getattr(resolve(ref), "pass_threshold", PASS_THRESHOLD))

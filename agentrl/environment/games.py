@@ -47,11 +47,11 @@ class Game(Environment):
 
     @abc.abstractmethod
     def step(self, actions: dict[str, str]) -> Any:
-        """Applies the actions of all roles that had to act."""
+        """Applies the actions of all roles that had to act. If this method raises `PolicyFault`, all these roles forfeit."""
 
 
 def roles_of(value: Any, where: str) -> list[str]:
-    """Returns the roles that a game declares. Raises `EnvironmentFault` if the roles are invalid."""
+    """Returns the roles that a game declares. Raises `EnvironmentFault` unless they are 2 to `MAX_ROLES` short names."""
     names = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else []
     if not 2 <= len(set(names)) == len(names) <= MAX_ROLES or not all(isinstance(name, str) and 0 < len(name) <= 80 for name in names):
         raise EnvironmentFault(f"{where}: roles must be 2 to {MAX_ROLES} different names")

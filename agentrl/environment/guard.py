@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
@@ -16,16 +17,21 @@ from agentrl.records import Observation, Step, ToolCall
 T = TypeVar("T")
 
 
+def blaming_environment(what: str) -> AbstractContextManager[None]:
+    """Returns a context for user-supplied code that raises `EnvironmentFault` in place of any exception other than `PolicyFault`,
+    `TaskError`, `PluginError` or `InfrastructureError`."""
+    return user_code.raising_as(
+        lambda error: EnvironmentFault(f"{what}: {user_code.describe_error(error, 1500)}"),
+        but=(PolicyFault, TaskError, PluginError, InfrastructureError),
+    )
+
+
 async def guarded(call: Callable[[], Awaitable[T]], what: str, timeout_s: float | None = None) -> T:
-    """Calls user-supplied code and returns its result. Raises `EnvironmentFault` if there is no result in time, or if the code raises any
-    exception other than `PolicyFault`, `TaskError`, `PluginError` or `InfrastructureError`."""
-    with user_code.fault_boundary() as fault:
-        return await user_code.call_user_code(call, what=what, timeout_s=TIMEOUT_S if timeout_s is None else timeout_s)
-    error = fault.error
-    assert error is not None, "the boundary caught it"
-    if isinstance(error, PolicyFault | TaskError | PluginError | InfrastructureError):
-        raise error
-    raise EnvironmentFault(f"{what}: {user_code.describe_error(error, 1500)}") from error
+    """Calls user-supplied code and returns its result. Raises `EnvironmentFault` if there is no result within `timeout_s` (None means
+    `TIMEOUT_S`), and the errors of `blaming_environment`."""
+    with blaming_environment(what):
+        result = await user_code.call_user_code(call, what=what, timeout_s=TIMEOUT_S if timeout_s is None else timeout_s)
+    return result
 
 
 class GuardedEnvironment:

@@ -60,6 +60,9 @@ class GymnasiumEnvironment(Environment):
         instructions: the system message; None means a default, and an empty string means no system message.
         json_actions: whether actions that are not discrete are JSON text instead of calls.
         options: arguments of `gymnasium.make`.
+
+    Raises `PluginError` if the environment cannot be imported or created, or if an argument is invalid, and `TaskError` if its actions have
+    no JSON form.
     """
 
     def __init__(
@@ -102,7 +105,8 @@ class GymnasiumEnvironment(Environment):
         return self._text(observation)
 
     def step(self, action: str | ToolCall) -> tuple[str | Observation, float, bool, bool]:
-        """Applies an action."""
+        """Applies an action. Raises `PolicyFault` if the action is not in the action space, and `EnvironmentFault` if the observation is
+        not in its space or the reward is not a finite number."""
         observation, reward, terminated, truncated, _ = self._wrapped.step(self._value(action))
         return self._text(observation), number_of(reward, f"{self._name}.step()", "reward"), bool(terminated), bool(truncated)
 
@@ -111,7 +115,8 @@ class GymnasiumEnvironment(Environment):
         self._wrapped.close()
 
     def _create(self, id: str, options: dict[str, Any], *, draw: bool) -> tuple[Any, bool]:
-        """Returns the wrapped environment, and whether its observations are rendered as text. Raises `PluginError`."""
+        """Returns the wrapped environment, and whether its observations are rendered as text. Raises `PluginError` if it cannot be
+        imported, or Gymnasium rejects the id or the options."""
         module, _, name = id.rpartition(":")
         try:
             gymnasium = importlib.import_module("gymnasium")
@@ -172,7 +177,8 @@ class GymnasiumEnvironment(Environment):
 def reward_threshold(id: str) -> float | None:
     """Returns the `reward_threshold` in Gymnasium's registry; None if there is none, or if the id or its package is unknown.
 
-    An unknown id causes an error only when an environment is opened.
+    An unknown id causes an error only when an environment is opened. Raises `PluginError` if the id's module fails with an exception other
+    than `ImportError`.
     """
     module, _, name = id.rpartition(":")
     try:
@@ -202,7 +208,7 @@ def _three(number: float) -> str:
 
 
 def _mark(match: re.Match[str]) -> str:
-    """Returns a coloured part of a rendering in brackets: [ ] for a background, ( ) for blue, { } for magenta."""
+    """Returns a coloured part of a rendering in brackets: ( ) for blue, { } for magenta, [ ] for any other code, such as a background."""
     code, text = match[1].partition(";")[0], match[2]
     first, last = "()" if code == "34" else "{}" if code == "35" else "[]"
     return f"{first}{text}{last}"

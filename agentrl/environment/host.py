@@ -38,7 +38,7 @@ DESCRIBE_S = 300.0
 """Seconds within which a host must load its tasks."""
 PING_S = 10.0
 SILENT_S = 60.0
-"""A host that does not answer a ping within this many seconds is killed, because third-party code blocks its event loop."""
+"""A host that does not answer a ping within this many seconds (`DESCRIBE_S` for the first) is killed: its code blocks the event loop."""
 MAX_DEATHS = 5
 """Maximum number of times that a host is restarted without a successful call in between."""
 RESTART_S = 0.5
@@ -83,7 +83,8 @@ class HostSpec:
 def describe(spec: HostSpec) -> Any:
     """Runs the script once and returns its description of the tasks.
 
-    Raises `UserError` if the script reports an error, exits without a description, or runs for more than `DESCRIBE_S` seconds.
+    Raises `UserError` if the script cannot be started, reports an error, exits without a valid description of at most `MAX_DESCRIPTION`
+    bytes, or runs for more than `DESCRIBE_S` seconds.
     """
     with ScratchFolder() as folder:
         file, output = folder / "description", folder / "output"
@@ -96,7 +97,8 @@ def describe(spec: HostSpec) -> Any:
             tail = output.read_bytes()[-2000:].decode("utf-8", "replace").strip()
             raise UserError(f"{spec.name}: its host ended with status {status} and did not describe the tasks: {tail}")
     if "error" in described:
-        raise UserError(f"{spec.name}: {str(described['error'].get('message', ''))[:4000]}")
+        error = described["error"]
+        raise UserError(f"{spec.name}: {str(error.get('message', '') if isinstance(error, Mapping) else error)[:4000]}")
     return described.get("result")
 
 
@@ -152,8 +154,8 @@ class Host:
 
         Raises:
             TaskError, PolicyFault, InfrastructureError: the call failed; the type depends on the blame that the host reports.
-            HostDied: the process exited, or cannot be started.
-            InfrastructureError: there is no result within `timeout_s` seconds.
+            HostDied: the process exited, cannot be started, or has died too often to be restarted (`MAX_DEATHS`).
+            InfrastructureError: there is no result within `timeout_s` seconds, including the time to start the process.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -207,7 +209,7 @@ class _Process:
 
     @classmethod
     async def start(cls, spec: HostSpec) -> _Process:
-        """Starts the process. Raises `HostDied`."""
+        """Starts the process. Raises `HostDied` if it cannot be started."""
         folder = ScratchFolder()
         ours, theirs = socket.socketpair()
         try:

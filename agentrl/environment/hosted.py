@@ -64,7 +64,8 @@ class HostedAgent:
         self._lowest: dict[str, float] = {}  # lowest value so far, by environment
 
     async def act(self, episode: LiveEpisode) -> str:
-        """Plays the episode in its host, stores its score for `agentrl.gateway:posted_reward`, and returns the stop reason."""
+        """Plays the episode in its host, stores its score for `agentrl.gateway:posted_reward`, and returns the stop reason. Raises the
+        errors of `host_of` and `Host.call`, the fault of the gateway's session, or the fault that the host returned."""
         task = episode.task
         if task.environment is None:
             raise TaskError(f"task {task.id!r} has no environment", fix="use rollout.agent=turns for it")
@@ -123,8 +124,9 @@ def is_hosted(task: Task) -> bool:
 
 
 def host_of(spec: EnvironmentSpec) -> Host:
-    """Returns the host that all episodes of an environment in this event loop share. Raises `UserError` if the host's Python environment is
-    not built, and `TaskError` if the environment has no host or the run would use more than `MAX_HOSTS` hosts."""
+    """Returns the host that all episodes of an environment with the same options in this event loop share. Raises `UserError` if the host's
+    Python environment is missing, ambiguous or not built, or if a secret in the options cannot be read. Raises `TaskError` if the
+    environment has no host, or if the run would use more than `MAX_HOSTS` hosts."""
     kind, here = environment_kind(spec.ref), _hosts.setdefault(asyncio.get_running_loop(), {})
     if kind is None or not kind.host:
         raise TaskError(f"environment {spec.ref!r} has no host", fix="use rollout.agent=turns for it")
@@ -175,8 +177,8 @@ async def _serve(episode: LiveEpisode, method: str, params: Mapping[str, Any]) -
 
 
 async def run_in(sandbox: Sandbox, method: str, params: Mapping[str, Any], *, limit_s: float) -> Any:
-    """Serves an `exec` request, which has `argv`, `stdin` in base64, `timeout_s`, `output_bytes` and `env`. A request with any other method
-    raises `ValueError`."""
+    """Serves an `exec` request, which has `argv`, `stdin` in base64, `timeout_s` (at most `limit_s`), `output_bytes` (at most `MAX_OUTPUT`)
+    and `env`. A request with any other method raises `ValueError`."""
     if method != "exec":
         raise ValueError(f"unknown operation {method[:80]!a}")
     result = await sandbox.exec(

@@ -6,6 +6,7 @@ Each sample is a task. inspect runs in a separate Python environment (`agentrl e
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -29,7 +30,8 @@ OPTIONS = ("args", "solver", "score", "values", "model_roles", "variables", "env
 
 
 def host_spec(spec: EnvironmentSpec) -> HostSpec:
-    """Returns the command of the host for an inspect task. Raises `UserError` if the host's Python environment is not built."""
+    """Returns the command of the host for an inspect task. Raises `UserError` if the host's Python environment is missing, ambiguous or not
+    built, or if a secret in the options cannot be read."""
     root, options = current_project(), secrets.resolve_options(spec.options)
     config = {
         "task": spec.ref.removeprefix("inspect:"),
@@ -57,7 +59,7 @@ class InspectFamily:
         heldout: fraction of the samples to hold out.
         image: image of the sandboxes; required for tasks that use a sandbox.
         sandbox: additional fields of `SandboxSpec`.
-        limits: fields of `Limits` that differ from their defaults.
+        limits: fields of `Limits` that differ from their defaults; the default of `turns` is 16.
         args: arguments of the task function.
         solver: `module@solver`, a function that returns the solver to use instead of the task's solver; `agentrl` selects the turn loop.
         tools: tools of the turn loop.
@@ -132,20 +134,21 @@ class InspectFamily:
 
 async def _score_ended(task: Task, episode: Episode, sandboxes: SandboxBackend) -> Score:
     """Scores an episode of the turn loop with the scorers of its inspect task. The scorers receive the episode's messages, its answer, and
-    a new sandbox with its outputs."""
+    a new sandbox with its outputs. If the scorers fail, raises `TaskError`, `InfrastructureError` or, if the policy is to blame,
+    `RuntimeError`."""
     host, limit_s = host_of(EnvironmentSpec(**task.data["inspect"])), task.limits.wall_s
     async with AsyncExitStack() as stack:
         opened: list[Sandbox] = []
+        opening = asyncio.Lock()  # concurrent requests share one sandbox
 
         async def serve(method: str, params: Mapping[str, Any]) -> Any:
-            if not opened:
-                if task.sandbox is None:
-                    raise TaskError(f"task {task.id!r} has no sandbox, but its scorer uses one", fix="set tasks.family.options.image")
-                files = {**task.contents(), **episode.outputs}
-                opened.append(
-                    await sandboxes.open(task.sandbox, files={path: data for path, data in files.items() if path not in episode.removed})
-                )
-                stack.push_async_callback(opened[0].close)
+            async with opening:
+                if not opened:
+                    if task.sandbox is None:
+                        raise TaskError(f"task {task.id!r} has no sandbox, but its scorer uses one", fix="set tasks.family.options.image")
+                    files = {path: data for path, data in {**task.contents(), **episode.outputs}.items() if path not in episode.removed}
+                    opened.append(await sandboxes.open(task.sandbox, files=files))
+                    stack.push_async_callback(opened[0].close)
             return await run_in(opened[0], method, params, limit_s=limit_s)
 
         params = {
@@ -185,7 +188,8 @@ score_ended = ScoreEnded()
 
 def split_samples(samples: Sequence[Mapping[str, Any]], *, seed: int, heldout: float) -> dict[Split, list[Mapping[str, Any]]]:
     """Returns the samples by split. Holds out the fraction `heldout` of the samples: those with the lowest hashes of seed and `id`. At
-    least one sample is held out, unless `heldout` is 0 or there is only one sample. Raises `PluginError` if `heldout` is invalid."""
+    least one sample is held out and at least one is not, unless `heldout` is 0 or there is only one sample, which is then for training.
+    Raises `PluginError` unless `heldout` is at least 0 and below 1."""
     if isinstance(heldout, bool) or not isinstance(heldout, int | float) or not 0 <= heldout < 1:
         raise PluginError(f"tasks.family.options.heldout must be at least 0 and below 1, got {heldout!r}", fix="heldout=0.25")
     order = sorted(samples, key=lambda each: hashlib.sha256(f"{seed}/{each['id']}".encode()).digest())

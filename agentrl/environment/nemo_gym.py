@@ -46,9 +46,12 @@ class NemoGymSession(Session):
         """See `Session.open`."""
         if unknown := sorted(set(self.options) - {"row", "protocol"}):
             raise PluginError(f"tasks.family.options.{unknown[0]}: unknown option of a NeMo Gym server", fix="remove it")
+        if (protocol := self.options.get("protocol", "tools")) not in ("tools", "gymnasium"):
+            message = f"tasks.family.options.protocol: {protocol!r} is not a protocol of a NeMo Gym server"
+            raise PluginError(message, fix="use tools or gymnasium")
         self._row: dict[str, Any] = dict(self.options.get("row") or {})
         self._parameters = self._row.get("responses_create_params") or {}
-        self._gymnasium = self.options.get("protocol", "tools") == "gymnasium"
+        self._gymnasium = protocol == "gymnasium"
         self._cookies: dict[str, str] = {}
         self._output: list[dict[str, Any]] = []  # the conversation so far, as items of the Responses API
         tools = self._parameters.get("tools") or []
@@ -84,7 +87,7 @@ class NemoGymSession(Session):
 
     async def close(self) -> bool:
         """Ends the session if the server reports that it can end sessions. Other servers free the session after the last step, or keep
-        it."""
+        it. Returns True in both cases."""
         if self._explicit_close:
             await self._post("/close", {})
         return True
@@ -144,7 +147,7 @@ class NemoGymSession(Session):
 
 
 def _schema(tool: Any) -> dict[str, Any]:
-    """Returns the function schema for a Responses API tool."""
+    """Returns the function schema for a Responses API tool. Raises `TaskError` if the tool is not a function with a name."""
     if not isinstance(tool, Mapping) or tool.get("type") != "function" or not isinstance(tool.get("name"), str):
         raise TaskError("a tool in the row is not a function with a name", fix="correct responses_create_params.tools")
     parameters = tool.get("parameters") or {"type": "object", "properties": {}}

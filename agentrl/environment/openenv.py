@@ -82,7 +82,7 @@ class OpenEnvSession(Session):
 
     async def close(self) -> bool:
         """Asks the server to end the session, and waits until it closes the connection. Returns whether the server closed the connection;
-        False if a request is in progress."""
+        False if there is no connection or a request is in progress."""
         from websockets.exceptions import ConcurrencyError, ConnectionClosed
 
         if self._socket is None:
@@ -135,7 +135,7 @@ class OpenEnvSession(Session):
             raise Busy(f"{self.server.what} did not accept a connection: {describe_error(error)}") from error
 
     async def _request(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Sends a request and returns the data of the observation in the response."""
+        """Sends a request and returns the data of the observation in the response. Drops the connection if there is no response."""
         from websockets.exceptions import WebSocketException
 
         socket = self._socket
@@ -252,7 +252,8 @@ def _resolved(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _choices(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns text -> value for the values that a schema allows; empty unless it allows only a few strings, integers or booleans."""
+    """Returns text -> value for the values that a schema allows; empty unless these are 2 to `_MOST_CHOICES` strings, integers or
+    booleans."""
     schema = _resolved(schema, root)
     values = schema.get("enum")
     if values is None and schema.get("type") == "boolean":
@@ -271,7 +272,7 @@ def _observation(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text(data: Mapping[str, Any]) -> str:
-    """Returns the text of an observation: the result of a tool, the observation's only field if that is text, or JSON.
+    """Returns the text of an observation: the result or the error of a tool, the observation's only field if that is text, or JSON.
 
     The field `metadata` is used only if there is no other field.
     """

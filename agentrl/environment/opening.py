@@ -9,7 +9,7 @@ from typing import cast
 from weakref import WeakKeyDictionary
 
 from agentrl.environment.base import Environment as EnvironmentClass
-from agentrl.environment.guard import GuardedEnvironment, guarded
+from agentrl.environment.guard import GuardedEnvironment, blaming_environment, guarded
 from agentrl.environment.pool import ProcessPool
 from agentrl.errors import PluginError
 from agentrl.plugins.parts import environment_kind
@@ -24,19 +24,23 @@ _openers: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, EnvironmentOpen
 async def open_environment(spec: EnvironmentSpec, *, alone: bool = False) -> Environment:
     """Returns an environment for one episode. The caller must close the environment. `alone`: see `ProcessPool.open`.
 
-    Raises `EnvironmentFault` if the environment fails, `TaskError` if the task cannot be played, and `PluginError` if the reference does
-    not refer to an environment.
+    Raises `EnvironmentFault` if the environment fails, `TaskError` if the task cannot be played, `PluginError` if the reference does not
+    refer to an environment that the turn loop can open, and `UserError` if a server's option is invalid or a secret cannot be read.
     """
     opened = _openers.setdefault(asyncio.get_running_loop(), {})
     kind = kind_of(spec.ref)
     if kind not in opened:
-        opened[kind] = resolve(kind)() if kind else cast(EnvironmentOpener, ProcessPool())
+        with blaming_environment(f"opening {kind}"):
+            opened[kind] = resolve(kind)() if kind else cast(EnvironmentOpener, ProcessPool())
     opener = opened[kind]
     if isinstance(opener, ProcessPool):
         return cast(Environment, await opener.open(spec, alone=alone))
     if kind != spec.ref:
         return await opener.open(spec)
-    return GuardedEnvironment(await guarded(lambda: opener.open(spec), f"opening {kind}"), kind)
+    environment = await guarded(lambda: opener.open(spec), f"opening {kind}")
+    with blaming_environment(f"opening {kind}"):
+        environment = GuardedEnvironment(environment, kind)
+    return environment
 
 
 def is_resumable(environment: Environment) -> bool:

@@ -74,7 +74,7 @@ class OrsSession(Session):
         await self.server.http.request("POST", "/ping", headers=self._headers)
 
     async def close(self) -> bool:
-        """Deletes the session."""
+        """Deletes the session if it was created. Returns True."""
         if self._created:
             for path in ("/delete", "/delete_session"):
                 await self.server.http.request("POST", path, headers=self._headers)

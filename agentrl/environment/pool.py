@@ -1,7 +1,7 @@
 """Local environments in separate processes: many episodes per process, and many actions per message.
 
-Actions that arrive in the same iteration of the event loop are sent to a process together. A process in which one operation runs for longer
-than `timeout_s` is killed, with the processes that it started. If the processes together exceed the memory limit, the largest process is
+Actions that arrive in the same iteration of the event loop are sent to a process together. A process in which one operation exceeds its
+deadline is killed, with the processes that it started. If the processes together exceed the memory limit, the largest process is
 killed. The episode whose operation was running is at fault (`EnvironmentCrash`). The other episodes in the process also fail
 (`NeighborCrash`) and are repeated.
 """
@@ -33,7 +33,8 @@ from agentrl.records import EnvironmentSpec, Observation, Step, ToolCall
 log = logging.getLogger(__name__)
 
 TIMEOUT_S = 60.0
-"""Deadline for one operation of an environment, in seconds."""
+"""Deadline for one operation of an environment, in seconds. A pool checks deadlines at this interval, so an operation may take twice as
+long."""
 STARTING_S = 60.0
 """Seconds within which a process must import its modules, even on a busy machine."""
 _MAX_IDLE = 4  # checks that may find no progress between two operations, because the driver or the process gets no CPU time
@@ -52,7 +53,7 @@ class ProcessPool:
 
     Args:
         processes: maximum number of processes that episodes share; None means the number of this machine's cores.
-        timeout_s: deadline for one operation, in seconds.
+        timeout_s: deadline for one operation, in seconds; see `TIMEOUT_S`.
         memory: maximum memory of all processes and the processes that they start, in bytes; None means `MEMORY_SHARE` of this machine's
             memory.
     """
@@ -65,11 +66,12 @@ class ProcessPool:
         self._starting = asyncio.Lock()
 
     async def open(self, spec: EnvironmentSpec, *, alone: bool = False) -> PooledEnvironment | PooledGame:
-        """Opens an environment and resets it. Raises `EnvironmentFault` if the environment fails, and `TaskError` if the task cannot be
-        played.
+        """Opens an environment and resets it. Raises `EnvironmentFault` if the environment fails, `TaskError` if the task cannot be played,
+        and `UserError` if a secret in the options cannot be read.
 
         Args:
-            alone: whether to start a process only for this episode, because the process of an earlier attempt was killed or exited.
+            alone: whether to start a process only for this episode, because the process of an earlier attempt was killed or exited. Ignored
+                if there are too many such processes (`_ALONE_PER_CORE`).
         """
         process = await self._process(alone)
         number, environment = process.add(), cast(PooledEnvironment | PooledGame | None, None)
@@ -85,7 +87,7 @@ class ProcessPool:
                 await process.remove(number)
 
     async def close(self) -> None:
-        """Kills the processes."""
+        """Kills the processes. Environments that are still open fail at their next call."""
         if self._watch is not None:
             self._watch.cancel()
         for process in self._processes:
@@ -105,8 +107,8 @@ class ProcessPool:
                 )
 
     async def _process(self, alone: bool) -> _Process:
-        """Returns the process with the fewest episodes. Starts a new process if all processes are full, or if the episode must run
-        alone."""
+        """Returns the process with the fewest episodes. Starts a new process if all processes have `EPISODES_PER_PROCESS` episodes and
+        their maximum number is not reached, or if the episode must run alone."""
         async with self._starting:
             self._watch = self._watch or asyncio.create_task(self._watch_memory())
             alive = self._processes = [process for process in self._processes if process.alive]

@@ -48,7 +48,7 @@ _WARN_EVERY_S = 60.0  # seconds between warnings that a server is busy or unreac
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteOptions:
-    """Options that all remote environments have."""
+    """Options that all remote environments have. Raises `PluginError` if an option is invalid."""
 
     sessions: int = 64  # maximum number of concurrent sessions of this process
     wait_s: float = 300.0  # deadline for obtaining a session, including retries while the server is busy
@@ -115,8 +115,8 @@ class Session(abc.ABC):
         return None
 
     def result(self, text: str, reward: Any, *, terminated: Any, truncated: bool = False, parts: Mapping[str, float] | None = None) -> Step:
-        """Returns a step. A missing reward counts as 0. Raises `EnvironmentFault` if the episode terminates and no step had a reward,
-        because the server then returned no score."""
+        """Returns a step. A missing reward counts as 0. Raises `EnvironmentFault` if a value is invalid, or if the episode terminates and
+        no step had a reward, because the server then returned no score."""
         where = f"the reward of {self.server.what}"
         if reward is not None:
             reward, self._rewarded = number(reward, where), True
@@ -132,7 +132,8 @@ class Session(abc.ABC):
 
 
 class RemoteServer:
-    """A server: its sessions, its connections, and the pause that it requested. Use a `RemoteServer` from only one event loop."""
+    """A server: its sessions, its connections, and the pause that it requested. Use a `RemoteServer` from only one event loop. The
+    constructor raises `UserError` if the URL is invalid."""
 
     def __init__(self, kind: str, url: str, options: RemoteOptions) -> None:
         self.url, self.options = web.validate_url(url).rstrip("/"), options
@@ -153,7 +154,7 @@ class RemoteServer:
 
     async def open(self, connect: Callable[[], Session]) -> RemoteEnvironment:
         """Returns an environment with an open session. Waits at most `wait_s` seconds for a free slot and for the server to accept a
-        session."""
+        session, and then raises `EnvironmentFault`. Raises the errors of `call` if opening the session fails for any other reason."""
         until, tries, why = time.monotonic() + self.options.wait_s, 0, "it is busy"
         while (left := until - time.monotonic()) > 0:
             if (pause := self._resume_at - time.monotonic()) > 0:
@@ -185,7 +186,7 @@ class RemoteServer:
 
     async def call(self, session: Session, what: str, work: Callable[[], Awaitable[T]], limit_s: float) -> T:
         """Runs a request for a session and returns its result. Raises `EnvironmentFault` if there is no valid response within `limit_s`
-        seconds; a `PolicyFault` or `TaskError` of `work` is raised unchanged."""
+        seconds; a `PolicyFault` or `UserError` (such as `TaskError`) of `work` is raised unchanged."""
         self._used_at[session] = time.monotonic()
         with self.faults(f"{what} (limit: {limit_s:g} s)"):
             async with asyncio.timeout(limit_s):
@@ -193,7 +194,7 @@ class RemoteServer:
 
     @contextlib.contextmanager
     def faults(self, what: str) -> Iterator[None]:
-        """Converts invalid responses, timeouts and connection errors to `EnvironmentFault`."""
+        """Converts invalid responses, timeouts and connection errors to `EnvironmentFault`. Other errors are raised unchanged."""
         try:
             yield
         except TimeoutError as error:
@@ -204,7 +205,7 @@ class RemoteServer:
             raise EnvironmentFault(f"{self.what}, {what}: {describe_error(error)}") from error
 
     async def end(self, session: Session) -> None:
-        """Ends a session and frees its slot, even if the caller is cancelled. Counts the session as closed or lost."""
+        """Ends a session and frees its slot, even if the caller is cancelled. Counts the session as closed or lost. Idempotent."""
         if self._used_at.pop(session, None) is None:
             return
 
@@ -320,7 +321,8 @@ class RemoteServer:
 
 
 class RemoteEnvironment:
-    """An `agentrl.protocols.Environment` with a session at a server."""
+    """An `agentrl.protocols.Environment` with a session at a server. After any error of `reset` or `step` except `PolicyFault`, these
+    methods raise `EnvironmentFault`."""
 
     def __init__(self, server: RemoteServer, session: Session) -> None:
         self.instructions, self.actions, self.takes_text = session.instructions, session.actions, session.takes_text
@@ -332,7 +334,7 @@ class RemoteEnvironment:
         return await self._call("the reset", self._session.reset, self._server.options.reset_s)
 
     async def step(self, action: str | ToolCall) -> Step:
-        """Applies an action."""
+        """Applies an action. Raises `PolicyFault` if the server rejects the action, and the other errors of `RemoteServer.call`."""
         return await self._call("a step", lambda: self._session.step(action), self._server.options.step_s)
 
     async def close(self) -> None:
@@ -360,7 +362,11 @@ class RemoteOpener:
         self.servers: dict[str, RemoteServer] = {}
 
     async def open(self, spec: EnvironmentSpec) -> RemoteEnvironment:
-        """Opens a session for an episode. Raises `EnvironmentFault` or `TaskError`, and `UserError` if the options are invalid."""
+        """Opens a session for an episode. The `RemoteOptions` of the first episode apply to all episodes with the same reference.
+
+        Raises `EnvironmentFault` if the server opens no session, `TaskError` if the task cannot be played, and `UserError` if the URL or an
+        option is invalid or a secret cannot be read.
+        """
         (prefix, _, url), kind = spec.ref.partition(":"), environment_kind(spec.ref)
         assert kind is not None, "only remote environments have this opener"
         general, options = RemoteOptions.split(secrets.resolve_options(spec.options))
@@ -377,14 +383,14 @@ class RemoteOpener:
 
 def number(value: Any, where: str) -> float:
     """Returns a value as a float. Raises `EnvironmentFault` if the value is not a finite number."""
-    if not isinstance(value, int | float) or abs(value) > 1e300:
+    if not isinstance(value, int | float) or not abs(value) <= 1e300:
         raise EnvironmentFault(f"{where} is {str(value)[:80]!r}, not a finite number")
     return float(value)
 
 
 def schemas_of(server: RemoteServer, listed: Any) -> list[dict[str, Any]]:
     """Returns the function schemas of the tools that a server lists: objects with a name, a description, and either input_schema or
-    parameters."""
+    parameters. Unusable tools are excluded. Raises `EnvironmentFault` if `listed` is not a list, and the errors of `usable_tools`."""
     entries = [
         {**entry, "parameters": entry.get("parameters") or entry.get("input_schema") or {"type": "object"}}
         for entry in need(listed, list, f"the tools of {server.what}")

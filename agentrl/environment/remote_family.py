@@ -39,10 +39,10 @@ class RemoteFamily(EnvironmentFamily):
             split, the last tasks of `split` are held out.
         tasks: file with the rows of a NeMo Gym data set, one JSON object per line; the last rows are held out.
         size: maximum number of training tasks.
-        heldout: maximum number of held-out tasks.
+        heldout: maximum number of held-out tasks; if they are taken from `split` or `tasks`, at most a quarter of these.
         options: arguments of `EnvironmentFamily`, `RemoteOptions` and the kind of server.
 
-    Raises `PluginError` if an option is invalid, and `UserError` if the URL is invalid.
+    Raises `PluginError` if an option is invalid or a package is missing, and `UserError` if the URL is invalid or the key cannot be read.
     """
 
     def __init__(
@@ -73,13 +73,14 @@ class RemoteFamily(EnvironmentFamily):
         self._split = split or ("train" if self._kind == "ors" else "")
 
     def size(self, split: Split) -> int | None:
-        """Returns the number of tasks in a split. Raises `PluginError` if the server does not report the number."""
+        """Returns the number of tasks in a split; None if it is endless. Raises `PluginError` if the server does not report the number, or
+        if the data set cannot be read."""
         if self._tasks is None and not self._split:
             return super().size(split)
         return self._ranges[split][2]
 
     def task(self, split: Split, index: int) -> Task:
-        """Returns the task at an index of a split. Raises `TaskError` if the row has no valid prompt."""
+        """Returns the task at an index of a split. Raises `TaskError` if the row has no valid prompt, and the errors of `size`."""
         task = super().task(split, index)
         if self._tasks is None and not self._split:
             return task
@@ -123,8 +124,8 @@ class RemoteFamily(EnvironmentFamily):
         return rows
 
     async def _count_tasks(self, server: RemoteServer) -> tuple[int, str, int]:
-        """Returns the number of training tasks, the name of the held-out split (empty if the server has none), and the number of held-out
-        tasks."""
+        """Returns the number of training tasks, the name of the held-out split (empty if the server has none), and the number of tasks in
+        the held-out split (without one, the number of training tasks)."""
         http = server.http
         names = need(await http.json("GET", "/list_environments"), list, "/list_environments")
         name = self._others.get("environment") or (names[0] if names else "")
@@ -140,7 +141,8 @@ class RemoteFamily(EnvironmentFamily):
         return counts[0], other, counts[-1]
 
     def _asked(self, question: Callable[[RemoteServer], Coroutine[Any, Any, T]]) -> T:
-        """Returns the result of `question`, which sends requests to the server. `question` runs in a thread with a separate event loop."""
+        """Returns the result of `question`, which sends requests to the server. `question` runs in a thread with a separate event loop.
+        Raises `PluginError` if the server gives no valid answer within `_DEADLINE_S`."""
 
         async def ask() -> T:
             """Sends the requests, then closes the connections."""
@@ -163,20 +165,22 @@ class RemoteFamily(EnvironmentFamily):
 
 
 def prompt_of(row: Mapping[str, Any], where: str) -> tuple[Message, ...]:
-    """Returns the prompt in a row of a NeMo Gym data set. Raises `TaskError` if the prompt is empty or has items other than text
-    messages."""
+    """Returns the prompt in a row of a NeMo Gym data set. Parts of a message without text, such as images, are dropped. Raises `TaskError`
+    if the row has no messages, if an item is not a message, or if no part of a message has text."""
     parameters = row.get("responses_create_params")
     task_input = parameters.get("input") if isinstance(parameters, Mapping) else None
     items = [{"role": "user", "content": task_input}] if isinstance(task_input, str) else task_input
     instructions = parameters.get("instructions") if isinstance(parameters, Mapping) else None
-    messages = [Message(role="system", content=instructions)] if isinstance(instructions, str) else []
+    first = (Message(role="system", content=instructions),) if isinstance(instructions, str) else ()
+    messages: list[Message] = []
     for item in items if isinstance(items, list) else ():
         content, role = (item.get("content"), item.get("role")) if isinstance(item, Mapping) else (None, None)
         if isinstance(content, list):
-            content = "\n".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
+            texts = [str(part["text"]) for part in content if isinstance(part, Mapping) and part.get("text") is not None]
+            content = "\n".join(texts) if texts else None
         if not isinstance(content, str) or role not in ("system", "developer", "user", "assistant"):
             raise TaskError(f"{where}: responses_create_params.input has an item that is not a text message", fix="remove the row")
         messages.append(Message(role="system" if role == "developer" else role, content=content))
     if not messages:
         raise TaskError(f"{where}: responses_create_params.input has no message", fix="correct or remove the row")
-    return tuple(messages)
+    return (*first, *messages)

@@ -59,7 +59,8 @@ class Answer:
 class HttpClient:
     """Sends requests to one server. The caller sets the deadline of each request.
 
-    The methods that send requests raise `Busy`, `Rejected` and `EnvironmentFault`.
+    The methods that send requests raise `Busy` if the server cannot be reached or postpones the request too often, `Rejected` if the
+    server rejects the request, and `EnvironmentFault` for any other error, redirect or invalid response.
     """
 
     def __init__(self, url: str, what: str, *, connections: int, headers: Mapping[str, str]) -> None:
@@ -79,8 +80,8 @@ class HttpClient:
             return Answer(content=content, cookies=_cookies(response))
 
     async def event_data(self, path: str, data: Any, *, headers: Mapping[str, str] | None = None) -> tuple[str, bytes]:
-        """Sends a request whose response is a stream of the events `task_id`, `chunk`, `end` and `error`. Returns the task id and the
-        joined data."""
+        """Sends a request whose response is a stream of the events `task_id`, `chunk`, `end` and `error`. Returns the task id (empty
+        if there was none) and the joined data of `chunk` and `end`. An event `error` raises `EnvironmentFault`."""
         stream, taken, pieces, task, parts = web.Events(), 0, 0, "", list[bytes]()
         async with self._answering("POST", path, data, {"accept": "text/event-stream", **(headers or {})}) as response:
             if response.status_code >= 300:
@@ -109,7 +110,8 @@ class HttpClient:
 
     @asynccontextmanager
     async def _answering(self, method: str, path: str, data: Any, headers: Mapping[str, str] | None) -> AsyncIterator[httpx.Response]:
-        """Yields a response. If the server postpones the request (429), repeats it after the wait that the server requests."""
+        """Yields a response. If the server postpones the request (429), repeats it after the wait that the server requests. Raises `Busy`
+        after `_MOST_TRIES` attempts."""
         for tries in range(1, _MOST_TRIES + 1):
             async with self._stream(method, path, data, headers) as response:
                 if response.status_code != 429:
@@ -182,7 +184,7 @@ class _Stream:
 
 
 def is_local(url: str) -> bool:
-    """Whether a URL's host is this machine."""
+    """Whether a URL's host is `127.0.0.1`, `localhost` or `::1`."""
     return (urlsplit(url).hostname or "") in ("127.0.0.1", "localhost", "::1")
 
 

@@ -10,9 +10,9 @@ from agentrl.records import Episode, Score, Task
 async def episode_return(task: Task, episode: Episode) -> Score:
     """Returns the sum of all rewards, the sums of their named parts, and the reward of each turn, which `objective.turn_coef` uses.
 
-    If an environment has several roles, the value is the mean over the roles that the trained policy plays, `parts` contains the sum for
-    each role, and `branches` contains, for each trajectory, the sum for its role. `objective.credit=verifier` uses `branches`. If a limit
-    ended the episode, the sum includes the rewards received before the limit.
+    If several roles received rewards, the value is the mean over those that the trained policy plays (0 if there are none), `parts`
+    contains the sum for each role, and `branches` contains, for each trajectory, the sum for its role. `objective.credit=verifier` uses
+    `branches`. If a limit ended the episode, the sum includes the rewards received before the limit.
     """
     rewards = tuple(
         tuple(sum(result.reward or 0.0 for result in turn.tool_results) for turn in trajectory.turns) for trajectory in episode.trajectories

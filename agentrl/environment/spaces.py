@@ -12,7 +12,7 @@ from typing import Any
 from agentrl.errors import PolicyFault, TaskError
 
 MOST_NUMBERS = 256
-"""Maximum number of values in an observation that can be converted to text without a formatter."""
+"""Maximum number of values in an array of an observation that can be converted to text without a formatter."""
 _MAX_SEQUENCE, _LARGEST = 64, 1e15
 
 
@@ -101,7 +101,8 @@ def _converted(space: Any, value: Any, where: str) -> Any:
 
 
 def _numbers(value: Any, shape: tuple[int, ...], where: str, *, integers: bool) -> Any:
-    """Returns `value` as an array. Raises `PolicyFault` unless `value` has exactly the shape `shape` and contains only finite numbers."""
+    """Returns `value` as an array. Raises `PolicyFault` unless `value` has exactly the shape `shape` and contains only numbers (integers if
+    `integers` is set) whose absolute value is at most `_LARGEST`."""
     import numpy as np
 
     leaves: list[Any] = [value]
@@ -142,17 +143,21 @@ def describe_outside(space: Any, value: Any, where: str = "the observation") -> 
 
 
 def text_of(space: Any, value: Any) -> str:
-    """Returns an observation as short text. Raises `TaskError` if the observation has too many numbers, or if the space is unknown."""
+    """Returns an observation as short text. Raises `TaskError` if an array has more than `MOST_NUMBERS` numbers, or if the space is unknown
+    and the value is neither text nor a number."""
+    import numpy as np
+
     match kind_of(space):
         case "Discrete":
             return str(int(value))
         case "Text":
             return str(value)
         case "Box" | "MultiDiscrete" | "MultiBinary":
-            if value.size > MOST_NUMBERS:
-                shape = "x".join(map(str, value.shape))
+            array = np.asarray(value)  # `contains` also accepts lists
+            if array.size > MOST_NUMBERS:
+                shape = "x".join(map(str, array.shape))
                 raise TaskError(f"an observation of {shape} numbers cannot be shown as text", fix="set tasks.family.options.formatter")
-            return _short(value.tolist())
+            return _short(array.tolist())
         case "Sequence":
             return "[" + ", ".join(text_of(space.feature_space, item) for item in value) + "]"
         case "Dict":

@@ -51,7 +51,7 @@ class Lock:
 
     @classmethod
     def from_text(cls, name: str, text: str) -> Lock:
-        """Parses a lock file. Raises `ValueError`."""
+        """Parses a lock file. Raises `ValueError` if a line is not pinned, or if a required comment is missing or repeated."""
         comments: dict[str, list[str]] = {"requires": [], "python": [], "platform": [], "folder": []}
         pins = []
         for line in text.splitlines():
@@ -76,14 +76,18 @@ class Lock:
         )
 
 
+class MissingPackage(UserError):
+    """No environment of the project has a package."""
+
+
 def read_locks(root: Path) -> dict[str, Lock]:
     """Returns the locks of a project's environments by name. Raises `UserError` if a file is not a valid lock."""
     return {path.stem: read_lock(path) for path in sorted((root / LOCKS).glob("*.lock"))}
 
 
 def environment_python(root: Path, name: str) -> Path:
-    """Returns the Python interpreter of an environment. If the environment is not built, raises `UserError` with the command that builds
-    it."""
+    """Returns the Python interpreter of an environment. Raises `UserError`, with the command to run, if the environment does not exist, is
+    not built, was built from a different lock, or has an invalid lock."""
     path = root / LOCKS / f"{name}.lock"
     if not path.is_file():
         raise UserError(f"the project has no environment {name!r}", fix=f"agentrl env add {name}")
@@ -96,7 +100,7 @@ def environment_of(root: Path, package: str) -> str:
     """Returns the name of the environment for a package: the environment with the package's name, or else the only environment that
     contains the package.
 
-    Raises `UserError` if there is no such environment, or more than one.
+    Raises `MissingPackage` if there is no such environment, and `UserError` if there is more than one or if a lock is invalid.
     """
     locks, wanted = read_locks(root), canonical_name(package)
     if wanted in locks:
@@ -107,7 +111,7 @@ def environment_of(root: Path, package: str) -> str:
     if len(having) == 1:
         return having[0]
     if not having:
-        raise UserError(f"no environment of the project has the package {package!r}", fix=f"agentrl env add {package}")
+        raise MissingPackage(f"no environment of the project has the package {package!r}", fix=f"agentrl env add {package}")
     raise UserError(f"{package!r} is in the environments {', '.join(having)}", fix="choose one with the option environment")
 
 

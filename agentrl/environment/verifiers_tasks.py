@@ -15,7 +15,7 @@ from agentrl.base import secrets
 from agentrl.base.user_code import raising_as
 from agentrl.environment.host import HostSpec, describe
 from agentrl.environment.inspect_tasks import POSTED, split_samples
-from agentrl.environment.venvs import environment_of, environment_python
+from agentrl.environment.venvs import MissingPackage, environment_of, environment_python
 from agentrl.errors import AgentRLError, PluginError, UserError
 from agentrl.plugins.references import current_project
 from agentrl.records import EnvironmentSpec, Limits, Message, SandboxSpec, Split, Task
@@ -59,10 +59,10 @@ def _located(root: Path, package: str) -> tuple[str, Path]:
 
 def _environment(root: Path, package: str) -> str:
     """Returns the name of the environment that contains a package, or else the name of the environment that contains verifiers, because
-    verifiers includes some tasksets."""
+    verifiers includes some tasksets. Raises `UserError` if neither can be determined, or if several environments contain the package."""
     try:
         return environment_of(root, package)
-    except UserError as missing:
+    except MissingPackage as missing:
         try:
             return environment_of(root, PACKAGE)
         except UserError:
@@ -77,7 +77,7 @@ class VerifiersFamily:
         seed: seed of the run, which determines the held-out tasks if the package has no evaluation set.
         size: maximum number of tasks; the maximum for each set if the package has a training set and an evaluation set.
         heldout: fraction of the tasks to hold out if the package has no evaluation set.
-        limits: fields of `Limits` that differ from their defaults.
+        limits: fields of `Limits` that differ from their defaults; the default of `turns` is 16.
         args: fields of the taskset's configuration; for verifiers 0.3, arguments of `load_environment`.
         env: other fields of the environment's configuration, such as the model of a judge. Only for verifiers 0.4.
         image: image of the sandboxes for programs that the package starts. If no image is set, starting a program is a fault.

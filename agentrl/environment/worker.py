@@ -40,7 +40,8 @@ PROGRESS = struct.Struct("<Q")
 
 
 def environment_class(ref: str) -> tuple[Callable[..., Environment], str]:
-    """Returns the class of an environment, and the argument in its reference, which is empty if there is none. Raises `PluginError`."""
+    """Returns the class of an environment, and the argument in its reference, which is empty if there is none. Raises `PluginError`
+    if the reference does not resolve."""
     kind = environment_kind(ref)
     return (resolve(ref), "") if kind is None else (resolve(kind.pooled), ref.partition(":")[2])
 
@@ -101,7 +102,8 @@ class OpenEnvironments:
 
 
 def answer(environments: OpenEnvironments, operation: list[Any]) -> list[Any]:
-    """Runs one operation. Returns the episode's number, the outcome and the result."""
+    """Runs one operation. Returns the episode's number, the outcome (`ok`, `policy`, `task` or `fault`), and the result or the error's
+    text. Never raises."""
     number, name, *arguments = operation
     try:
         return [number, "ok", getattr(environments, name)(number, *arguments)]

@@ -65,7 +65,7 @@ class CanaryResult:
 
     outcome: CanaryOutcome
     interval: Interval  # of the mean difference; valid for any number of attempts
-    baseline: float  # mean scores
+    baseline: float  # mean scores; 0 if no attempt is scored
     candidate: float
     attempts: tuple[int, int]  # number of attempts by the baseline, and by the candidate
     unscored: int  # observations for which the candidate or all baseline attempts have no score
@@ -116,8 +116,8 @@ def plan_units(cases: Sequence[Case], repeats_of: Callable[[Case], int], *, shar
 def decide(differences: Sequence[float], *, planned: int, alpha: float, margin: float) -> CanaryOutcome:
     """Returns the decision after the observations `differences`.
 
-    `planned` is the number of units so far, including those without an observation. Raises `ValueError` if an observation is outside [-1,
-    1].
+    `planned` is the number of units so far, including those without an observation. The decision is `UNDECIDED` if fewer than 4/5 of these
+    units have an observation. Raises `ValueError` if an observation is outside [-1, 1].
     """
     if len(differences) < _LEAST_SCORED * planned:
         return CanaryOutcome.UNDECIDED
@@ -135,6 +135,8 @@ async def run_canary(
     on_block: Callable[[CanaryResult], None] = lambda so_far: None,
 ) -> CanaryResult:
     """Runs blocks of units with both versions of an open policy until there is a decision or no unit is left, and stores the attempts.
+
+    Raises `UserError` in the same cases as `plan_units`, and, without storing the attempts, if an observation is outside [-1, 1].
 
     Args:
         pair: baseline and candidate.

@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -55,7 +56,7 @@ class ChatEndpoint(Endpoint):
     structured: Any = "never"
 
     def _read(self, content: bytes, messages: Sequence[Mapping[str, Any]]) -> ChatAnswer:
-        """Parses a chat completion. Raises `JudgeError` if the content is not a chat completion."""
+        """Parses a chat completion. Raises `JudgeError` if the content is too long or not a chat completion."""
         if len(content) > self.max_bytes:
             raise JudgeError(f"{self._where()} returned more than {self.max_bytes:,} bytes")
         try:
@@ -86,7 +87,7 @@ class ChatAgent:
     """An `agentrl.protocols.Agent`.
 
     `tokens` maps an episode to its number of sampled tokens as counted by the server. The evaluation reads and removes the entry of an
-    episode when it has finished.
+    episode when the episode has finished.
     """
 
     endpoint: ChatEndpoint
@@ -95,7 +96,11 @@ class ChatAgent:
     tokens: dict[str, int] = field(default_factory=dict)
 
     async def act(self, episode: LiveEpisode) -> str:
-        """Runs an episode and returns its stop reason."""
+        """Runs an episode and returns its stop reason.
+
+        Raises `TaskError` if the task limits thinking tokens, `PolicyFault` if the server rejects a conversation that contains the policy's
+        text, and `ServingError` if the server fails in another way.
+        """
         limits = episode.task.limits
         if limits.thinking_tokens is not None:
             raise TaskError(
@@ -187,20 +192,21 @@ class NoPolicy:
 
 
 def _calls(wanted: Sequence[Any]) -> tuple[RequestedCall, ...]:
-    """Parses tool calls. A call id that is invalid or repeated is replaced."""
+    """Parses tool calls. A call id that is invalid or repeated is replaced with an id that no call has."""
     calls: list[RequestedCall] = []
-    for number, one in enumerate(wanted):
+    ids = [encodable(one["id"]) if isinstance(one, dict) and isinstance(one.get("id"), str) else "" for one in wanted]
+    unused = (name for name in map("call_{}".format, count()) if name not in ids)
+    for call_id, one in zip(ids, wanted, strict=True):
         about = one.get("function") if isinstance(one, dict) else None
         name, arguments = (about.get("name"), about.get("arguments")) if isinstance(about, dict) else (None, None)
         arguments = json.dumps(arguments) if isinstance(arguments, dict) else arguments
-        call_id = one.get("id") if isinstance(one, dict) else None
-        fine = isinstance(call_id, str) and 0 < len(call_id) <= _LONGEST_ID and call_id not in {other.id for other in calls}
+        fine = 0 < len(call_id) <= _LONGEST_ID and call_id not in {other.id for other in calls}
         call: ToolCall | str = "a tool call needs a function with a name and arguments"
         if isinstance(name, str) and isinstance(arguments, str | None):
             call = parse_call(name, arguments or "")
         calls.append(
             RequestedCall(
-                id=encodable(call_id) if fine else f"call_{number}",
+                id=call_id if fine else next(unused),
                 name=encodable(name)[:256] if isinstance(name, str) else "",
                 arguments=encodable(arguments.strip())
                 if isinstance(call, ToolCall) and isinstance(arguments, str) and arguments.strip()

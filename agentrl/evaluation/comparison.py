@@ -81,14 +81,14 @@ class Comparison:
         """Returns the number of cases, similar to the compared ones, that are needed to detect `difference` with probability `chance`.
 
         The computation assumes the observed standard deviation of the case differences or, if it is larger, the standard deviation that
-        `difference` itself causes. Raises `ValueError` if the difference is 0.
+        `difference` itself causes. Raises `ValueError` if `difference` is 0 or outside [-1, 1].
         """
         spread = max(self.spread, planned_spread(difference, 0.0))
         return cases_needed(difference, spread, alpha=self.alpha, power=chance)
 
 
 def pair_scores(before: Scores, after: Scores) -> PairedScores:
-    """Pairs the scores of attempt k at a case in `before` and in `after`, if both attempts are scored."""
+    """Pairs the scores of attempt k at a case in `before` and in `after`, if both scores are finite numbers."""
     pairs: list[PairedCase] = []
     unscored = 0
     for case in sorted(before.keys() & after.keys()):
@@ -107,7 +107,7 @@ def compare(before: Scores, after: Scores, *, alpha: float = ALPHA, margin: floa
 
     The verdict is `same` if the interval of the effect at level 1 - 2 alpha is within -margin and +margin, as in two one-sided tests
     (Schuirmann 1987). Otherwise it is `better` or `worse` if the sign-flip test is significant at `alpha`, and `not enough data` if it is
-    not significant.
+    not significant. Raises `UserError` if scipy is not installed.
     """
     both = pair_scores(before, after)
     pairs = both.pairs

@@ -56,7 +56,8 @@ async def run_attempts(
     Returns the results of `record`, in the planned order.
 
     Raises:
-        ExceptionGroup: contains `SandboxUnavailable` if this machine cannot open any sandbox of the required kind.
+        ExceptionGroup: contains the errors of `record`, and `SandboxUnavailable` if this machine cannot open any sandbox of the required
+            kind.
     """
 
     async def run(attempt: PlannedAttempt) -> R:
@@ -86,7 +87,8 @@ async def prepare_images(suites: Iterable[Suite], sandboxes: SandboxBackend) -> 
     The evaluation excludes only the cases that need one of these images.
 
     Raises:
-        ExceptionGroup: contains `SandboxUnavailable` if this machine cannot open any sandbox of the required kind.
+        ExceptionGroup: contains `SandboxUnavailable` if this machine cannot open any sandbox of the required kind, and infrastructure
+            errors of builds.
     """
     specs = {_image(case): case.task.sandbox for suite in suites for case in suite.cases if case.task.sandbox is not None}
     broken: dict[tuple[str, str], str] = {}
@@ -197,7 +199,8 @@ def utc_now() -> str:
 def suite_attempt(case: Case, number: int, scored: ScoredEpisode, *, phase: str, version: int | None, again: bool = False) -> SuiteAttempt:
     """Returns the record of an attempt.
 
-    `version` is the only version that may have sampled the attempt's tokens; None allows any version.
+    `version` is the only version that may have sampled the attempt's tokens; None allows any version. If another version sampled some of
+    them, the attempt has no score.
     """
     episode, value = scored.episode, scored.score.value
     words = transcript(case.task, scored, phase=phase, step=version or 0)

@@ -73,10 +73,10 @@ class HeldOutEvaluation:
         return await self._register({str(split): rate.value for split, rate in rates.items()})
 
     async def evaluate(self, phase: str, *, step: int) -> dict[str, float]:
-        """Evaluates the served version on both held-out splits, and stores the result. Returns a mapping split -> mean score.
+        """Evaluates the served version on the nonempty held-out splits, and stores the result. Returns a mapping split -> mean score.
 
-        If no episode of a split was scored, raises `InfrastructureError` in the phases `before` and `eval`. In a later phase, the error
-        would discard the training.
+        If no episode of a split was scored, raises `InfrastructureError` in the phases `before` and `eval`. In a later phase, in which an
+        error would discard the training, the split is missing from the result.
         """
         self.tracker.stage(f"evaluate {phase}")
         transcripts = self.folder / "episodes" / f"{phase}.jsonl"
@@ -102,7 +102,7 @@ class HeldOutEvaluation:
         return await self._register({split: rate.value for split, rate in rates.items()})
 
     async def continue_after(self, version: PolicyVersion) -> None:
-        """Renames the evaluation `after` of a session that stopped at `version` to `stepN`, or removes it if none is due at that step."""
+        """Renames the evaluation `after` of a session that stopped at `version` to `stepN`, or removes it if none is due then."""
         due = self.config.every and version.number and version.number % self.config.every == 0
         key = measure.evaluation_key(self.config, version.sha256)
         await asyncio.to_thread(measure.rename_evaluation, self.folder, "after", f"step{version.number}" if due else None, of=key)

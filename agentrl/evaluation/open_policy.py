@@ -91,8 +91,8 @@ def prepare_evaluation(
     """Claims the run folder of an evaluation and runs all checks that take little time.
 
     Args:
-        own: the project and the recipe that supply the cases (`held_out_suite`) and the settings. None means that `suites` supplies the
-            cases.
+        own: the project and the recipe that supply the cases (`held_out_suite`) and the settings, with `overrides` already applied. None
+            means that `suites` supplies the cases.
 
     Raises `UserError` if a check fails, for example if a verifier does not resolve or a model folder is invalid.
     """
@@ -154,19 +154,29 @@ def _check_source(policy: NamedPolicy, suites: Sequence[Suite], recipe: Recipe) 
 
 
 def held_out_suite(recipe: Recipe, root: Path) -> Suite:
-    """Returns a suite whose cases are the recipe's held-out tasks, generated and real. Raises `UserError` if there are no such tasks."""
+    """Returns a suite whose cases are the recipe's held-out tasks, generated and real.
+
+    A split that has fewer tasks than the recipe evaluates contributes all of them. Raises `UserError` if there are no such tasks.
+    """
     family = open_family(recipe.tasks, seed=recipe.seed, root=root)
     counts = {Split.HELDOUT: recipe.evaluation.heldout, Split.HELDOUT_REAL: recipe.evaluation.heldout_real}
+    sizes = {split: family.size(split) for split, count in counts.items() if count}  # None means endless
+    counts = {split: counts[split] if size is None else min(counts[split], size) for split, size in sizes.items()}
     tasks = [(f"{split}-{index:04d}", make_task(family, split, index)) for split, count in counts.items() for index in range(count)]
     cases = [Case(id=name, task=task, threshold=own_threshold(task)) for name, task in tasks]
     if not cases:
-        raise UserError(f"the recipe {recipe.name} evaluates no held-out tasks", fix="set evaluation.heldout to at least 1")
+        raise UserError(
+            f"the recipe {recipe.name} evaluates no held-out tasks", fix="set evaluation.heldout to at least 1, and add held-out tasks"
+        )
     return Suite(folder=root / recipe.name, name=recipe.name, repeats=recipe.evaluation.attempts, cases=tuple(cases))
 
 
 @asynccontextmanager
 async def open_policy(prepared: PreparedEvaluation, *, console: bool) -> AsyncIterator[OpenPolicy]:
-    """Opens the policy of an evaluation, and the sandboxes in which its episodes run."""
+    """Opens the policy of an evaluation, and the sandboxes in which its episodes run.
+
+    Raises `UserError` if a case starts with tokens that the policy's tokenizer or template would not produce (`check_start_tokens`).
+    """
     kind = _served if prepared.policy.served else _not_served
     async with kind(prepared, console=console) as policy:
         yield policy

@@ -60,7 +60,7 @@ class CaseOutcome:
     case: Case
     threshold: float
     attempts: tuple[CaseAttempt, ...]
-    example: ExampleAttempt | None = None  # None if it passed
+    example: ExampleAttempt | None = None  # None if the case passed or has no attempts
 
     @property
     def scores(self) -> tuple[float | None, ...]:
@@ -161,7 +161,7 @@ def worst_first(outcomes: Iterable[CaseOutcome]) -> list[CaseOutcome]:
 
 
 def summary_line(one: CaseOutcome) -> str:
-    """Returns one line with the score, the threshold, the number of attempts, and the baseline's score."""
+    """Returns one line with the score, the threshold, the number of attempts, and the baseline's score if there is one."""
     score = "-" if one.mean is None else f"{one.mean:.2f}"
     missing = sum(score is None for score in one.scores)
     text = f"{score} of {one.threshold:g} in {len(one.scores)} attempt{'s' if len(one.scores) != 1 else ''}"

@@ -72,6 +72,7 @@ class RequestOptions:
             requested: keys to add to each request, as KEY=VALUE. A value is JSON or text. `temperature=null` omits the temperature from
                 requests.
             headers: headers to add to each request, as NAME=REFERENCE.
+            tokens_name: request key for the token limit of a turn; empty means `max_tokens`.
         """
         keys = {key: _json_or_text(value) for key, value in (_pair("--request", text, "reasoning_effort=low") for text in requested)}
         without = "temperature" in keys and keys["temperature"] is None
@@ -130,8 +131,8 @@ class NamedPolicy:
 def find_policy(named: str, *, model_name: str = "", key_env: str = "", requests: RequestOptions | None = None) -> NamedPolicy:
     """Returns the policy that `named` identifies.
 
-    Raises `UserError` if there is no such policy, if `model_name` is missing for an endpoint, or if an option of endpoints is given for
-    another policy.
+    Raises `UserError` if there is no such folder or version, if an endpoint's URL is invalid or its `model_name` is missing, or if an
+    option of endpoints is given for another policy. A model id or a plug-in reference is not resolved.
     """
     if named.startswith(("http://", "https://")):
         if not model_name:
@@ -199,7 +200,7 @@ def recorded_policy(suites: Sequence[Suite], *, option: str = "--policy") -> Nam
 
 
 def version_folder(named: str) -> tuple[Path, Path] | None:
-    """Returns the run folder and model folder of RUN@VERSION; None for any other name.
+    """Returns the run folder and model folder of RUN@VERSION; None for any other name, and if RUN contains no versions.
 
     Raises `UserError` if the run has no complete model of that version.
     """
@@ -230,8 +231,8 @@ def recipe_for(policy: NamedPolicy, suites: Sequence[Suite], overrides: Sequence
     """Returns a recipe that evaluates a policy on suites.
 
     For a version of a run, the run's settings for serving, sampling and sandboxes apply. For a model that a run exported, the run's
-    sampling settings apply. Otherwise defaults apply. Raises `RecipeError` if an override is invalid, and `UserError` if a run's recipe
-    cannot be read.
+    sampling settings apply. Otherwise defaults apply. Raises `RecipeError` if an override is invalid, a case needs too large a context, or
+    an endpoint does not support a sampling setting. Raises `UserError` if a run's recipe or a model's sampling settings cannot be read.
     """
     data: dict[str, Any] = {"policy": {"max_model_len": _room(suites)}} if policy.run is None else _of_run(policy.run)
     data["name"] = re.sub(r"[^A-Za-z0-9_.-]+", "-", "-".join(suite.folder.resolve().name for suite in suites)).lstrip("-_.")[:60] or "suite"
@@ -287,7 +288,7 @@ def check_policy_plugin(policy: NamedPolicy) -> None:
 def load_policy_plugin(policy: NamedPolicy) -> Any:
     """Calls a policy factory. Returns an `agentrl.protocols.Policy` whose attribute `tokenizer` encodes and decodes its token ids.
 
-    Raises `PluginError` if the returned object has no `tokenizer`.
+    Raises the errors of `check_policy_plugin`, and `PluginError` if the factory fails or the returned object has no `tokenizer`.
     """
     loaded = parts.make_part(_PART, Part(policy.model))
     if getattr(loaded, "tokenizer", None) is None:

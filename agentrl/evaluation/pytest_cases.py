@@ -55,7 +55,7 @@ class BackgroundEvaluation:
         self._begun = threading.Event()
 
     def outcome(self, suite: str, case: str) -> CaseOutcome:
-        """Waits for a case and returns its outcome.
+        """Starts the evaluation at the first call. Waits for a case and returns its outcome.
 
         If the evaluation fails before the case has an outcome, raises the error of the evaluation.
         """
@@ -67,11 +67,14 @@ class BackgroundEvaluation:
             try:
                 return future.result(timeout=_POLL_S)
             except TimeoutError:
-                if future.done():
-                    raise
+                if future.done():  # also if the evaluation failed with a TimeoutError, or if the case finished just after the timeout
+                    return future.result()
 
     def finish(self) -> None:
-        """If all cases are done, waits until the results are written. Otherwise cancels the evaluation and waits for it to stop."""
+        """If all cases are done, waits until the results are written. Otherwise cancels the evaluation and waits for it to stop.
+
+        Stops waiting for the evaluation after `_STOP_S` seconds. Does nothing if no evaluation was started.
+        """
         if self._thread is None:
             return
         self._begun.wait(_STOP_S)
@@ -111,7 +114,7 @@ class CaseItem(pytest.Item):
         self.outcome: CaseOutcome | None = None
 
     def setup(self) -> None:
-        """Waits for the outcome of the case. Raises `CaseNotPassed` if the case is unscored."""
+        """Waits for the outcome of the case. Raises `CaseNotPassed` if the case is unscored, and the evaluation's error if it failed."""
         assert self.cases.evaluation is not None, "the collection has ended"
         self.outcome = self.cases.evaluation.outcome(self.suite.name, self.case.id)
         if self.outcome.status is CaseStatus.UNSCORED:
@@ -187,7 +190,7 @@ class SuitePlugin:
         return folder
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Validates the options and the selected cases, before anything starts."""
+        """Validates the options and the selected cases, before anything starts. Raises `pytest.UsageError` if one of them is invalid."""
         items = [item for item in session.items if isinstance(item, CaseItem)]
         if not items or self._config.option.collectonly:
             return
@@ -217,7 +220,10 @@ class SuitePlugin:
         return report
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Waits until the results of the evaluation are written, or cancels the evaluation if cases have not finished."""
+        """Waits until the results of the evaluation are written, or cancels the evaluation if cases have not finished.
+
+        If the evaluation failed, a successful exit status is changed to `TESTS_FAILED`.
+        """
         if self.evaluation is not None:
             self.evaluation.finish()
             if self.evaluation.error is not None and session.exitstatus == pytest.ExitCode.OK:
@@ -239,7 +245,7 @@ class SuitePlugin:
 def _policy_of(config: pytest.Config, suites: Sequence[Suite]) -> NamedPolicy:
     """Returns the policy that the options name or, if none is named, the policy set in `suite.toml`.
 
-    Raises `UserError` if neither is set.
+    Raises `UserError` if neither is set, or if an option or the policy is invalid.
     """
     option = config.getoption
     requests = RequestOptions.parse(option("agentrl_request"), option("agentrl_header"), option("agentrl_tokens_name"))

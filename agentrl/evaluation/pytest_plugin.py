@@ -51,7 +51,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Registers the plug-in for suites if a suite is requested."""
+    """Registers the plug-in for suites if a suite is requested.
+
+    Raises `pytest.UsageError` if a policy is set without a suite, if the suites or the policy are invalid, or if pytest runs with workers.
+    """
     suites = config.getoption("agentrl_suite") or suite_arguments(config)
     if not suites:
         if config.getoption("agentrl_policy") is not None:

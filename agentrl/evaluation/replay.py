@@ -106,8 +106,8 @@ def start_turn(trace: Trace, wanted: str) -> int:
 async def replay_state(trace: Trace, turn: int, stage: ReplaySetup) -> EpisodeState | None:
     """Returns the state of a trace's episode before a turn, counted from 0; None if the turn is the first.
 
-    Raises `UserError` if the replay differs from the recorded episode, for example in a tool result or because of a different tokenizer, or
-    if the sandbox is too large to capture.
+    Raises `UserError` if the replay fails or differs from the recorded episode, for example in a tool result or because of a different
+    tokenizer, if the sandbox or the tools' state is too large to capture, or if an earlier turn calls the tool `python_session`.
     """
     task, episode = trace.task, trace.episode
     assert task is not None and episode is not None, "start_turn checks this"
@@ -260,7 +260,7 @@ async def replay_starts(run: Path, traces: Sequence[Trace], wanted: str) -> dict
         run: the run folder that contains the traces.
         wanted: see `start_turn`.
 
-    Raises the same errors as `start_turn` and `replay_state`.
+    Raises the same errors as `start_turn`, `open_replay` and `replay_state`.
     """
     turns = {trace.id: start_turn(trace, wanted) for trace in traces}
     if not any(turns.values()):

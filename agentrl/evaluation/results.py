@@ -92,7 +92,7 @@ class EvaluationFigures(Record):
     pass_at_1: float | None  # mean over cases; None if no attempt was scored
     low: float | None  # lower end of the 95% interval of `pass_at_1`
     high: float | None
-    pass_at_k: float | None  # unbiased estimate of the probability that at least one of `k` attempts passes
+    pass_at_k: float | None  # estimated probability that at least one of `k` attempts passes; None if no case has `k` scored attempts
     k: int
     mean_score: float | None
     attempts: int
@@ -125,7 +125,7 @@ class SuiteResults:
     def figures(self, k: int = 0) -> EvaluationFigures:
         """Returns the rates and costs of the attempts, excluding additional attempts (`CaseAttempt.again`).
 
-        `k` is the k of pass@k. If it is 0, k is the number of repeats or, if it is larger, the smallest number of attempts at any case.
+        `k` is the k of pass@k. If it is 0, k is the number of repeats or the smallest number of attempts at any case, whichever is larger.
         """
         first = [attempt for attempt in self.attempts if not attempt.again]
         by_case: dict[str, list[float]] = {}
@@ -163,7 +163,7 @@ def same_cases(before: SuiteResults, after: SuiteResults) -> tuple[Scores, Score
 
 
 def attempt_passes(score: float | None, threshold: float) -> bool:
-    """Whether an attempt with this score passes."""
+    """Whether an attempt with this score passes. An attempt without a score does not pass."""
     return score is not None and is_at_least(score, threshold)
 
 
@@ -195,8 +195,8 @@ def load_results(folder: Path) -> SuiteResults:
         raise UserError(f"there is no folder {folder}", fix=f"give a folder that {_WRITTEN_BY} wrote, or RUN@VERSION")
     try:
         about = codec.from_json(EvaluationInfo, read_bytes(folder / ABOUT, most=_MAX_BYTES, inside=folder))
-        lines = read_bytes(folder / ATTEMPTS, most=_MAX_BYTES, inside=folder).split(b"\n")[:-1]
-        attempts = tuple(codec.from_json(CaseAttempt, line) for line in lines)
+        lines = read_bytes(folder / ATTEMPTS, most=_MAX_BYTES, inside=folder).split(b"\n")
+        attempts = tuple(codec.from_json(CaseAttempt, line) for line in lines if line)
         _check(attempts)
     except FileNotFoundError as error:
         problem = f"{folder} contains no evaluation of a suite: {Path(str(error.filename)).name} is missing"

@@ -116,7 +116,8 @@ async def evaluate_split(
 ) -> SplitEvaluation:
     """Runs and scores episodes on tasks 0..count-1 of a split, or on all tasks if the split has fewer.
 
-    Raises `RecipeError` if the split is empty, or if `thinking_tokens` leaves a turn of a task no tokens for an answer.
+    The attempts at a task that cannot be created count as excluded. Raises `RecipeError` if the split is empty, or if `thinking_tokens`
+    leaves a turn of a task no tokens for an answer.
 
     Args:
         attempts: episodes per task.

@@ -131,10 +131,10 @@ def holm_rejections(p_values: Sequence[float], alpha: float, *, hypotheses: int)
 def e_value(differences: Sequence[float], *, null: float = 0.0) -> float:
     """Returns an e-value, the evidence that the mean difference is below `null`. The e-value may be inspected after each new case.
 
-    For each stake of 0.05, 0.15, ..., 0.95, the factors 1 - stake * d of all cases are multiplied, where d is the difference of a case (if
-    `null` is 0). The result is the mean of these ten products (Waudby-Smith and Ramdas 2024). If the expected difference of each case,
-    given the cases before it, is at least `null`, the probability that the result ever reaches 1/alpha is at most alpha (Ville 1939). The
-    bound holds if each difference is from a new case, not from a repeat.
+    For each stake of 0.05, 0.15, ..., 0.95, the factors 1 - stake * (d - null) / (1 - null) of all cases are multiplied, where d is the
+    difference of a case. The result is the mean of these ten products (Waudby-Smith and Ramdas 2024); without cases, it is 1. If the
+    expected difference of each case, given the cases before it, is at least `null`, the probability that the result ever reaches 1/alpha is
+    at most alpha (Ville 1939). The bound holds if each difference is from a new case, not from a repeat.
 
     Args:
         differences: [N] score after minus score before for each case, within [-1, 1], in the order in which the cases were tried.
@@ -226,7 +226,7 @@ def rate_interval(by_case: Sequence[float], tries: int) -> Interval:
 
 
 def pass_at_k(passed: int, tries: int, k: int) -> float:
-    """Returns the unbiased estimate 1 - C(tries - passed, k) / C(tries, k) of the probability that one of k attempts passes.
+    """Returns the unbiased estimate 1 - C(tries - passed, k) / C(tries, k) of the probability that at least one of k attempts passes.
 
     The formula is from Chen et al. (2021).
 
@@ -251,17 +251,17 @@ def attempt_counts(most: int) -> tuple[int, ...]:
 
 
 def pass_at_attempt_counts(tasks: Sequence[Sequence[CountedAttempt]]) -> dict[int, float]:
-    """Returns a mapping k -> mean pass@k of the tasks with at least k attempts, for each k in `attempt_counts`."""
+    """Returns a mapping k -> mean pass@k of the tasks with at least k attempts. For the values of k, see `attempt_counts`."""
     counts = [(sum(attempt.passed for attempt in attempts), len(attempts)) for attempts in tasks]
     rates = {k: mean_pass_at_k(counts, k) for k in attempt_counts(max((tries for _, tries in counts), default=0))}
     return {k: rate for k, rate in rates.items() if rate is not None}
 
 
 def compute_curves(tasks: Sequence[Sequence[CountedAttempt]]) -> tuple[ComputeCurve, ...]:
-    """Returns a compute curve for each number of attempts in `attempt_counts`.
+    """Returns a compute curve of the tasks with at least k attempts, for each k in `attempt_counts`; empty if there are no attempts.
 
-    Each point of a curve belongs to a token budget per attempt: 0, the budgets at which attempts pass, and the tokens of the longest
-    attempt.
+    Each point of a curve belongs to a token budget per attempt: 0, the budgets at which attempts pass (an evenly spaced selection if there
+    are many), and the tokens of the longest attempt.
     """
     every = [attempt for attempts in tasks for attempt in attempts]
     if not every:
@@ -297,9 +297,12 @@ def planned_spread(difference: float, noise: float, *, repeats: int = 1) -> floa
     is spread over many cases is at least as easy to detect. Both policies try each case `repeats` times.
 
     Args:
+        difference: within [-1, 1]. Raises `ValueError` otherwise.
         noise: see `attempt_noise`; it is 2 p (1 - p) if attempts at every case pass with the same probability p.
     """
     share = abs(difference)
+    if not share <= 1:
+        raise ValueError(f"the difference {difference:g} is outside [-1, 1]: scores must be within [0, 1]")
     return math.sqrt(share + (1 - share) * noise / repeats - share**2)
 
 

@@ -1,12 +1,14 @@
 """Checks the code and images to which the cases of a suite refer.
 
-A suite is data and may come from a third party, but its verifiers and tools run with the user's rights. So a case may refer only to code
-and images in the project and to code in installed packages, but not to files in the suite's folder.
+A suite is data and may come from a third party, but its verifiers, tools and environments run with the user's rights. So a case may refer
+only to code and images in the project and to code in installed packages, but not to files in the suite's folder.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.machinery import PathFinder
@@ -14,11 +16,15 @@ from pathlib import Path
 
 from agentrl.base import untrusted_files
 from agentrl.base.user_code import printable
+from agentrl.environment.venvs import BUILT
 from agentrl.errors import UserError
 from agentrl.failure.case import Case, Suite
+from agentrl.plugins.parts import environment_kind
 from agentrl.plugins.references import project_root
+from agentrl.records import Task, codec
 
 _SHOWN = 200  # maximum characters of a reference in an error message
+_SEPARATORS = re.compile(r'["\\\s:@;,=\x00-\x1f\x7f]+')  # of references and paths in an option
 
 
 def check_project(suites: Sequence[Suite], root: Path) -> None:
@@ -46,7 +52,9 @@ def check_suite_code(suite: Suite, root: Path) -> None:
 
 
 def _outside(case: Case, suite: Path, root: Path) -> Iterator[tuple[str, str]]:
-    for reference in (*case.task.verifiers, *case.task.tools):
+    spec = case.task.environment
+    environment = (spec.ref,) if spec is not None and environment_kind(spec.ref) is None else ()
+    for reference in (*case.task.verifiers, *case.task.tools, *environment):
         module, colon, _ = reference.rpartition(":")
         if module.endswith(".py"):
             file = untrusted_files.resolve_inside(module, Path.cwd())
@@ -62,6 +70,13 @@ def _outside(case: Case, suite: Path, root: Path) -> Iterator[tuple[str, str]]:
             code = [path.resolve() for path in _of_module(module, root)] if colon else []
         if suite != root and any(path.is_relative_to(suite) for path in code):
             yield reference, "which is code in the suite's folder"
+    for part, file in _of_environment(case.task, root):
+        if suite != root and _SEPARATORS.search(str(suite.relative_to(root) if suite.is_relative_to(root) else suite)):
+            yield str(suite), "a folder whose name contains a separator or white space, so that it cannot be recognized in the options"
+        if suite != root and file.is_relative_to(suite):
+            yield part, "which is code in the suite's folder"
+        elif part.endswith(".py") and not file.is_relative_to(root):
+            yield part, f"which is outside the project {root}"
     if case.task.sandbox is None:
         return
     image = case.task.sandbox.image
@@ -70,6 +85,25 @@ def _outside(case: Case, suite: Path, root: Path) -> Iterator[tuple[str, str]]:
         yield image, "an image whose name is not a path"
     elif not path.is_relative_to(root):
         yield image, f"an image outside the project {root}"
+
+
+def _of_environment(task: Task, root: Path) -> Iterator[tuple[str, Path]]:
+    """Yields each string and word in the environment's reference and options, with the paths that it may have as a file or as a module.
+
+    Any option may be a reference, start a program, or be a variable such as PYTHONPATH. Control characters are escaped as in JSON.
+    """
+    spec, scored = task.environment, task.data.get("inspect")  # `agentrl.environment.inspect_tasks.score_ended` opens data.inspect
+    if spec is None and scored is None:
+        return
+    text = codec.to_json((None if spec is None else (spec.ref, spec.options), scored)).decode()
+    for part in {*re.split('[":@]', text), *text.split('"'), *_SEPARATORS.split(text)} - {""}:
+        module = part if "/" in part else part.replace(".", "/")
+        for name in {part, part.rpartition(".")[0] or part, module, module.replace("-", "_").lower()}:
+            for base in (root, root / BUILT, Path.cwd()):
+                path = untrusted_files.resolve_inside(name, base)
+                always = base != Path.cwd() or base == root  # in the current directory, a word must be the name of a file
+                if path is not None and (always or any(os.path.isfile(f"{path}{end}") for end in ("", ".py", "/__init__.py"))):
+                    yield part, path
 
 
 def _of_module(module: str, root: Path) -> Iterator[Path]:

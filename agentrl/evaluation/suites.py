@@ -56,8 +56,8 @@ async def evaluate_suites(
         on_case: called with the outcome of each case when its last attempt is scored.
 
     Raises:
-        InfrastructureError: the evaluation cannot continue, for example because the server is permanently lost. A fault in a single episode
-            is recorded in its attempt instead.
+        InfrastructureError: the evaluation cannot continue, for example because the server is permanently lost. The error may be in an
+            `ExceptionGroup`. A fault in a single episode is recorded in its attempt instead.
     """
     async with open_policy(prepared, console=console) as policy:
         cases = [(suite, case) for suite in prepared.suites for case in suite.cases]
@@ -113,7 +113,7 @@ async def evaluate_suite(
 def pin_baselines(evaluations: Sequence[SuiteEvaluation]) -> int:
     """Stores the scores from evaluations as the baselines of their cases. Returns the number of stored baselines.
 
-    Skips cases that have no score, and cases whose task has changed since the evaluation started.
+    Skips cases that have no score, and cases that were deleted or whose task or start has changed since the evaluation started.
     """
     pinned = 0
     for evaluation in evaluations:
@@ -123,7 +123,7 @@ def pin_baselines(evaluations: Sequence[SuiteEvaluation]) -> int:
                 continue
             info, case = evaluation.results.about, cases.get(outcome.case.id)
             baseline = Baseline(model=info.model, version=info.version if info.sha256 else None, scores=outcome.scores, at=info.at)
-            if case is not None and case.task == outcome.case.task:  # the file may have changed since
+            if case is not None and (case.task, case.start) == (outcome.case.task, outcome.case.start):  # the file may have changed since
                 save_case(evaluation.suite.folder, replace(case, baseline=baseline))
                 pinned += 1
     return pinned

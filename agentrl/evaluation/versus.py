@@ -47,7 +47,7 @@ _BLOCK = 16  # cases between two verdicts
 class DifferenceSoFar:
     """The mean difference between the scores of two versions on the cases tried so far: the version after minus the version before."""
 
-    verdict: ComparisonVerdict  # `not enough data` means that no case is left
+    verdict: ComparisonVerdict  # `not enough data` means that no verdict is possible yet or, in the final result, that no case is left
     interval: Interval  # valid for any number of cases
     before: float
     after: float
@@ -145,7 +145,7 @@ def prepare_comparison(
         cases: maximum number of cases; None means no maximum.
         folder: run folder of the comparison; None means a folder with the first unused name.
 
-    Raises `UserError`, for example if a version is unknown, or if its weights or probe were deleted.
+    Raises `UserError`, for example if a version is unknown or was deleted, and `StoreError` if its weights are missing or damaged.
     """
     if not 0 < alpha < 0.5 or not 0 <= margin < 1:
         raise UserError(f"--alpha {alpha:g} or --margin {margin:g} is out of range", fix="use 0 < alpha < 0.5 and 0 <= margin < 1")
@@ -208,7 +208,8 @@ async def try_blocks(
 ) -> DifferenceSoFar:
     """Runs blocks of cases with both versions of an open policy until the verdict is clear or no case is left.
 
-    After the first block, each block starts with the version that is still loaded, to save a swap.
+    After the first block, each block starts with the version that is still loaded, to save a swap. The attempts are stored at the end.
+    Raises `UserError`, and stores nothing, if a score is outside [0, 1].
 
     Args:
         on_block: called with the difference after each block.

@@ -102,6 +102,7 @@ def verify(run_dir: Path, store: ExperienceStore, *, progress: Progress = lambda
 
     Compares each entry with the group's episodes (if they are stored), all entries with the newest checkpoint, and the trained tokens of
     each step with `metrics.jsonl`. The run may be active during the check. A step that completes during the check is not reported.
+    Raises `StoreError` if the ledger cannot be read.
     """
     checkpoint = _newest_checkpoint(run_dir)  # read before the entries, which then contain all of its steps, except perhaps the last
     entries = store.entries()

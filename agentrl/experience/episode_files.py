@@ -90,7 +90,8 @@ class ExportedEpisode:
 
 
 def write_parquet(episodes: Iterable[ExportedEpisode], path: Path) -> int:
-    """Writes a Parquet file and returns the number of rows. Replaces an existing file only when the new file is complete."""
+    """Writes a Parquet file and returns the number of rows. Replaces an existing file only when the new file is complete. Raises
+    `UserError` if pyarrow is not installed."""
     import_optional("pyarrow", "cpu", needed_for="export --to parquet")
     import pyarrow
     from pyarrow import parquet
@@ -123,7 +124,8 @@ def write_lines(episodes: Iterable[ExportedEpisode], path: Path) -> int:
 def load_export(path: Path) -> Iterator[ExportedEpisode]:
     """Yields the episodes in an exported file (`.parquet` or `.jsonl`).
 
-    Raises `UserError` if the file has a different suffix, and `StoreError` if a row was not written by an export.
+    Raises `UserError` if the file has a different suffix or needs pyarrow, which is not installed, `OSError` if it cannot be read, and
+    `StoreError` if it is damaged or a row was not written by an export.
     """
     if path.suffix not in (".parquet", ".jsonl"):
         raise UserError(f"{path} is not an exported file", fix="give a .parquet or .jsonl file from `agentrl export`")

@@ -140,7 +140,7 @@ class EpisodeIndex:
         self.path, self._db = _open(run_dir, timeout_s=timeout_s)
 
     def search(self, query: EpisodeQuery) -> EpisodePage:
-        """Returns a page of the matching episodes. Raises `UserError` if the query is invalid."""
+        """Returns a page of the matching episodes, with 1 to `MAX_PAGE` rows. Raises `UserError` if the query is invalid."""
         limit = min(max(query.limit, 1), MAX_PAGE)
         with self._reading() as db:
             plan = plan_query(db, query)
@@ -164,12 +164,13 @@ class EpisodeIndex:
         return None if row is None else self._record(row)
 
     def group(self, index: int) -> Group | None:
-        """Returns a stored group with its episodes and all late scores so far; None if the group is not stored."""
+        """Returns a stored group with its episodes and all late scores so far; None if the group is not stored. Raises `StoreError` if its
+        episodes were deleted."""
         with self._reading():
             return self._group(index) if self._all("SELECT 1 FROM groups WHERE idx = ?", (index,)) else None
 
     def numbers(self, query: EpisodeQuery) -> list[int]:
-        """Returns the row numbers of all matching episodes, in ascending order."""
+        """Returns the row numbers of all matching episodes, in ascending order. Raises `UserError` if the query is invalid."""
         with self._reading() as db:
             plan = plan_query(db, query)
             return [] if plan is None else sorted(row[0] for row in self._all(plan.matches.sql, plan.matches.values))

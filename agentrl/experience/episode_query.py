@@ -26,7 +26,7 @@ class EpisodeQuery:
     """A filter and a sort order for episodes. A field that is empty or None matches all episodes."""
 
     text: str = ""  # words, all of which the episode must contain; a word that ends in * is a prefix
-    phase: str = ""  # train, before, step8, after, gate
+    phase: str = ""  # train, before, step8, after, gate000008
     kind: str = ""  # kind of task
     split: str = ""  # train, heldout or heldout_real
     outcome: Outcome | Literal[""] = ""
@@ -192,7 +192,7 @@ def _where(terms: list[str]) -> str:
 def full_text_query(text: str) -> str:
     """Returns an SQLite full-text query for episodes that contain all words of a string. A word that ends in * is a prefix.
 
-    Raises `UserError` if the string contains no word.
+    Uses the first `MAX_WORDS` words among the first `QUERY_CHARS` characters. Raises `UserError` if none of them has a letter or digit.
     """
     words = [(word.rstrip("*"), word.endswith("*")) for word in text[:QUERY_CHARS].replace("\0", " ").split()][:MAX_WORDS]
     quoted = ['"' + word.replace('"', '""') + '"' + "*" * prefix for word, prefix in words if any(map(str.isalnum, word))]

@@ -47,13 +47,13 @@ class OlderStore(SqliteStore):
 
 
 def copy_episodes(run_dir: Path, source: ExperienceStore, *, progress: Progress = lambda done, total: None) -> int:
-    """Writes the groups of a store, with the steps that consumed them, to `episodes.sqlite`. Returns the number of groups.
+    """Writes the groups whose episodes a store contains, with the steps that consumed them, to `episodes.sqlite`. Returns their number.
 
     An existing file is replaced only when the new file is complete. Groups that are stored later are not in the file. To include such
     groups, repeat the copy.
     """
     final, part = run_dir / COPY_FILE, run_dir / f".{COPY_FILE}.part"
-    entries = [entry for entry in source.entries() if not entry.is_residual]
+    entries = [entry for entry in source.entries() if entry.has_episodes and not entry.is_residual]
     _remove(part)
     copy = SqliteStore(part)
     try:

@@ -84,12 +84,14 @@ class StoreReader(SqliteStore):
         )
 
     def change_mark(self) -> tuple[int, ...]:
-        """Returns numbers of which at least one changes when groups are stored, assigned or consumed, or when late parts are closed."""
+        """Returns numbers of which at least one changes when another connection changes the store. The last number alone is enough, but it
+        belongs to this reader; the others also differ between readers if groups or steps were added in between."""
         queries = (
             "SELECT max(idx) FROM groups",
             "SELECT count(*) FROM taken",
             "SELECT max(step) FROM taken WHERE checkpoint IS NOT NULL",
             "SELECT count(*) FROM late_parts WHERE closed_at IS NOT NULL",
+            "PRAGMA data_version",
         )
         with self._reading() as db:
             return tuple(int(db.execute(query).fetchone()[0] or 0) for query in queries)

@@ -72,6 +72,8 @@ class RedisTransport:
         run: prefix of the keys, needed if the database contains groups from several runs.
         give_up_s: seconds after which a call that the server has not accepted raises `StoreError`. Until then, the caller waits if the
             server is lost, is loading, or has no memory or disk space left.
+
+    Raises `ValueError` if the URL is invalid.
     """
 
     def __init__(self, url: str, *, password: str = "", run: str = "", give_up_s: float = 300.0) -> None:
@@ -88,9 +90,9 @@ class RedisTransport:
     def check_server(self) -> None:
         """Checks the version and the settings of the server.
 
-        Raises `UserError` if the version is below 7.0, if the settings cannot be read, or if the server could lose accepted data or accept
-        entries that fill the driver's memory. For unsuitable settings, the error contains the commands that correct them. Raises
-        `StoreError` if the server does not respond.
+        Raises `UserError` if the server is not a Redis server or rejects the password, if its version is below 7.0, if its settings cannot
+        be read, or if it could lose accepted data or accept entries that fill the driver's memory. For unsuitable settings, the error
+        contains the commands that correct them. Raises `StoreError` if the server does not respond.
         """
         try:
             version = str(self._answer(lambda: self._redis.info("server"))["redis_version"])
@@ -139,7 +141,8 @@ class RedisTransport:
         self._answer(add)
 
     def claim(self, *, limit: int = BATCH, wait_s: float = 1.0) -> tuple[Delivery, ...]:
-        """Returns the next entries that have not been acknowledged, starting with entries that were delivered before.
+        """Returns the next entries that have not been acknowledged, starting with entries that were delivered before; empty if there are
+        none within `wait_s` seconds (at most 5) or all of them are damaged.
 
         There is one driver per run, so a new reader, or a reader whose connection was lost, takes over all entries that were delivered but
         not acknowledged. After that, an entry is returned again only if it was delivered at least `IDLE_S` seconds ago.

@@ -140,7 +140,7 @@ class SqliteStore:
             raise StoreError(f"a row of the ledger in {self.path} is damaged: {error}") from error
 
     def groups(self, indices: Iterable[int]) -> tuple[Group, ...]:
-        """Returns the groups in the given order. Raises `StoreError` if a group is absent or damaged."""
+        """Returns the groups in the given order. Raises `StoreError` if a group is absent or damaged, or its episodes were deleted."""
         wanted = list(indices)
         with self._reading() as db:
             bodies = self._bodies(db, wanted)
@@ -155,7 +155,7 @@ class SqliteStore:
             return late_parts.add_score(db, score, now=now, read=lambda index: self._group(db, index))
 
     def expire_scores(self, *, now: float) -> tuple[int, ...]:
-        """Closes the expired parts. Returns the indices of the groups that have expired parts."""
+        """Closes the open parts of episodes that have an expired part. Returns the indices of their groups, in ascending order."""
         with self._reading() as db:
             if not late_parts.has_expired(db, now=now):  # the common case, which needs no write lock
                 return ()
@@ -183,7 +183,8 @@ class SqliteStore:
             return dict(db.execute("SELECT block, version FROM blocks ORDER BY block"))
 
     def assign(self, step: int, indices: Sequence[int]) -> None:
-        """Assigns groups to a step. Raises `StoreError` if a group is not stored, waits for late scores, or belongs to a different step."""
+        """Assigns groups to a step, and removes different assignments to this and later steps. Raises `StoreError` if a group is not
+        stored, waits for late scores, or belongs to an earlier or completed step."""
         with self._transaction() as db:
             if {row[0] for row in db.execute("SELECT idx FROM taken WHERE step = ? AND checkpoint IS NULL", (step,))} == set(indices):
                 return
@@ -203,7 +204,7 @@ class SqliteStore:
 
     def reconcile(self, consumed: Mapping[int, Mapping[int, GroupUse]]) -> None:
         """Sets assignments and uses of groups to those in a checkpoint, given as step -> index -> use. Groups of later steps stay assigned
-        to those steps."""
+        to those steps. Raises `StoreError` if a group occurs in two steps."""
         rows: dict[int, tuple[int, int, int, str]] = {}
         for step, uses in consumed.items():
             for index, use in uses.items():
@@ -311,7 +312,7 @@ class SqliteStore:
 
 
 def check_schema(db: sqlite3.Connection, path: Path, *, fix: str) -> None:
-    """Raises an error if an open file is not an experience store of this schema version. `fix`: what the user must do if the file has a
+    """Raises `StoreError` if an open file is not an experience store of this schema version. `fix`: what the user must do if the file has a
     different schema version."""
     if read_pragma(db, "application_id") != APPLICATION_ID:
         raise StoreError(f"{path} is an SQLite file but not an experience store")

@@ -48,7 +48,7 @@ class TokenRecord:
 
 
 def write_records(run_dir: Path, step: int, rank: int, records: Sequence[TokenRecord]) -> None:
-    """Writes the records of a rank, and removes the oldest files if the total exceeds `MAX_TOTAL_BYTES`. Raises `OSError`.
+    """Writes the records of a rank, and removes the oldest files if the total exceeds `MAX_TOTAL_BYTES`. Raises the errors of `save_file`.
 
     Args:
         step: number of the version that the step produces, counted from 1.

@@ -66,8 +66,9 @@ class Capture:
     """Tags the failures of a run by rules, stores them in the run folder, and counts all episodes.
 
     The methods write to the disk, so call them in a thread. Several threads may call the methods at once. If a write fails, the error is
-    logged, and only the episodes of that write are lost. A damaged file is renamed, and a new file is started. If a write fails only after
-    a long wait, for example for a locked file, capturing pauses, so that failing writes take at most one fiftieth of the run's time.
+    logged, and the episodes of that write are lost. A damaged file is renamed, and a new file is started. If a write fails only after a
+    long wait, for example for a locked file, capturing pauses and also loses the episodes of the pause, so that failing writes take at most
+    one fiftieth of the run's time. Raises `PluginError` if a triage rule in `config` is invalid.
 
     Args:
         origin: run, recipe and model, stored with each trace.
@@ -85,7 +86,10 @@ class Capture:
         self._lock = threading.Lock()  # guards the attributes above
 
     def capture_group(self, task: Task | None, group: Group, *, step: int) -> None:
-        """Captures the failures in a stored training group. A second call for the same group has no effect, even in a later process."""
+        """Captures the failures in a stored training group. A second call for the same group has no effect, even in a later process.
+
+        A group with a fault counts as one episode. A group whose task was already quarantined is ignored.
+        """
         once = f"group {group.index}"
         if group.fault is None:
             self._capture(task, group.episodes, phase="train", step=step, once=once)

@@ -112,7 +112,7 @@ def load_suite(folder: Path) -> Suite:
 
 
 def load_suites(folder: Path) -> tuple[Suite, ...]:
-    """Reads the suite in a folder, or all suites in its subfolders, ordered by name. Raises `UserError` if there is no suite."""
+    """Reads the suite in a folder, or the suites in its subfolders by name. Raises `UserError` if there is none or one is invalid."""
     _check_folder(folder)
     if (folder / _SETTINGS).is_file():
         return (load_suite(folder),)
@@ -123,7 +123,7 @@ def load_suites(folder: Path) -> tuple[Suite, ...]:
 
 
 def load_case(folder: Path, name: str) -> tuple[Suite, Case]:
-    """Reads the suite in a folder. Returns the suite and the case whose id is `name`. Raises `UserError` if there is no such case."""
+    """Returns the suite in a folder and its case with the id `name`. Raises `UserError` if the suite is invalid or has no such case."""
     suite = load_suite(folder)
     for case in suite.cases:
         if case.id == name:
@@ -132,7 +132,7 @@ def load_case(folder: Path, name: str) -> tuple[Suite, Case]:
 
 
 def own_threshold(task: Task) -> float | None:
-    """Returns the pass threshold that a task declares; None if it is the default, so that the evaluation's threshold applies."""
+    """Returns the pass threshold that a task declares; None if it is missing or the default, so that the evaluation's applies."""
     return None if task.pass_threshold == PASS_THRESHOLD else task.pass_threshold
 
 

@@ -64,7 +64,7 @@ def cluster_traces(traces: Iterable[TraceFeatures], *, alike: float = MIN_SIMILA
     """Returns clusters of traces, the largest cluster first. Each trace is in exactly one cluster.
 
     Args:
-        alike: minimum mean cosine similarity at which two clusters are merged.
+        alike: two clusters are merged if their mean cosine similarity is above this value.
 
     Raises `UserError` if scikit-learn is missing.
     """

@@ -30,7 +30,7 @@ from agentrl.base.database import (
     transaction,
 )
 from agentrl.base.liveness import LOCK_WAIT_S as _WAIT_S
-from agentrl.errors import StoreError, UserError
+from agentrl.errors import AgentRLError, StoreError, UserError
 from agentrl.failure.trace import FORMAT, Tag, Trace, deciding_tag_name, kind_of_task, newest_version
 from agentrl.records import codec
 
@@ -137,7 +137,7 @@ class Collection:
         keep: maximum number of traces stored per phase; None means no limit. If a phase is full, the oldest trace with the most frequent
             tag is deleted, so that rare failures are kept. Traces that a person tagged are kept.
         keep_bytes: maximum compressed size of a phase's traces, in bytes; None means no limit. The limit is enforced in the same way as
-            `keep`.
+            `keep`, except that a single trace may exceed it.
         make: create the file if it is missing. If `make` is False, a missing file raises `UserError`, and a read-only file can be read.
         busy_timeout_s: maximum wait, in seconds, while another process writes.
 
@@ -214,8 +214,7 @@ class Collection:
         query = f"SELECT {', '.join(TraceRow.__slots__)} FROM traces{where} ORDER BY seq {'DESC' if newest else 'ASC'} LIMIT ?"
         names = TraceRow.__slots__
         with self._query():
-            lines = self._db.execute(query, (*values, most))
-            return [TraceRow(**dict(zip(names, self._typed(names, line), strict=True))) for line in lines]
+            return [TraceRow(**dict(zip(names, self._typed(names, row), strict=True))) for row in self._db.execute(query, (*values, most))]
 
     def count_matching(self, wanted: TraceFilter) -> int:
         """Returns the number of traces that a filter matches."""
@@ -253,17 +252,17 @@ class Collection:
             row = db.execute(f"SELECT {', '.join(_COUNTED)} FROM traces WHERE id = ?", (trace_id,)).fetchone()
             if row is None:
                 raise UserError(f"{self.folder} has no trace {trace_id}", fix="agentrl failures list RUN shows the traces")
-            db.execute("UPDATE traces SET tag = ?, tags = ? WHERE id = ?", (name, text, trace_id))
             old = EpisodeCount(**dict(zip(_COUNTED, row, strict=True)), n=-1)
+            sizes = self._size_of(old.phase)
+            db.execute("UPDATE traces SET tag = ?, tags = ? WHERE id = ?", (name, text, trace_id))
             if old.tag != name:
                 _add_count(db, old)
                 _add_count(db, replace(old, tag=name, n=1))
-        sizes = self._size_of(old.phase)
         sizes.add(old.tag, 0, by=-1)
         sizes.add(name, 0)
 
     def counts(self, *by: str) -> dict[tuple[Any, ...], int]:
-        """Returns the number of episodes, with and without a stored trace, for each combination of values of the `EpisodeCount` fields."""
+        """Returns the number of episodes, with or without a stored trace, by the values of at least one of the `EpisodeCount` fields."""
         if unknown := set(by) - set(EpisodeCount.__slots__):
             raise ValueError(f"EpisodeCount has no field {', '.join(sorted(unknown))}")
         names = ", ".join(by)
@@ -359,15 +358,15 @@ class Collection:
             "bytes": len(body),
             "body": body,
         }
+        sizes = self._size_of(phase)
         db.execute(f"INSERT INTO traces ({', '.join(row)}) VALUES ({', '.join('?' * len(row))})", tuple(row.values()))
-        sizes = self._sizes.setdefault(phase, _PhaseSize())
         sizes.add(count.tag, len(body))
         while sizes.exceeds(self._keep, self._keep_bytes) and self._delete_one(db, phase, sizes):
             _count_dropped(db, phase)
         return True
 
     def _delete_one(self, db: sqlite3.Connection, phase: str, sizes: _PhaseSize) -> bool:
-        """Deletes the oldest trace with the most frequent tag, except traces that a person tagged. Returns False if no trace is left."""
+        """Deletes the oldest trace with the most frequent tag, except traces that a person tagged. Returns False if there is none."""
         query = "SELECT MIN(seq) FROM traces WHERE phase = ? AND tag IN (SELECT value FROM json_each(?)) AND tags NOT LIKE ?"
         for tags in sizes.by_frequency():
             (seq,) = db.execute(query, (phase, json.dumps(tags), _PERSON_TAG)).fetchone()
@@ -381,11 +380,11 @@ class Collection:
         if row is None:
             return
         seq, phase, tag, size, key = row
+        self._size_of(phase).add(tag, -size, by=-1)
         db.execute("DELETE FROM traces WHERE seq = ?", (seq,))
         db.execute("DELETE FROM tasks WHERE key = ? AND NOT EXISTS (SELECT 1 FROM traces WHERE task_key = ?)", (key, key))
-        self._size_of(phase).add(tag, -size, by=-1)
 
-    def _size_of(self, phase: str) -> _PhaseSize:
+    def _size_of(self, phase: str) -> _PhaseSize:  # must be called before a change, which the caller then adds
         if phase not in self._sizes:  # another process may have started the phase
             self._sizes[phase] = _PhaseSize(self._db, phase)
         return self._sizes[phase]
@@ -397,9 +396,8 @@ class Collection:
 class _PhaseSize:
     """The number of stored traces in one phase, by tag, and the total size of these traces in bytes."""
 
-    def __init__(self, db: sqlite3.Connection | None = None, phase: str = "") -> None:
-        query = "SELECT tag, COUNT(*), SUM(bytes) FROM traces WHERE phase = ? GROUP BY tag"
-        lines = db.execute(query, (phase,)).fetchall() if db is not None else []
+    def __init__(self, db: sqlite3.Connection, phase: str) -> None:
+        lines = db.execute("SELECT tag, COUNT(*), SUM(bytes) FROM traces WHERE phase = ? GROUP BY tag", (phase,)).fetchall()
         self.tags = Counter({tag: number for tag, number, _ in lines})
         self.bytes = sum(size for _, _, size in lines)
 
@@ -446,5 +444,7 @@ def _count_dropped(db: sqlite3.Connection, phase: str) -> None:
 def _store_errors(path: Path) -> Iterator[None]:
     try:
         yield
+    except AgentRLError:  # a `UserError` is a `ValueError`
+        raise
     except (sqlite3.Error, OSError, ValueError) as error:  # ValueError: not an SQLite file of agentrl, or an unpaired surrogate in an id
         raise StoreError(f"{path}: {error}") from error

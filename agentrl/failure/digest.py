@@ -20,7 +20,7 @@ _OTHERS = "others"
 
 
 def write_digest(run_dir: Path) -> dict[str, Any] | None:
-    """Writes the digest of a run to its folder and returns it. If no failures were captured, writes nothing and returns None."""
+    """Writes the digest of a run to its folder and returns it. If the run has no collection of traces, writes nothing and returns None."""
     if not (run_dir / FILE).is_file():
         return None
     with Collection(run_dir) as collection:

@@ -108,7 +108,8 @@ class FaultRate:
     def suspect_alert(self) -> str:
         """Returns an alert if more than `MAX_SUSPECT_SHARE` of the newest attempts failed after the policy's first turn; otherwise "".
 
-        After an alert, "" is returned until the share has fallen to the limit or below and risen above it again.
+        Returns "" before 32 attempts have finished and, after an alert, until the share has fallen to the limit or below and risen above it
+        again.
         """
         kinds = Counter(kind for kind in self._suspects if kind is not None)
         known = len(self._suspects)

@@ -106,7 +106,7 @@ class WithheldTasks:
 def load_withheld(suites: Sequence[str | Path], *, root: Path) -> WithheldTasks:
     """Loads the cases of suites, whose folders are relative to `root`, as tasks to withhold.
 
-    Raises `UserError` if a folder is not a suite.
+    Raises `UserError` if a folder is not a valid suite.
     """
     return WithheldTasks(case for suite in suites for case in load_suite(root / suite).cases)
 

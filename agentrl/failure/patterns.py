@@ -98,13 +98,20 @@ _QUOTES = "`'\"*.!$€ \t\r\n"
 
 
 def parse_number(text: str) -> Fraction | None:
-    """Parses a number in plain notation, optionally with commas as thousands separators. Returns None if the string is not a number."""
-    return numbers.parse_number(text.strip(_QUOTES + "%").replace(",", "")) if len(text) <= 64 else None
+    """Parses a number in plain notation, optionally with commas as thousands separators. Returns None if the string is not a number.
+
+    Surrounding quotes, punctuation, white space, currency and percent signs are ignored, so "12%" is 12. Longer strings than 64
+    characters are not numbers.
+    """
+    return numbers.parse_number(_without_quotes(text, _QUOTES + "%").replace(",", "")) if len(text) <= 64 else None
 
 
 def is_right_answer(text: str, truth: str, tolerance: float) -> bool:
-    """Whether a string equals the correct answer, ignoring case and quotes, or is the same number within `tolerance`."""
-    answer, right = text[:_MAX_ANSWER].strip(_QUOTES), truth[:_MAX_ANSWER].strip(_QUOTES)
+    """Whether a string equals the correct answer, ignoring case and quotes, or is the same number within `tolerance` or a relative 1e-6.
+
+    False if the correct answer is empty.
+    """
+    answer, right = _without_quotes(text[:_MAX_ANSWER]), _without_quotes(truth[:_MAX_ANSWER])
     if answer.casefold() == right.casefold():
         return bool(right)
     answered, wanted = parse_number(answer), parse_number(right)
@@ -116,8 +123,8 @@ def is_right_answer(text: str, truth: str, tolerance: float) -> bool:
 
 
 def contains_answer(truth: str, text: str, tolerance: float) -> bool:
-    """Whether the correct answer occurs in a string as a separate word or number."""
-    right = truth[:_MAX_ANSWER].strip(_QUOTES)
+    """Whether the correct answer occurs in a string as a separate word or number; False if the correct answer is empty."""
+    right = _without_quotes(truth[:_MAX_ANSWER])
     if not right:
         return False
     if parse_number(right) is not None:
@@ -126,7 +133,7 @@ def contains_answer(truth: str, text: str, tolerance: float) -> bool:
 
 
 def contains_only_answer(truth: str, text: str, tolerance: float) -> bool:
-    """Whether `contains_answer` is true and, if the correct answer is a number, the string contains no other number."""
+    """Whether a string contains the correct answer as its only number or, if that is not a number, as text of two or more characters."""
     if parse_number(truth) is None:
         return len(truth.strip(_QUOTES)) >= 2 and contains_answer(truth, text, tolerance)
     numbers = [match[0] for match in _NUMBER.finditer(text)]
@@ -136,3 +143,10 @@ def contains_only_answer(truth: str, text: str, tolerance: float) -> bool:
 def nonblank_lines(text: str) -> list[str]:
     """Returns the nonblank lines of a string, each stripped of surrounding white space."""
     return [line.strip() for line in text.split("\n") if line.strip()]
+
+
+def _without_quotes(text: str, quotes: str = _QUOTES) -> str:
+    """Returns a string without surrounding quotes and punctuation, but with the point of a number such as ".5"."""
+    stripped = text.strip(quotes)
+    before = text[: len(text) - len(text.lstrip(quotes))]
+    return f".{stripped}" if stripped[:1].isdecimal() and before.endswith(".") and not before.endswith("..") else stripped

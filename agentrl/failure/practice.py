@@ -35,9 +35,9 @@ FORMAT = 1
 MUTATED = "mutated"
 _MAX_BYTES = 512 << 20  # maximum bytes of a file
 _FIX = "generate it again: agentrl practice SUITE RECIPE"
-_NUMBER = re.compile(r"(?<![\w.:/-])\d+(?:\.\d+)?(?![\w:/-]|\.\w)")  # a separate number: not part of an id, date or time
+_NUMBER = re.compile(r"(?<![\w.:/-])[0-9]+(?:\.[0-9]+)?(?![\w:/-]|\.\w)")  # a separate number: not part of an id, date or time
 _UNKNOWN = "\x00the answer is not known\x00"
-_DRAWS = 20  # attempts to draw a number that differs from all others in the task
+_DRAWS = 20  # attempts to draw a copy that differs from the task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +70,8 @@ def load_practice(suite: Path, *, withheld: WithheldTasks | None = None, file: P
         withheld: the tasks that must not be trained on.
         file: the file to read; None means the suite's file.
 
-    Raises `UserError` if the file is missing or damaged, or if a task was changed after it was proven, is not for training, or overlaps
-    with a withheld task.
+    Raises `UserError` if the file is missing or damaged or has no tasks, or if a task was changed after it was proven, is not for training,
+    or overlaps with a withheld task.
     """
     path = file or suite / FILE
     try:
@@ -149,7 +149,7 @@ def open_practice(
 def gold_without_answer(family: TaskFamily, task: Task) -> str:
     """Returns the task's gold program, which computes the answer from the files.
 
-    Raises `TaskError` if the program depends on the answer or the task has no answer.
+    Raises `TaskError` if the program depends on the answer, or if the task's answer is missing or not a string.
     """
     fix = "add a method `variants` to its family"
     if not isinstance(task.data.get("answer"), str):
@@ -164,17 +164,20 @@ def mutate_task(task: Task, *, seed: int) -> Iterator[Task]:
     """Yields copies of a task with different numbers in its files, for families without variants.
 
     The answers of the copies must be recomputed. Numbers that occur in the prompt or the task's data are not changed, and equal numbers
-    stay equal in all files. The copies depend only on the task's content and the seed. The iterator is endless, or empty if there is no
-    number to change.
+    stay equal in all files. The copies depend only on the task's content and the seed. The iterator ends after 20 successive draws that
+    change nothing. So it is empty if there is no number to change, and in practice endless otherwise.
     """
     about = [*(message.content for message in task.prompt), *(repr(value) for key, value in task.data.items() if key != "answer")]
     fixed = set(_NUMBER.findall(" ".join(about).replace("'", " ").replace(",", " ")))
+    unchanged = 0
     for number in count():
         other = _other_numbers(Random(f"mutant:{task.key}:{seed}:{number}"), fixed)
         files = {path: _NUMBER.sub(other, text) for path, text in task.files.items()}
-        if files == dict(task.files):
+        unchanged = unchanged + 1 if files == dict(task.files) else 0
+        if unchanged == _DRAWS:
             return
-        yield replace(task, id=f"mutant-{task.key[:16]}-{seed}-{number}", files=files, split=Split.TRAIN)
+        if not unchanged:
+            yield replace(task, id=f"mutant-{task.key[:16]}-{seed}-{number}", files=files, split=Split.TRAIN)
 
 
 def _parse(where: str, line: bytes, withheld: WithheldTasks | None) -> PracticeTask:
@@ -195,7 +198,7 @@ def _parse(where: str, line: bytes, withheld: WithheldTasks | None) -> PracticeT
 def _other_numbers(rng: Random, fixed: set[str]) -> Callable[[re.Match[str]], str]:
     """Returns a function that replaces a number with a random number of the same length.
 
-    Equal numbers receive the same replacement, and different numbers receive different replacements.
+    Equal numbers receive the same replacement, and different numbers receive different replacements, even if few numbers are free.
     """
     replacements: dict[str, str] = {number: number for number in fixed}
     taken = set(fixed)
@@ -203,7 +206,8 @@ def _other_numbers(rng: Random, fixed: set[str]) -> Callable[[re.Match[str]], st
     def other(match: re.Match[str]) -> str:
         number = match.group()
         if number not in replacements:
-            drawn = next((draw for draw in (_draw(rng, number) for _ in range(_DRAWS)) if draw not in taken), number)
+            while (drawn := _draw(rng, number)) in taken:  # ends, because only numbers with the same form are replaced with its draws
+                pass
             replacements[number] = drawn
             taken.add(drawn)
         return replacements[number]
@@ -212,9 +216,7 @@ def _other_numbers(rng: Random, fixed: set[str]) -> Callable[[re.Match[str]], st
 
 
 def _draw(rng: Random, number: str) -> str:
+    """Returns a random number of the same form: the same length, position of the point, and a leading zero if there is one."""
     digits = [str(rng.randint(0, 9)) if sign.isdigit() else sign for sign in number]
-    if number[0] != "0":
-        digits[0] = str(rng.randint(1, 9))
-    elif len(number) == 1 or number[1] == ".":
-        digits[0] = "0"
+    digits[0] = str(rng.randint(1, 9)) if number[0] != "0" else "0"
     return "".join(digits)

@@ -85,7 +85,8 @@ def promote(
         starts: trace id -> the state at which the trace's case starts; other cases start with their task.
         supplied: user-supplied parts for imported traces.
 
-    If a trace cannot become a case, raises `UserError` before any case is written.
+    If a trace cannot become a case, raises `UserError` before any case is written. Saving a case that is too large also raises
+    `UserError`.
     """
     check_attempt_options(repeats=repeats, threshold=threshold)
     about: dict[str, Any] = {"note": note, "by": by, "threshold": threshold, "repeats": repeats}

@@ -25,7 +25,7 @@ _MAX_NOTE = 400
 
 
 def infrastructure(trace: Trace) -> Tag | None:
-    """Tags a fault blamed on the infrastructure, a tool outage without recovery, or a model outage if the agent did not finish."""
+    """Tags an infrastructure fault, a missing score, a tool outage without recovery, or a model outage if the agent did not finish."""
     for failure in trace.episode.failures if trace.episode is not None else ():
         if failure.blame is Blame.INFRASTRUCTURE:
             return _tag("infrastructure", 1.0, f"{failure.stage} {failure.kind}: {failure.message}")

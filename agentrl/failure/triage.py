@@ -62,7 +62,7 @@ class TriageJudge(Protocol):
 def load_rules(references: Sequence[str] = ()) -> tuple[TriageRule, ...]:
     """Returns the user-supplied rules, followed by the shipped rules. A reference names a rule or a list of rules.
 
-    Raises `PluginError` if a reference does not resolve or a rule is not a plain function.
+    Raises `PluginError` if a reference does not resolve, or if a rule is asynchronous or not callable.
     """
     from agentrl.failure.rules import RULES
 
@@ -79,7 +79,8 @@ def load_rules(references: Sequence[str] = ()) -> tuple[TriageRule, ...]:
 def tag_by_rules(trace: Trace, rules: Sequence[TriageRule]) -> tuple[Tag, ...]:
     """Returns the tags that rules assign to a trace: confident tags first, ordered by turn. The result is never empty.
 
-    If a rule raises an exception, the exception is logged and the rule adds no tag.
+    If no rule is confident, the first tag is `wrong_answer`. The result has at most `MAX_TAGS` tags. If a rule raises an exception, the
+    exception is logged and the rule adds no tag.
     """
     timeline = timeline_of(trace)
     tags: list[tuple[tuple[bool, int, int], Tag]] = []
@@ -120,12 +121,14 @@ async def tag_by_judge(trace: Trace, rules: Sequence[TriageRule], judge: TriageJ
 def merge_tags(new: Sequence[Tag], before: Sequence[Tag]) -> tuple[Tag, ...]:
     """Returns the new tags of a trace merged with its earlier tags.
 
-    Tags set by a person are kept. Tags set by a judge are kept if no rule is confident and the same judge returned no new tag.
+    `new` must not be empty. Tags set by a person are kept. Tags set by a judge are kept if no rule is confident, which means that the first
+    new tag is `wrong_answer` or set by a judge, unless the same judge returned a new tag. They follow the new tag of another judge.
     """
     people = [tag for tag in before if tag.by.startswith(BY_PERSON)]
-    sources = {tag.by for tag in new}
-    judges = [tag for tag in before if tag.by.startswith(BY_JUDGE) and tag.by not in sources] if new[0].name == UNCLASSIFIED else []
-    return (*judges, *new, *people)
+    sources, judged = {tag.by for tag in new}, new[:1] if new[0].by.startswith(BY_JUDGE) else []
+    unsure = bool(judged) or new[0].name == UNCLASSIFIED
+    judges = [tag for tag in before if tag.by.startswith(BY_JUDGE) and tag.by not in sources] if unsure else []
+    return (*judged, *judges, *new[len(judged) :], *people)
 
 
 def check_tag_name(name: str) -> str:

@@ -110,6 +110,7 @@ class Gate:
         """Evaluates a due version, unless it has a verdict, and applies the consequences of the verdict.
 
         If the version already has a verdict, only the consequences are applied again, because an earlier driver may have died before that.
+        A version without a verdict is skipped if it is rejected (`is_rejected`).
         """
         verdict = await asyncio.to_thread(self.verdict_for, version)
         if verdict is None:
@@ -361,7 +362,7 @@ def first_version_to_serve(registry: VersionRegistry, gate: Gate | None) -> Poli
 
 
 def promoted_result(registry: VersionRegistry, folder: Path) -> PolicyVersion | None:
-    """Returns the result of a run with a gate, which is the last promoted version; None if its weights equal those of version 0.
+    """Returns the result of a run with a gate (the last promoted version); None if there is none or its weights are those of version 0.
 
     A version that results from a rollback to version 0 has the hash of version 0. If adapters are trained, such a version has a different
     hash, but its adapter does not change the base policy.
@@ -373,7 +374,7 @@ def promoted_result(registry: VersionRegistry, folder: Path) -> PolicyVersion | 
 
 
 async def serve_result(registry: VersionRegistry, served: PolicyServer, alert: Callable[[str], None]) -> None:
-    """Serves the result of a run with a gate, that is, the last promoted version, if the newest version was not promoted."""
+    """Serves the result of a run with a gate, that is, the last promoted version, if there is one and another version is served."""
     promoted = await asyncio.to_thread(registry.latest, VersionState.PROMOTED)
     if promoted is not None and promoted.number != served.version:
         alert(f"version {served.version} is not promoted; the result of the run is version {promoted.number}")

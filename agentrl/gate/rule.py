@@ -33,11 +33,11 @@ _SPENT = 0.7
 _LOOKS_WORSE = 0.1
 """Maximum one-sided p-value of the first attempts at which a case is retried."""
 CASES_NAMED = 3
-"""Number of cases that a reason names, the clearest first; `RuleResult.regressed` contains all."""
+"""Maximum number of cases that a reason names, the clearest first; `RuleResult.regressed` contains all."""
 MAX_RETRIED_CASES = 32
 """Maximum number of cases retried in one evaluation. The cases that look worst are chosen."""
 _LEAST_PAIRED = 0.8
-"""Minimum share of the suite's cases that must be scored on both sides for a decision."""
+"""Minimum share of the baseline's cases that must be scored on both sides for a decision."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +130,10 @@ def can_trigger_retry(before: int, now: int) -> bool:
 
 
 def cases_to_retry(rule: GateRule, before: Scores, now: Scores) -> tuple[str, ...]:
-    """Returns the cases to retry: those that look worse than before and can block a candidate, the worst first."""
+    """Returns the cases to retry: those that look worse than before and can block a candidate, the worst first.
+
+    There are at most `MAX_RETRIED_CASES`, and none if `rule.confirm` is 0.
+    """
     if not rule.confirm:
         return ()
     drops = [_drop(rule, case, before, now, {}) for case in _blocking_cases(rule, before, now)]
@@ -140,6 +143,8 @@ def cases_to_retry(rule: GateRule, before: Scores, now: Scores) -> tuple[str, ..
 
 def apply_rule(rule: GateRule, before: Scores, now: Scores, again: Scores) -> RuleResult:
     """Decides whether the candidate's scores `now` are worse than the baseline's scores `before`.
+
+    If fewer than 80% of the cases in `before` are scored on both sides, the result has `enough=False` and does not block.
 
     Args:
         before: scores of all planned attempts of the baseline at the cases of the suite; None means unscored.

@@ -73,8 +73,9 @@ class VersionServer:
 async def schedule_gate(gate: Gate | None, progress: Progress) -> AsyncIterator[GateSchedule]:
     """Yields the gate's schedule for a run.
 
-    If an evaluation fails, the body of the `async with` statement is cancelled, and the error is raised. On exit, waits for the running
-    evaluation, or cancels it if the run is interrupted. The resumed run repeats a cancelled evaluation.
+    If an evaluation on the gate's own server fails, the body of the `async with` statement is cancelled, and the error is raised in an
+    `ExceptionGroup`. On exit, waits for the running evaluation, or cancels it if the run is interrupted. The resumed run repeats a
+    cancelled evaluation.
     """
     if gate is None or gate.server is None:
         yield GateSchedule(gate, progress, None)
@@ -116,7 +117,7 @@ class GateSchedule:
             self._running = self._evaluations.create_task(self._evaluate(gate, gate.server, new))
 
     async def _next_due(self, gate: Gate) -> PolicyVersion | None:
-        """Returns the oldest due version whose evaluation has not started."""
+        """Returns the oldest due version whose evaluation has not started; None if there is none."""
         due = await asyncio.to_thread(gate.due_versions)
         return next((version for version in due if (version.number, version.sha256) not in self._started), None)
 

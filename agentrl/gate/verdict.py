@@ -104,6 +104,8 @@ def case_regressions(
 ) -> tuple[CaseRegression, ...]:
     """Returns the regressed cases of an evaluation, each with a passing episode of the baseline and a failing episode of the version.
 
+    If no single case blocks, these are the cases that fell most. A case without both episodes is omitted.
+
     Args:
         folder: the run folder, which contains the baseline's episodes.
         attempts: attempts of the evaluation, with their transcripts.

@@ -45,14 +45,15 @@ _KEEPS_ALL = {"type": "clear_thinking_20251015", "keep": "all"}
 
 
 def read(body: Any) -> CompletionRequest:
-    """Parses a request. Raises `RequestError`."""
+    """Parses a request for a completion, which must set `max_tokens`. Raises `RequestError` like `read_count`."""
     if mapping(body, "the body").get("max_tokens") is None:
         raise RequestError("invalid", "max_tokens: Field required", param="max_tokens")
     return read_count(body)
 
 
 def read_count(body: Any) -> CompletionRequest:
-    """Parses a request for a completion, or a request to count the tokens in a context. Raises `RequestError`."""
+    """Parses a request for a completion, or a request to count the tokens in a context. Raises `RequestError` if a field is unknown,
+    invalid or not supported."""
     fields = known_fields(body, FIELDS)
     checks.check_inert(fields, INERT)
     check_all(fields, HINTS)
@@ -196,7 +197,8 @@ class _Tools:
         self._chars = 0  # total characters of definitions in results, which short references can repeat
 
     def definition(self, reference: Any, where: str) -> str:
-        """Returns the definition of the tool to which a result refers, as a line of JSON. Raises `RequestError`."""
+        """Returns the definition of the tool to which a result refers, as a line of JSON. Raises `RequestError` if the request has no such
+        tool, or if all definitions together have more than `MAX_BODY` characters."""
         name = text(reference, f"{where}.tool_name")
         if name not in self._known:
             raise RequestError("invalid", f"{where}.tool_name: {name[:100]!a} is not among the tools.", param=f"{where}.tool_name")

@@ -48,7 +48,7 @@ _LEGACY_ID = "function"
 
 
 def read(body: Any) -> CompletionRequest:
-    """Parses a request. Raises `RequestError`."""
+    """Parses a request. Raises `RequestError` if a field is unknown, invalid or not supported."""
     fields = checks.known_fields(body, FIELDS)
     checks.check_inert(fields, INERT)
     check_all(fields, HINTS)

@@ -71,7 +71,7 @@ def text(value: Any, where: str) -> str:
 
 
 def positive(value: Any, where: str) -> int | None:
-    """Returns the value if it is a positive integer or None."""
+    """Returns the value if it is None or a positive integer below 2**31."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 31:
@@ -130,7 +130,7 @@ def check_inert(body: Mapping[str, Any], allowed: Mapping[str, Sequence[Any]]) -
 
 
 def stop_sequences(value: Any, where: str) -> tuple[str, ...]:
-    """Returns the stop sequences from a string or an array of strings; none for null."""
+    """Returns the stop sequences from a string or an array of strings, none of which may be empty; no sequences for null."""
     if value is None:
         return ()
     most, chars = MAX_STOPS

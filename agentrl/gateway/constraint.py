@@ -22,7 +22,7 @@ from agentrl.gateway.tokens import Chat
 
 MAX_DEPTH = 12
 MAX_SCHEMAS = 512
-"""Maximum number of schemas in one request, including all nested schemas."""
+"""Maximum number of schemas in the answer's format, and in all tools together, including nested schemas."""
 MAX_CHARS = 1 << 15
 """Maximum characters of all names and values in these schemas."""
 MAX_COUNT = 1024
@@ -43,7 +43,8 @@ space."""
 
 
 def constraint(request: CompletionRequest, chat: Chat) -> str:
-    """Returns the constraint on the answer as the JSON text of a vLLM structural tag; empty if there is none. Raises `RequestError`."""
+    """Returns the constraint on the answer as the JSON text of a vLLM structural tag; empty if there is none. Raises `RequestError` if a
+    forced call or a strict tool's schema is not supported."""
     names = request.forced
     if request.shape is not None and request.calls and not names:
         names = tuple(tool["function"]["name"] for tool in request.known_tools)
@@ -75,7 +76,7 @@ def _structural_tag(formats: Sequence[Mapping[str, Any]], chat: Chat) -> str:
 
 def _calls(request: CompletionRequest, names: Sequence[str], chat: Chat) -> dict[str, Any]:
     """Returns the structural-tag format for one or more calls of the tools in `names`, or for exactly one call if `request.single` is
-    set."""
+    set. If the schema of a tool that is not strict is not supported, the tool's arguments may be any object."""
     schemas, tags, between = Schemas(), [], ""
     for at, tool in enumerate(request.known_tools):
         function = tool["function"]
@@ -180,8 +181,8 @@ class Schemas:
 
 
 def answer_schema(about: Mapping[str, Any], where: str) -> Mapping[str, Any] | None:
-    """Returns the JSON schema for an answer in the format `about`, which has the keys `type` and `schema`; None for text. Raises
-    `RequestError`."""
+    """Returns the JSON schema for an answer in the format `about`, which has the keys `type` and, for `json_schema`, `schema`; None for
+    text. Raises `RequestError` if the type or the schema is not supported."""
     if about.get("type") == "json_schema":
         return Schemas().rebuilt(about.get("schema"), f"{where}.schema")
     checks.one_of("text", "json_object")(about.get("type"), f"{where}.type")

@@ -25,7 +25,8 @@ from agentrl.records import Parent, ToolCall, ToolResult
 MAX_CALLING = 16
 """Maximum number of turns with running calls, and of strings in one call, that are searched for a sub-agent's task."""
 QUOTED = 32
-"""Minimum characters in a completion that can identify the parent of a context. A context that quotes it becomes a child of its turn."""
+"""Minimum characters in a completion that can identify the parent of a context: a context that quotes the completion becomes a child of its
+turn. Half as many characters identify a sub-agent's task, or a turn of a conversation with the same opening."""
 MAX_SEARCHED = (256, 16, 1 << 18)
 """Bounds on a search: maximum number of newest turns, of messages in the request, and of characters in each message."""
 SAME_SYSTEM = 0.5
@@ -130,7 +131,8 @@ class SampledTurn:
         return tuple(name for name in self.all_ids if name not in self.withheld)
 
     def with_withheld(self, new: tuple[RequestMessage, ...]) -> tuple[RequestMessage, ...]:
-        """Returns the messages after this turn, with a result added for each withheld call and all results in the order of the calls."""
+        """Returns the messages after this turn, with a result added for each withheld call and all results in the order of the calls.
+        Returns `new` if it contains no result or no call was withheld."""
         results = [message for message in new if message.message.role == "tool"]
         if not (results and self.withheld):
             return new
@@ -151,7 +153,8 @@ class SampledTurn:
         return [*results, *(ToolResult(name=other.role[:64], output=other.content, ok=True) for other in others)]
 
     def quoted_in(self, text: str) -> bool:
-        """Returns whether a string contains this turn's answer or the id of one of its calls."""
+        """Returns whether a string contains the id of one of this turn's calls, or its answer if that has at least `QUOTED // 2`
+        characters."""
         answer = self.parsed.answer.strip()
         return any(name in text for name in self.call_ids) or (len(answer) >= QUOTED // 2 and answer in text)
 
@@ -252,7 +255,7 @@ class ConversationGraph:
                 self._answered.pop(next(iter(self._answered)))
 
     def last(self, trajectory: LiveTrajectory) -> SampledTurn | None:
-        """Returns the last turn of a trajectory."""
+        """Returns the last turn of a trajectory; None if it has no turn."""
         return self._last.get(trajectory.index)
 
     def _last_turn(self, request: CompletionRequest) -> tuple[int, SampledTurn | None, tuple[End, ...]]:
@@ -435,7 +438,7 @@ def _at_an_end(task: str, text: str) -> bool:
 
 
 def _strings(value: Any) -> list[str]:
-    """Returns all strings in a JSON value."""
+    """Returns all strings in a JSON value except keys, without surrounding white space."""
     if isinstance(value, str):
         return [value.strip()]
     if isinstance(value, Mapping):

@@ -82,12 +82,12 @@ class HttpServer:
         self._server, self._task, (self.host, self.port) = server, task, listener.getsockname()[:2]
 
     async def wait(self) -> None:
-        """Waits until a started server exits, and raises its error, if any."""
+        """Waits until a started server exits, and raises its error, if any. Returns at once if the server is not running."""
         if self._task is not None:
             await asyncio.shield(self._task)
 
     async def stop(self) -> None:
-        """Stops serving. Requests in progress have one second to finish."""
+        """Stops serving. Requests in progress have one second to finish. Does nothing if the server is not running."""
         server, task = self._server, self._task
         self._server = self._task = None
         if server is None or task is None:

@@ -27,6 +27,7 @@ from agentrl.gateway.session import Session
 from agentrl.gateway.tokens import Chat, ConversationTokens
 from agentrl.protocols import LiveEpisode, Sandbox
 from agentrl.records import Blame, ExecResult, Failure, destinations
+from agentrl.records.paths import is_plain_path
 
 PORT = 8790
 MODEL = "policy"
@@ -36,6 +37,8 @@ GRACE_S = 5.0
 """Seconds for which a program may continue after its session has reached a limit."""
 MAX_FILE = 8 << 20
 _OUTPUT_CHARS = 1500  # maximum characters from a program's output in a failure
+_MAX_NAME_BYTES = 255  # of a file, the kernel's limit
+_NOT_BYTES = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")  # the other surrogates represent bytes, as in `os.fsdecode`
 
 _gateways: WeakKeyDictionary[AbstractEventLoop, dict[tuple[str, int], Gateway]] = WeakKeyDictionary()
 
@@ -88,11 +91,16 @@ class ExternalProgram:
             reward_key_file: file for the key with which a process on the host posts rewards (`agentrl.gateway.rewards`).
 
         Raises:
-            UserError: an option is invalid, or the extra `gateway` is not installed.
+            UserError: an option is invalid, a file cannot be read or written, or the extra `gateway` is not installed.
         """
         self._tokens = ConversationTokens(chat)
         self._command = _texts(command, "command")
         self._environment = {**_mapping(environment, "environment")}
+        for name in self._environment:
+            if not name or "=" in name:
+                raise UserError(
+                    f"rollout.agent.options.environment: {name!r} is not the name of a variable", fix="use a non-empty name without `=`"
+                )
         self._answer = answer
         self._models = _texts(models, "models")
         self._host, self._port = host, port
@@ -108,7 +116,7 @@ class ExternalProgram:
         self._rewarded = bool(reward_key_file)
         if reward_key_file:
             POSTED_REWARDS.make_key(reward_key_file)
-        self._files = {name: _read(path) for name, path in _mapping(files, "files").items()}
+        self._files = {_checked_path(name): _read(path) for name, path in _mapping(files, "files").items()}
 
     @property
     def address(self) -> str:
@@ -116,7 +124,8 @@ class ExternalProgram:
         return f"[{self._host}]:{self._port}" if ":" in self._host else f"{self._host}:{self._port}"
 
     async def act(self, episode: LiveEpisode) -> str:
-        """Runs the program, and returns why the episode ended."""
+        """Runs the program, and returns why the episode ended. Raises the faults that the class describes, the fault of the session, and
+        `TaskError` if the sandbox cannot reach the gateway, the episode starts after turn 0, or the task limits tool calls or thinking."""
         if episode.task.sandbox is None or self.address not in episode.task.sandbox.network:
             fix = f'add "{self.address}" to sandbox.network'
             raise TaskError(f"task {episode.task.id!r}: its sandbox cannot reach the gateway", fix=fix)
@@ -224,7 +233,7 @@ class _OwnTime:
         self._running.close()
 
     def busy(self, busy: bool) -> None:
-        """Stops counting while a completion is being sampled."""
+        """Stops counting if `busy` is true (a completion is being sampled); otherwise starts counting."""
         stage = self._episode.stage
         self._running.close()
         if not busy:
@@ -249,6 +258,7 @@ def _texts(values: Sequence[str], name: str) -> tuple[str, ...]:
     is_list = isinstance(values, Sequence) and not isinstance(values, str)
     if not is_list or not values or not all(isinstance(value, str) and value for value in values):
         raise UserError(f"rollout.agent.options.{name} must be a list of non-empty strings", fix=f'write {name}=["python3", "agent.py"]')
+    _check_characters(values, name)
     return tuple(values)
 
 
@@ -256,7 +266,25 @@ def _mapping(values: Mapping[str, str] | None, name: str) -> Mapping[str, str]:
     mapping = values or {}
     if not isinstance(mapping, Mapping) or not all(isinstance(part, str) for pair in mapping.items() for part in pair):
         raise UserError(f"rollout.agent.options.{name} must map strings to strings", fix=f'write {name}={{"agent.py": "agents/mine.py"}}')
+    _check_characters([part for pair in mapping.items() for part in pair], name)
     return mapping
+
+
+def _check_characters(values: Sequence[str], name: str) -> None:
+    """Raises `UserError` if a value cannot be passed to a program."""
+    for value in values:
+        if _NOT_BYTES.search(value):
+            fix = "remove NUL characters and surrogates"
+            raise UserError(f"rollout.agent.options.{name}: {value!r} contains a character that no program can receive", fix=fix)
+
+
+def _checked_path(path: str) -> str:
+    if not is_plain_path(path) or any(len(name.encode()) > _MAX_NAME_BYTES for name in path.split("/")):
+        raise UserError(
+            f"rollout.agent.options.files: {path!r} is not a plain path relative to the working directory",
+            fix="use a path such as agent.py, without a leading slash and without `.` or `..`",
+        )
+    return path
 
 
 def _read(path: str) -> bytes:

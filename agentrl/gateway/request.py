@@ -134,13 +134,13 @@ def split_system(messages: Sequence[RequestMessage]) -> tuple[tuple[str, ...], t
 
 
 def split_reasoning(text: str) -> tuple[str, str]:
-    """Returns the reasoning in a completion, up to `</think>`, and the rest of the text."""
+    """Returns the reasoning in a completion, up to `</think>`, and the rest of the text; "" and the full text if there is no `</think>`."""
     reasoning, closed, rest = text.partition("</think>")
     return (reasoning.replace("<think>", "", 1).strip(), rest.strip()) if closed else ("", text)
 
 
 def read_json(content: bytes) -> Any:
-    """Returns the JSON value in a request body. Raises `RequestError`."""
+    """Returns the JSON value in a request body. Raises `RequestError` if the body is not JSON, for example because it contains NaN."""
 
     def reject(word: str) -> float:
         raise ValueError(f"{word} is not JSON")

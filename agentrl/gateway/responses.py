@@ -44,7 +44,7 @@ error = chat_completions.error
 
 
 def read(body: Any) -> CompletionRequest:
-    """Parses a request. Raises `RequestError`."""
+    """Parses a request. Raises `RequestError` if a field is unknown, invalid or not supported."""
     fields = known_fields(body, FIELDS)
     checks.check_inert(fields, INERT)
     check_all(fields, HINTS)
@@ -170,7 +170,8 @@ def _usage(answer: Answer) -> dict[str, Any]:
 
 
 def _messages(items: Sequence[Any]) -> list[RequestMessage]:
-    """Converts items to messages. Joins the text and the calls of one turn, which arrive as separate items in any order."""
+    """Converts items to messages. Joins the text and the calls of one turn, which arrive as separate items in any order.
+    Drops reasoning."""
     messages: list[RequestMessage] = []
     texts: list[str] = []  # contents of the turn that is being joined
     calls: list[tuple[str, ToolCall]] = []

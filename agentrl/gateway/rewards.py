@@ -12,10 +12,13 @@ agent can reward itself.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
+import itertools
 import os
 import secrets
 from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +37,16 @@ _MAX_NUMBER = 1e300
 
 
 class PostedRewards:
-    """Rewards by session, for the newest `MAX_SESSIONS` sessions."""
+    """Rewards by session, for the newest `MAX_SESSIONS` sessions and all sessions that the gateway is serving."""
 
     def __init__(self) -> None:
         self._rewards: OrderedDict[str, asyncio.Future[Score]] = OrderedDict()
+        self._served: set[str] = set()
         self._keys: set[bytes] = set()
 
     def make_key(self, path: str) -> None:
-        """Writes a new key into a file that only the current user can read. Raises `UserError`."""
+        """Writes a new key into a file that only the current user can read. Earlier keys stay valid. Raises `UserError` if the file cannot
+        be written."""
         key = f"sk-agentrl-host-{secrets.token_urlsafe(32)}"
         new = Path(f"{path}.new")
         try:
@@ -55,10 +60,22 @@ class PostedRewards:
         self._keys.add(key.encode())
 
     def open(self, session: str) -> None:
-        """Accepts a reward for a session from now on."""
+        """Accepts a reward for a session from now on, and discards an earlier reward for it."""
         self._rewards[session] = asyncio.get_running_loop().create_future()
-        while len(self._rewards) > MAX_SESSIONS:
-            self._rewards.popitem(last=False)
+        self._rewards.move_to_end(session)
+        surplus = max(0, len(self._rewards) - MAX_SESSIONS)
+        older = (other for other in self._rewards if other not in self._served and other != session)
+        for other in list(itertools.islice(older, surplus)):
+            del self._rewards[other]
+
+    @contextlib.contextmanager
+    def serving(self, session: str) -> Iterator[None]:
+        """Keeps the reward of a session during the block, even if many newer sessions are opened."""
+        self._served.add(session)
+        try:
+            yield
+        finally:
+            self._served.discard(session)
 
     def check_key(self, key: str) -> None:
         """Raises `RequestError` if the key does not belong to the host."""
@@ -107,7 +124,7 @@ POSTED_REWARDS = PostedRewards()
 
 
 async def posted_reward(task: Task, episode: Episode) -> Score:
-    """A verifier that returns the reward posted to the episode's session."""
+    """A verifier that returns the reward posted to the episode's session; a score without a value if no reward was posted."""
     return POSTED_REWARDS.of(episode.id)
 
 

@@ -74,7 +74,7 @@ class Session:
     _answered_at: dict[int, float] = field(default_factory=dict)
 
     async def complete(self, request: CompletionRequest, *, disconnected: asyncio.Event | None = None) -> tuple[Answer, Callable[[], None]]:
-        """Returns an answer, and a function to call once the client has received it. Raises `RequestError`.
+        """Returns an answer, and a function to call once the client has received it. Raises `RequestError` if the session cannot answer.
 
         A repeated request receives the earlier answer if the client declares a retry, or if no client has received that answer or is
         waiting for it. A new answer is sampled in all other cases, and if sampling the earlier answer failed.
@@ -97,7 +97,7 @@ class Session:
         return await self._wait(completion, disconnected)
 
     def count(self, request: CompletionRequest) -> int:
-        """Returns the number of prompt tokens in a request, without sampling. Raises `RequestError`."""
+        """Returns the number of prompt tokens in a request. Raises `RequestError` if it is invalid or `MAX_REFUSED` were counted before."""
         self._check(request)
         self.counts["counted"] += 1
         if self.counts["counted"] > MAX_REFUSED:
@@ -129,7 +129,7 @@ class Session:
             raise _too_long()
 
     def refused(self, kind: str) -> None:
-        """Counts a rejected request."""
+        """Counts a rejected request. Ends the session after more than `MAX_REFUSED`."""
         self.counts[f"refused_{kind}"] += 1
         self._refused += 1
         if self._refused > MAX_REFUSED and not self.limit:
@@ -140,7 +140,7 @@ class Session:
         self.over.set()
 
     def _start(self, request: CompletionRequest, match: ContextMatch) -> _Completion:
-        """Adds the request to the tree immediately, so that later requests see it, and starts sampling."""
+        """Adds the request to the tree at once, so that later requests see it, and starts sampling. Raises `RequestError` at a limit."""
         if len(self._busy) >= MAX_AT_ONCE:
             raise RequestError("too_many", f"{MAX_AT_ONCE} requests of this session are in progress; wait for one of them.")
         if self.episode.turn_count + len(self._busy) >= self.episode.task.limits.turns:

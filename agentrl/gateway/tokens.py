@@ -116,7 +116,7 @@ class ConversationTokens:
 
     def opening(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """Returns the token ids of a context, up to the start of the completion. Raises `RequestError` if the template rejects the
-        messages."""
+        messages, or if they contain control tokens."""
         escaped = [self.chat.escape_message(message) for message in messages]
         ids = self._open(escaped, [self.chat.escape_value(tool) for tool in tools])
         self._check(ids, messages, tools)
@@ -132,7 +132,7 @@ class ConversationTokens:
 
         Raises:
             NotAppended: the context must be rendered again.
-            RequestError: the template rejects these messages.
+            RequestError: the template rejects these messages, or they contain control tokens.
         """
         if not self.chat.exact:
             raise NotAppended
@@ -169,7 +169,8 @@ class ConversationTokens:
         return count, until(self.chat.text(ids[:count]), stops)[1]
 
     def _open(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-        """Returns the token ids of a context. Changes later system messages to user messages if the template rejects them."""
+        """Returns the token ids of a context. Changes later system messages to user messages if the template rejects them. Raises
+        `RequestError` if it still rejects the messages."""
         head = next((at for at, message in enumerate(messages) if message.role != "system"), len(messages))
         late = {at for at, message in enumerate(messages) if message.role == "system" and at > head}
         try:

@@ -117,12 +117,13 @@ def is_retry(headers: Mapping[str, str]) -> bool:
 
 
 async def body_of(request: Request, within_s: float) -> Any:
-    """Returns the JSON value in a request's body. Raises `RequestError` if the body is too long, arrives too slowly, or is not JSON."""
+    """Returns the JSON value in a request's body. Raises the errors of `bytes_of`, and `RequestError` if the body is not JSON."""
     return read_json(await bytes_of(request, within_s))
 
 
 async def bytes_of(request: Request, within_s: float, *, most: int = MAX_BODY) -> bytes:
-    """Returns the decompressed body of a request. Raises `RequestError` if the body is too long or arrives too slowly."""
+    """Returns the decompressed body of a request. Raises `RequestError` if the body is too long, cannot be decompressed,
+    or does not arrive within `within_s` seconds."""
     from starlette.requests import ClientDisconnect
 
     pieces, size = [], 0

@@ -114,7 +114,7 @@ def _effect(parts: Sequence[tuple[str, float]], alone: float) -> float:
 
 
 def share(part: int, of: int, *, effect: float = 1.0) -> IntervalEstimate:
-    """Returns the share `part / of` with Wilson's interval for `of / effect` answers, where `effect` is the design effect."""
+    """Returns the share `part / of` with Wilson's interval for `of / effect` answers (`effect`: design effect), where `of` > 0."""
     low, high = wilson_interval(part / of, of / effect)
     return IntervalEstimate(value=part / of, low=low, high=high, n=of)
 

@@ -79,14 +79,14 @@ async def calibrate(
     Args:
         reference: plug-in reference of the judge.
         threshold: minimum score that means "right".
-        parallel: number of answers that are judged concurrently.
+        parallel: maximum number of answers that are judged concurrently.
         ledger: file for the cached responses and the counters of a judge that sets no ledger, relative to `root`. A repeated measurement
             reads the cached responses and costs nothing.
         progress: called with the number of finished answers and the total number of answers.
 
     Raises:
-        UserError: all labels are equal, no pair can be formed, or the judge returned no verdict on any correct answer or on any wrong
-            answer.
+        UserError: all labels are equal, fewer than two pairs can be formed, the judge cannot be prepared, or the judge returned no verdict
+            on any correct answer or on any wrong answer.
     """
     distinct = merge_duplicates(labelled)
     answers = [answer for answer in distinct if answer.right is not None]
@@ -143,6 +143,11 @@ async def _verdicts(
         work = [partial(_compare, judge, *pair) for pair in _pairs(answers)]
         if not work:
             raise UserError("no task has a correct and a wrong answer, so there are no pairs", fix="label more answers of each task")
+        if len(work) == 1:
+            raise UserError(
+                "the labels contain only one pair of a correct and a wrong answer, but agreement needs a pair in each order",
+                fix="label more answers: agentrl label RUN",
+            )
     else:
         work = [partial(_score, judge, answer) for answer in answers]
 
@@ -205,18 +210,23 @@ async def _call(judge: Any, code: Callable[[], Any]) -> Any:
 
 
 def _pairs(answers: Sequence[LabelledAnswer]) -> list[tuple[AnswerItem, AnswerItem, bool]]:
-    """Returns triples: a correct and a wrong answer to the same task, in seeded random order, and whether the first one is correct."""
+    """Returns triples: a correct and a wrong answer to the same task, and whether the first one is correct.
+
+    The correct answer is first in every second pair, because agreement needs pairs of both labels. The pairs of a task, and which answer is
+    first in the first pair, are drawn with generators seeded by the task ids.
+    """
     tasks: dict[tuple[str, str], list[LabelledAnswer]] = {}
     for answer in answers:
         tasks.setdefault((answer.item.task_id, answer.item.question), []).append(answer)
-    pairs = []
+    pairs: list[tuple[AnswerItem, AnswerItem, bool]] = []
     for (task_id, _), of_task in sorted(tasks.items()):
         rng = random.Random(hashlib.sha256(task_id.encode()).digest())
         rights = [answer.item for answer in of_task if answer.right]
         wrongs = [answer.item for answer in of_task if not answer.right]
         candidates = [(right, wrong) for right in rights for wrong in wrongs if right.answer != wrong.answer]
         for right, wrong in rng.sample(candidates, min(_PAIRS, len(candidates))):
-            pairs.append((right, wrong, True) if rng.random() < 0.5 else (wrong, right, False))
+            right_first = rng.random() < 0.5 if not pairs else not pairs[-1][2]
+            pairs.append((right, wrong, True) if right_first else (wrong, right, False))
     return pairs
 
 

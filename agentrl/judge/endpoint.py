@@ -104,7 +104,8 @@ class _Wire:
 class Endpoint:
     """The address and settings of a judge model: `Endpoint(url="http://127.0.0.1:8000/v1", model="qwen3-8b")`.
 
-    Judges that share an `Endpoint` object share its connections, and wait together while the server is down.
+    Judges that share an `Endpoint` object share its connections, and wait together while the server is down. Raises `UserError` if a
+    setting is invalid.
     """
 
     url: str | Callable[[], str]  # without /chat/completions; a function (used for the run's own servers) is called before each request
@@ -169,7 +170,7 @@ class Endpoint:
 
         Raises:
             JudgeError: there was no usable response within `patience_s` seconds, the server rejects or redirects the request, or the API
-                key or a header has no valid value.
+                key or a header has no valid value. The error is a `PromptRefusedError` for status 400, 413 or 422.
         """
         with nullcontext() if isinstance(self.url, ServedUrl) else self._live.question():  # the run's own servers are monitored elsewhere
             schema = None if self.structured == "never" or self._takes_no_schema else schema

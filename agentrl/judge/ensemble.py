@@ -95,7 +95,7 @@ class Ensemble:
         return max(timeout_of(judge, _TIMEOUT_S) for judge in self.judges.values()) + user_code.GRACE_S + 1.0
 
     def prepare(self, *, root: Path, folder: Path | None) -> None:
-        """Prepares every member; see `ModelJudge.prepare`."""
+        """Prepares every member; see `ModelJudge.prepare`. Also raises `UserError` if a calibration is set and a member has no identity."""
         for judge in self.judges.values():
             prepare_verifier(judge, root=root, folder=folder)
         if self.calibration is not None:

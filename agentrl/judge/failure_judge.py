@@ -100,7 +100,7 @@ class FailureJudge(JudgeBase):
 
 
 def load_failure_judge(reference: str) -> FailureJudge:
-    """Loads the `FailureJudge` to which a plug-in reference refers. Raises `PluginError` if the reference resolves to any other object."""
+    """Loads the `FailureJudge` to which a plug-in reference refers. Raises `PluginError` if there is no such `FailureJudge`."""
     judge = resolve(reference)
     if not isinstance(judge, FailureJudge):
         raise PluginError(f"{reference!r} is not a FailureJudge", fix="refer to an object such as FailureJudge(endpoint=Endpoint(...))")

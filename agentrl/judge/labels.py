@@ -93,7 +93,8 @@ class LabelledAnswer:
 def read_labels(paths: Sequence[Path]) -> list[LabelledAnswer]:
     """Returns the labelled answers in the files, in order.
 
-    If a line is invalid, raises a `UserError` that contains the file, the line number and the problem.
+    Answers that are only skipped, or whose labels are withdrawn, are excluded. If a file is missing or a line is invalid, raises a
+    `UserError` that contains the file, the line number and the problem.
     """
     items: dict[str, AnswerItem] = {}
     votes: dict[str, dict[str, bool]] = {}

@@ -27,8 +27,9 @@ class Listwise(ModelJudge):
 
     The value of an answer is its mean rank, scaled from 0 (last) to 1 (first). Answers with the same text share a rank. Answers without
     content have the value 0. If all answers have the same text, their value is 0.5. The part `disagreement` of every score is 1 - W, where
-    W is Kendall's coefficient of concordance of the rankings. A disagreement of 0 means that all rankings agree. If the disagreement
-    exceeds `max_disagreement`, the group is unscored. The values of answers are comparable only within a group.
+    W is Kendall's coefficient of concordance of the rankings. A disagreement of 0 means that all rankings agree. The group is unscored if
+    the disagreement exceeds `max_disagreement`, a ranking is missing, or there are more than `MOST` different answers. The values are
+    comparable only within a group.
     """
 
     orders: int = 2

@@ -71,7 +71,7 @@ class ModelJudge(JudgeBase):
     asks_reward_model: ClassVar[bool] = False
 
     reference: str = "answer"  # key of `Task.data` that holds the reference answer
-    ledger: str | None = None  # file with the cache and the counters, relative to the project; None means judges.sqlite in the run folder
+    ledger: str | None = None  # file of cache and counters, relative to the project; None means the run's judges.sqlite, or memory
     calibration: str | None = None  # required calibration file from `agentrl judge calibrate`, relative to the project
     min_agreement: float = 0.0  # minimum for the lower end of the calibration's agreement interval
     min_coverage: float = 0.0  # the same for coverage, the share of answers with a verdict

@@ -41,7 +41,10 @@ class Pairwise(ModelJudge):
     criteria: str = "Prefer the answer that is right and does what the question asks; length and tone do not count."
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
-        """Compares the episode's answer with the task's reference answer."""
+        """Compares the episode's answer with the task's reference answer.
+
+        Without a reference answer, the episode is unscored. An answer without content scores 0 without a call to the model.
+        """
         reference = reference_text(task, self.reference)
         if reference is None:
             return Score(value=None, reason=f"{self.name}: the task has no reference in data[{self.reference!r}]")

@@ -79,7 +79,8 @@ class JudgeClient:
     async def ask(self, query: ChatQuery, read: Callable[[dict[str, Any]], T], *, draw: int = 0) -> JudgeAnswer:
         """Returns the verdict that `read` parses from the reply.
 
-        If the server or the model fails, returns the reason instead of raising an exception.
+        If the server or the model fails, or the budget is exhausted, returns the reason instead of raising an exception. Raises
+        `StoreError` if the ledger cannot be read or written.
 
         Args:
             read: parses the reply; it raises `Unreadable` or `Abstained` if there is no verdict.

@@ -70,7 +70,7 @@ def transcript_text(episode: Episode) -> str:
 
 
 def outputs_text(episode: Episode) -> str:
-    """Returns the text of an episode's output files."""
+    """Returns the text of at most `_MAX_FILES` of an episode's output files, and the number of the other files."""
     files = list(episode.outputs.items())[:_MAX_FILES]
     parts = [
         f"file {path}, {len(data)} bytes:\n{truncate_middle(data[: 4 * _MAX_FILE].decode(errors='replace'), _MAX_FILE)}"

@@ -97,7 +97,7 @@ def episode_tokens(episode: Episode) -> list[int]:
 
 
 def save_record(folder: Path, *, shows: tuple[PromptField, ...], offset: float, scale: float, max_tokens: int) -> RewardRecord:
-    """Writes the record of the model in `folder`."""
+    """Writes and returns the record of the model in `folder`, which must contain `model.safetensors`."""
     weights = sha256_file(folder / "model.safetensors")
     record = RewardRecord(shows=shows, offset=offset, scale=scale, max_tokens=max_tokens, weights=weights)
     write_atomically(folder / FILE, json.dumps(asdict(record), indent=1) + "\n")
@@ -133,7 +133,7 @@ _MOST = 1e30  # a larger number is invalid
 class ScoreEndpoint(Endpoint):
     """The address of a reward model: the route `/classify` of a vLLM server. A `/v1` at the end of `url` is optional.
 
-    Timeouts, back-off, connections and limits work as in `Endpoint`. Sampling settings are rejected, because they would have no effect.
+    Timeouts, back-off, connections and limits work as in `Endpoint`. A sampling setting raises `UserError`: it would have no effect.
     """
 
     temperature: float | None = None
@@ -216,7 +216,8 @@ class RewardModel(ModelJudge):
 
     The value of the score is from 0 to 1, and the part `number` is the model's raw output. `reward_model.json` in the model folder
     determines the model's input, so the input is the same as in training. A model that reads tokens can score only episodes with tokens
-    from the policy on which the model is based. Answers without content score 0 without a call to the model.
+    from the policy on which the model is based, in one trajectory; an episode without tokens or with several trajectories is unscored. If
+    `needs_answer` is true, answers without content score 0 without a call to the model.
     """
 
     asks_reward_model: ClassVar[bool] = True

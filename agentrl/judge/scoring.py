@@ -72,7 +72,7 @@ class Judge(ModelJudge):
 
     The value is the weighted mean of the criteria, each scaled to the range from 0 to 1. The parts of the score are the scaled numbers of
     the criteria. The episode is unscored if the verdict is unreadable, the judge abstains, the server stays down or the budget is
-    exhausted. Answers without content score 0 without a call to the model.
+    exhausted. If `needs_answer` is true, answers without content score 0 without a call to the model.
     """
 
     form: Form = field(kw_only=True)

@@ -81,7 +81,7 @@ class FolderAccess:
     def reconcile(self, steps: int, sha256: str) -> None:
         """Restores the ledger and the recorded uses to those of the checkpoint after `steps` steps.
 
-        Raises `StoreError` if the ledger or the recorded uses do not belong to that checkpoint.
+        Raises `StoreError` if the ledger or the recorded uses do not belong to that checkpoint, or if the uses cannot be written.
 
         Args:
             sha256: hash of the uses that the checkpoint recorded (`agentrl.experience.step_uses`).
@@ -94,7 +94,7 @@ class FolderAccess:
         self.store.reconcile(dict(enumerate(uses)))
 
     def record_setbacks(self, setbacks: tuple[UpdateFailure, ...]) -> None:
-        """Appends setbacks to the run's setback log."""
+        """Appends setbacks to the run's setback log. Raises `DiskFull` or `LearnerError` on a write error."""
         self._setbacks.append(setbacks)
 
     def forget_setbacks(self, step: int) -> None:

@@ -63,8 +63,8 @@ class Broadcaster:
     def send(self, number: int) -> None:
         """Sends the engine's weights as version `number`; returns when the server has loaded them.
 
-        Raises `LearnerError` if no server starts within `serving.startup_timeout_s`, if the transfer fails, or if it takes longer than
-        twice `serving.request_timeout_s`: one timeout for the server to pause and one for the weights.
+        Raises `LearnerError` if no server starts within `serving.startup_timeout_s`, if the connection or the transfer fails, if connecting
+        takes longer than `serving.request_timeout_s`, or if the transfer takes longer than twice that time (the server must pause first).
         """
         try:
             channel = self._connected()
@@ -76,7 +76,8 @@ class Broadcaster:
             raise LearnerError(f"version {number} could not be sent to the server: {type(error).__name__}: {error}") from error
 
     def catch_up(self, number: int) -> None:
-        """Sends version `number` after a restart, unless the server already has it."""
+        """Sends version `number` after a restart, unless the server already has it. Raises the errors of `send`, and `LearnerError` if the
+        server does not return its version."""
         behind = False
         if self._engine.ranks.is_first:
             server = self._server()
@@ -128,7 +129,7 @@ def _connect(engine: PolicyEngine, server: ServerAddress, timeout_s: float) -> t
 
 def rendezvous(server: ServerAddress) -> tuple[str, int]:
     """Returns the address that this host uses to reach the server, and a free port at that address. Raises `OSError` if this host has no
-    route to the server."""
+    IPv4 route to the server."""
     address = address_towards(urlsplit(server.url).hostname or "")
     with socket.socket() as probe:
         probe.bind((address, 0))

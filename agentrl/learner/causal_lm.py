@@ -27,7 +27,8 @@ TOLERANCE = {torch.bfloat16: 0.15, torch.float32: 1e-3}
 
 
 def load_model(folder: Path, recipe: Recipe, device: torch.device) -> Any:
-    """Loads the Hugging Face model in `folder` for training, with the recipe's dtype and gradient checkpointing, and without dropout."""
+    """Loads the Hugging Face model in `folder` for training, with the recipe's dtype, kernels and gradient checkpointing, and without
+    dropout. Raises the errors of `use_liger_kernels` if the recipe selects Liger's kernels."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     attention: str | dict[str, str] = forest_attention.register()

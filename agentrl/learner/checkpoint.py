@@ -78,11 +78,12 @@ def save(
     """Writes `root/000012` durably, then deletes all checkpoints except the newest `keep` and those that `spare` returns. Returns the
     folder.
 
-    Must be called on all ranks. Rank 0 calls `written` with the complete folder, and calls `spare` immediately before it deletes, because a
-    user may pin a version while the checkpoint is being written. If `spread` is True, the ranks' hosts share no disk: the folder on each
-    host contains the files of that host's ranks, and every rank calls `written`.
+    Must be called on all ranks. If the disk has no room for the checkpoint, all earlier ones except the newest may be deleted first. Rank 0
+    calls `written` with the complete folder, and calls `spare` immediately before each deletion, because a user may pin a version
+    meanwhile. If `spread` is True, the ranks' hosts share no disk: the folder on each host contains the files of that host's ranks, and
+    every rank calls `written`.
 
-    Raises `DiskFull` or `LearnerError` on a write error. Earlier checkpoints are then kept.
+    Raises `DiskFull` or `LearnerError` on a write error. The newest earlier checkpoint is kept in any case.
     """
     ranks = engine.ranks
     final = root / f"{meta.step:06d}"

@@ -69,7 +69,8 @@ class Critic:
         return loss.detach().double()
 
     def step(self, number: int) -> tuple[bool, float]:
-        """Applies the accumulated gradient. Returns whether the gradient was applied, and its global norm before clipping."""
+        """Applies the accumulated gradient with the learning rate of step `number`. Returns whether the gradient was applied, which
+        requires a finite norm, and the global norm before clipping."""
         return apply_gradient(self.deepspeed, self.optimizer, learning_rate(self._learner, self._steps, number))
 
 
@@ -113,7 +114,7 @@ class SharedCritic:
 
 
 def advantage_moments(advantages: Sequence[Tensor], ranks: Ranks) -> tuple[float, float]:
-    """Returns the mean and the standard deviation of the advantages of all tokens on all ranks, for whitening. A collective.
+    """Returns the mean and the standard deviation plus `EPS` of the advantages of all tokens on all ranks, for whitening. A collective.
 
     Whitening turns equal advantages into zeros. A single non-finite advantage makes both results non-finite, so the step is skipped.
     """
@@ -122,7 +123,8 @@ def advantage_moments(advantages: Sequence[Tensor], ranks: Ranks) -> tuple[float
 
 
 def critic_metrics(pairs: Sequence[tuple[Tensor | None, Tensor | None]], ranks: Ranks) -> dict[str, float]:
-    """Returns the mean return, the mean value and the explained variance 1 - Var(R - V) / Var(R), which is 1 for a perfect critic."""
+    """Returns the mean return, the mean value and the explained variance 1 - Var(R - V) / Var(R), which is 1 for a perfect critic, and is
+    set to 0 if all returns are equal. Returns an empty dict if there are no tokens. A collective."""
     known = [(returns, values) for returns, values in pairs if returns is not None and values is not None]
     count, return_mean, variance = _moments([returns for returns, _ in known], ranks)
     _, value_mean, _ = _moments([values for _, values in known], ranks)

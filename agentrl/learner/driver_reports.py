@@ -104,7 +104,8 @@ _ALERT_CHARACTERS = 400
 class ProgressReporter:
     """Sends reports from the learner to the driver, for example `report("computing a micro-batch", tokens)`.
 
-    `address` is the address of a pipe (`agentrl.protocols.cluster.PROGRESS`); None disables reports.
+    `address` is the address of a pipe (`agentrl.protocols.cluster.PROGRESS`); None disables reports. A report is dropped if the pipe is
+    full or the driver has exited.
     """
 
     def __init__(self, address: str | None = None) -> None:
@@ -144,7 +145,7 @@ class ProgressLines:
         *lines, rest = (self._rest + data).split(b"\n")
         self._rest = rest[:_LONGEST]
         for line in lines:
-            with contextlib.suppress(ValueError, TypeError, RecursionError):
+            with contextlib.suppress(ValueError, TypeError, OverflowError, RecursionError):
                 report = json.loads(line)
                 if isinstance(report, str):
                     alert(report[:_ALERT_CHARACTERS])
@@ -156,7 +157,7 @@ class ProgressLines:
 
 @contextmanager
 def disk_errors_raised(what: str) -> Iterator[None]:
-    """Raises `DiskFull` if the block runs out of disk space, and `LearnerError` for any other write error.
+    """Raises `DiskFull` if the block runs out of disk space, and `LearnerError` for any other `OSError`.
 
     `what` names the file in the message. Some libraries report a full disk with an error other than `OSError`.
     """
@@ -186,7 +187,8 @@ class UpdateFailureLog:
                 append_lines(self.path, map(_line, setbacks), durable=True)
 
     def remove_from(self, step: int) -> None:
-        """Removes the entries of `step` and later steps, because these steps are run and logged again after a crash or halt."""
+        """Removes the entries of `step` and later steps, because these steps are run and logged again after a crash or halt. Raises the
+        errors of `append`."""
         setbacks = self.read()
         if any(setback.step >= step for setback in setbacks):
             with disk_errors_raised(str(self.path)):

@@ -30,7 +30,8 @@ _BUCKET_ELEMENTS = 50_000_000  # DeepSpeed's default would reserve 2 GB for grad
 class PolicyEngine:
     """Weights, optimizer and their sharding over ranks. Every method is a collective: all ranks call it in the same order.
 
-    `folder` is a Hugging Face folder with the initial weights.
+    `folder` is a Hugging Face folder with the initial weights. Creating the engine raises `UserError` if the learner does not support the
+    model, or if the model does not fit the recipe's settings.
     """
 
     def __init__(self, folder: Path, recipe: Recipe, ranks: Ranks) -> None:

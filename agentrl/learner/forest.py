@@ -49,7 +49,7 @@ def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 def build_forest(sequences: Sequence[Sequence[int]]) -> Forest:
-    """Returns the forest of non-empty sequences."""
+    """Returns the forest of one or more non-empty sequences. A sequence that adds no new tokens has no branch."""
     order = sorted(range(len(sequences)), key=lambda number: tuple(sequences[number]))
     paths: list[Ints] = [np.empty(0, np.int64)] * len(sequences)
     token_ids: list[Any] = []

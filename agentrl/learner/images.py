@@ -41,8 +41,8 @@ class ImageInputs:
         return None if token is None else cls(folder, token)
 
     def embeddings(self, trunk: Any, input_ids: Tensor) -> Tensor:
-        """Returns the embeddings [1, T, H] of token ids [1, T] of a forest, with gradient. Raises `LearnerError` if the image
-        tokens or features do not match the recorded tokens."""
+        """Returns the embeddings [1, T, H] of token ids [1, T] of a forest, with gradient. Raises `LearnerError` if the image tokens or
+        features do not match the recorded tokens, and `InfrastructureError` if an image is missing or damaged."""
         ids = input_ids[0].tolist()
         blocks = list(image_blocks(ids))
         plain = input_ids & (FIRST - 1)

@@ -46,7 +46,7 @@ class Placement:
 
     @classmethod
     def parse(cls, text: str) -> Placement:
-        """Reads `RANKS` or `RANKS/NODE/NODES@HOST:PORT`. Raises `ValueError` for any other text."""
+        """Reads `RANKS` or `RANKS/NODE/NODES@HOST:PORT`. Raises `ValueError` if a number is missing or malformed."""
         counts, _, address = text.partition("@")
         if "/" not in counts:
             return cls(ranks=int(counts))
@@ -56,7 +56,8 @@ class Placement:
 
 
 def listen_at(host: str, port: int = 0) -> int:
-    """Makes the `TCPStore` of this process listen at `host`, an address of this host. Returns the port."""
+    """Makes the `TCPStore` of this process listen at `host`, an address of this host. Returns the port; `port` 0 chooses a free one. Raises
+    `OSError` if the address is not available."""
     import torch.distributed
 
     distributed: Any = torch.distributed  # its stores have no type hints
@@ -110,7 +111,8 @@ def _run_torchrun(placement: Placement, worker: list[str]) -> None:
 
 
 def address_towards(host: str) -> str:
-    """Returns the local address from which packets to `host` are sent. Raises `OSError` if there is no route to `host`."""
+    """Returns the local IPv4 address from which packets to `host` are sent. Raises `OSError` if `host` is unknown or no route leads to
+    `host`."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # sends nothing
         return str(probe.getsockname()[0])

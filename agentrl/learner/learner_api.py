@@ -1,7 +1,7 @@
 """The driver's HTTP routes for a learner that does not share the driver's disk: ledger, registry and records
 (`agentrl.learner.remote_access`).
 
-    POST /learner/METHOD    {"id": ..., ...}: a call, which is executed only once per id
+    POST /learner/METHOD    {"id": ..., ...}: a call; if it changes data, it is executed only once per id
     POST /learner/group     {"index": ...}: one group of the ledger
     PUT  /updates/STEP/RANK     the tokens that a rank recorded (`agentrl.experience.token_records`), for readers
 

@@ -37,8 +37,8 @@ class PausedServerClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]  # vLL
         self._waiting = waiting
 
     def start_weight_update(self) -> None:
-        """Waits until the server is paused, then starts the update. Raises `TimeoutError` if the server is not paused within the
-        timeout."""
+        """Waits until the server is paused, then starts the update. Raises `TimeoutError` if the server is not paused within the timeout,
+        and `httpx.HTTPError` if a request fails."""
         deadline = time.monotonic() + self.timeout
         with self._client() as http:
             while not http.get("/is_paused").raise_for_status().json()["is_paused"]:
@@ -49,7 +49,7 @@ class PausedServerClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]  # vLL
         super().start_weight_update()
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Ends the update and sets the version."""
+        """Ends the update and sets the version to `weight_version`; None means `self.version`."""
         super().finish_weight_update(weight_version or str(self.version))
 
     def _post(self, path: str, json: dict[str, Any] | None = None) -> None:
@@ -75,7 +75,8 @@ class DeepSpeedWeightSource(WeightSource):  # type: ignore[misc]  # vLLM's types
         return [ParamMeta(name, parameter.dtype, shape) for name, parameter, shape in self._entries()]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields pairs `(name, full tensor on the engine's device)`. The caller owns the tensor; the gathered memory is freed at once."""
+        """Yields pairs `(name, full tensor on the engine's device)`. Under ZeRO-3, the tensor is a copy, and the gathered memory is freed
+        at once; otherwise it is the parameter."""
         for name, parameter, _ in self._entries():
             with self._engine.gathered(parameter) as full:
                 tensor = full.clone() if hasattr(parameter, "ds_id") else full

@@ -48,8 +48,8 @@ class GuardedAdamW(torch.optim.AdamW):
 
 
 def parameter_groups(parameters: Iterable[Tensor], weight_decay: float) -> list[dict[str, Any]]:
-    """Splits parameters into matrices, which decay, and vectors (norm weights, biases), which do not. Returns one group if
-    `weight_decay` is 0."""
+    """Splits parameters into matrices, which decay, and vectors (norm weights, biases), which do not. Returns one group if `weight_decay`
+    is 0. Empty groups are omitted."""
     parameters = list(parameters)
     if weight_decay == 0.0:
         return [{"params": parameters, "weight_decay": 0.0}]
@@ -60,7 +60,7 @@ def parameter_groups(parameters: Iterable[Tensor], weight_decay: float) -> list[
 def learning_rate(learner: LearnerConfig, steps: float, step: int) -> float:
     """Returns the learning rate of step `step` (from 0). The rate rises linearly over `warmup_steps`, then follows `lr_schedule`.
 
-    `steps`, the number of steps, may be infinite.
+    `steps`, the number of steps, may be infinite, except with `linear` and `cosine`.
     """
     warmup = learner.warmup_steps
     if step < warmup:
@@ -79,7 +79,8 @@ def learning_rate(learner: LearnerConfig, steps: float, step: int) -> float:
 def skip_steps_above(optimizer: Any, *, above: float) -> Iterator[list[float]]:
     """Context manager within which a ZeRO optimizer (stage 1, 2 or 3) skips a step whose gradient norm exceeds `above`.
 
-    Yields a list to which the norm over all ranks, before clipping, is appended. The entry is NaN if the norm is not finite.
+    Yields a list to which the norm over all ranks, before clipping, is appended. The entry is NaN if the norm is not finite. The list stays
+    empty if DeepSpeed detects an overflow before it computes the norm.
     """
     norms: list[float] = []
     name = "_get_norm_groups" if hasattr(optimizer, "_get_norm_groups") else "scaled_global_norm"

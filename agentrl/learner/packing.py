@@ -24,7 +24,8 @@ Rows = tuple[Sample, ...]
 
 
 def split_minibatches(batch: Batch, count: int) -> list[Batch]:
-    """Distributes a batch's groups over at most `count` batches, each with its own denominator. Empty batches are dropped."""
+    """Distributes a batch's groups over at most `count` batches, each with its own denominator. Batches without trained tokens are
+    dropped."""
     part_of = {index: number % count for number, index in enumerate(batch.group_indices)}
     parts: list[Batch] = []
     for part in range(count):

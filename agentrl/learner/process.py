@@ -39,8 +39,9 @@ class LearnerProcess:
     """`recipe.learner.ranks` workers (`agentrl.learner.main`) and the process that starts them.
 
     The learner's progress has a deadline (`liveness`): a learner that makes no progress is killed and counts as failed. Output is appended
-    to `run_dir/logs/learner.log`. The processes die with the driver, even if the driver is killed. Call `start` from a thread that lives as
-    long as the learner should, because the parent death signal is sent when that thread exits.
+    to `run_dir/logs/learner.log`, and on further hosts to `learner-1.log` and so on. The processes die with the driver, even if the driver
+    is killed. Call `start` from a thread that lives as long as the learner should, because the parent death signal is sent when that thread
+    exits.
     """
 
     def __init__(
@@ -119,7 +120,8 @@ class LearnerProcess:
         """Waits until the learner exits, and kills it if it makes no progress.
 
         Raises `LearnerHalted` if the learner stopped at a limit, `UserError` if it rejected the model or the recipe, `DiskFull` if the disk
-        is full, `LearnerError` with the cause for any other failure, and `TimeoutError` if the learner is still running after `timeout_s`.
+        is full, `LearnerError` with the cause for any other failure or if the learner was never started, and `TimeoutError` if the learner
+        is still running after `timeout_s`.
         """
         if self._process is None:
             raise LearnerError("the learner was never started")
@@ -139,7 +141,7 @@ class LearnerProcess:
         self.liveness.pause()
 
     def check(self) -> None:
-        """Raises the same errors as `wait` if the learner failed."""
+        """Raises the same errors as `wait` if the learner has exited with an error. Does nothing while the learner is running."""
         process, code = self._process, self.returncode
         if process is None or code in (None, 0):
             return
@@ -152,7 +154,8 @@ class LearnerProcess:
         raise LearnerError(f"the learner exited with code {code}: {cause or 'it gave no reason'}{advice}\n  full output: {self.log_path}")
 
     async def stop(self, *, grace_s: float = 60.0) -> None:
-        """Signals the workers to finish the current step, waits up to `grace_s` seconds, then kills all processes. Idempotent."""
+        """Signals the workers to finish the current step, waits up to `grace_s` seconds, then kills all processes as `kill` does.
+        Idempotent."""
         if self._process is None:
             return
         if self.alive:
@@ -174,7 +177,7 @@ class LearnerProcess:
                 raise LearnerError(str(error)) from error
 
     def log_tail(self) -> str:
-        """Returns the last part of the log output since the last start."""
+        """Returns the end of the log output since the last start, at most 256 KiB; on several hosts, that of host 0."""
         return tail_bytes(self.log_path, most=_TAIL_BYTES, start=self._log_start)
 
     def _command(self, placement: str) -> list[str]:

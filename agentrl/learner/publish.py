@@ -45,7 +45,7 @@ def version_folder(run_dir: Path, number: int) -> Path:
 def select_probe_rows(
     groups: tuple[Group, ...], *, vocabulary: int, max_model_len: int, image_token: int | None = None
 ) -> tuple[tuple[int, ...], ...]:
-    """Returns the ends of up to `PROBE_ROWS` contexts from different groups, or a fixed row if the groups contain no tokens.
+    """Returns the ends of up to `PROBE_ROWS` contexts from different groups, or a fixed row if no context is usable.
 
     Only the ends are used, because contexts from the same family often start alike. A row is shorter than the model's context, because a
     server must sample one more token to return the row's logprobs. A row in which the policy sampled the `image_token` is excluded, because
@@ -62,8 +62,8 @@ def select_probe_rows(
 
 
 def write_base_probe(access: LearnerAccess, engine: PolicyEngine) -> None:
-    """Writes the probe of version 0, whose weights the engine holds, unless the probe already exists. Must be called on all
-    ranks.
+    """Writes the probe of version 0, whose weights the engine holds, unless the probe already exists. Must be called on all ranks. Raises
+    `DiskFull` or `LearnerError` on a write error.
 
     Servers are checked against this probe before anything is sampled. The probe's rows are greedy continuations, because in bfloat16, the
     logprobs of unlikely tokens differ more between implementations than those of likely tokens. The rows start with tokens from the middle
@@ -96,12 +96,12 @@ def publish_version(
     keep: int,
     as_delta: bool = False,
 ) -> None:
-    """Exports the engine's weights as version `number`, registers it, and deletes old versions' weights. Must be called on all
-    ranks.
+    """Exports the engine's weights as version `number`, registers it, and deletes old versions' weights (`VersionRegistry.prune`). Must be
+    called on all ranks.
 
-    The same engine state produces the same bytes. If `as_delta` is True, the version is written as a delta from its parent if the delta is
-    at most half the size of the complete weights, but every `FULL_EVERY`th version is written in full. Raises `DiskFull` or `LearnerError`
-    on a write error, and `StoreError` if the number is already registered with different weights.
+    The same engine state produces the same bytes. If `as_delta` is True, the version is written as a delta from its parent if the parent's
+    weights are available and the delta is at most half the size of the complete weights, but every `FULL_EVERY`th version is written in
+    full. Raises `DiskFull` or `LearnerError` on a write error, and `StoreError` if the number is already registered with different weights.
     """
     weights = gather_weights(engine)
     probe = engine.probe(rows)

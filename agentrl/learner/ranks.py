@@ -107,8 +107,8 @@ def resolve_device(device: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cu
 
 
 def join(device: Literal["auto", "cpu", "cuda"]) -> Ranks:
-    """Joins the launcher's other processes. The launcher sets RANK, WORLD_SIZE, LOCAL_RANK and, if there are several ranks, the rendezvous
-    address."""
+    """Joins the launcher's other processes. The launcher sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and, if there are several
+    ranks, the rendezvous address."""
     kind = resolve_device(device)
     # Otherwise DeepSpeed guesses its accelerator on import.
     os.environ["DS_ACCELERATOR"] = kind
@@ -140,6 +140,6 @@ def leave() -> None:
 
 
 def loopback() -> str:
-    """Returns the name of the loopback network interface."""
+    """Returns the name of the loopback network interface, or of the first interface if there is neither `lo` nor `lo0`."""
     names = [name for _, name in socket.if_nameindex()]
     return next(name for name in ("lo", "lo0", names[0]) if name in names)

@@ -104,7 +104,7 @@ class RemoteRegistry:
         return _version(self._calls("get", number=number))
 
     def latest(self, *states: VersionState) -> PolicyVersion | None:
-        """Returns the newest version in one of `states`."""
+        """Returns the newest version in one of `states`, or None if there is none."""
         return _version(self._calls("latest", states=[state.value for state in states]))
 
     def set_state(self, number: int, state: VersionState) -> None:
@@ -112,11 +112,11 @@ class RemoteRegistry:
         self._calls("set_state", number=number, state=state.value)
 
     def verify(self, version: PolicyVersion) -> None:
-        """Raises `StoreError` if the driver's weights for a version differ from the registered weights."""
+        """Raises `StoreError` if the driver's weights for a version differ from the registered weights or are missing."""
         self._calls("verify", version=codec.to_data(version))
 
     def reconcile(self, newest: int) -> tuple[int, ...]:
-        """Removes every version newer than `newest`."""
+        """Removes every version newer than `newest`, and returns the numbers of these versions."""
         return tuple(self._calls("reconcile_versions", newest=newest))
 
     def pinned(self) -> frozenset[int]:
@@ -124,7 +124,8 @@ class RemoteRegistry:
         return frozenset(self._calls("pinned"))
 
     def prune(self, keep: int) -> tuple[int, ...]:
-        """Deletes the weights of old versions, on the driver and in the mirror."""
+        """Deletes the weights of old versions, on the driver and in the mirror. Returns the numbers of these versions; see
+        `FolderRegistry.prune`."""
         numbers = tuple(self._calls("prune", keep=keep))
         self._mirror.drop_extra("versions")
         return numbers
@@ -161,7 +162,8 @@ class RemoteAccess:
         _once_per_host(ranks, lambda: self._mirror.fetch("versions/000000"))
 
     def prepare(self, alert: Callable[[str], None], ranks: Ranks) -> None:
-        """Fetches the newest intact checkpoint and deletes local checkpoints that the driver does not have."""
+        """Fetches the newest intact checkpoint, if there is one, and deletes local checkpoints that the driver does not have. Calls `alert`
+        for each damaged checkpoint."""
         _once_per_host(ranks, lambda: self._fetch_newest(alert))
 
     def _fetch_newest(self, alert: Callable[[str], None]) -> None:
@@ -183,7 +185,7 @@ class RemoteAccess:
 
     def checkpoint_written(self, folder: Path, spare: Spare, ranks: Ranks) -> None:
         """Sends a checkpoint. If the driver's disk is nearly full, older checkpoints are deleted there first. Each host sends its own
-        files."""
+        files. Raises `DiskFull` if the room still does not suffice."""
         name = f"checkpoints/{folder.name}"
         if ranks.hosts > 1:
             self._send_parts(name, folder, spare, ranks)
@@ -257,12 +259,12 @@ class RemoteAccess:
         self._calls("forget_setbacks", step=step)
 
     def pending_rollback(self) -> RollbackRequest | None:
-        """Returns the rollback that the gate or a user requested."""
+        """Returns the rollback that the gate or a user requested, or None if there is no request."""
         data = self._calls("pending_rollback")
         return None if data is None else codec.from_json(RollbackRequest, json.dumps(data))
 
     def find_server(self) -> ServerAddress | None:
-        """Returns the server that the driver announced."""
+        """Returns the server that the driver announced, or None if no server is running."""
         data = self._calls("find_server")
         return None if data is None else ServerAddress(url=str(data["url"]), key=str(data["key"]), start=int(data["start"]))
 

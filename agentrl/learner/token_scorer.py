@@ -77,7 +77,7 @@ class LogprobHead(nn.Module):
     def forward(self, hidden: Tensor, targets: Tensor | None, temperature: float, supports: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Returns logprobs [N] of `targets` and entropies [N], with gradient.
 
-        If `targets` is None, returns logprobs and ids of the most likely tokens.
+        If `targets` is None, returns logprobs and ids [N, M] of the most likely tokens of the vocabulary.
 
         `supports` [N, K]: ids of the tokens that a target was drawn from, including the target, padded with -1. The softmax
         is over these tokens only, and only K rows of the head are computed. None or a row of -1 means the whole vocabulary.
@@ -226,9 +226,9 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 def check_scorer(scorer: TokenScorer, *, tolerance: float) -> None:
     """Checks that the scorer agrees with the model's forward pass over plain sequences.
 
-    Raises `UserError` if the model's logits are not its output embedding times the last hidden state, or if its layers mix tokens by
-    anything other than attention. Samples are laid out without padding and with shared prefixes stored once, so no layer other than
-    attention may mix tokens.
+    Raises `UserError` if the model's logits are not its output embedding times the last hidden state, if its layers mix tokens by anything
+    other than attention, or if it has special positions or attention for images. Samples are laid out without padding and with shared
+    prefixes stored once, so no layer other than attention may mix tokens.
     """
     config = scorer.lm.config
     device = scorer.head.weight.device

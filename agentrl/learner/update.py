@@ -78,8 +78,9 @@ class Updater:
 
         A minibatch is skipped if its loss, its gradient or an advantage is not finite, or if the minibatch violates one of
         `learner.limits`. In that case, the weights stay the same, and `updates_left_out` counts the minibatch. If a limit demands a
-        rollback, `guard.rolling_back` is True afterwards, and the weights must not be used. Raises `LearnerHalted` if a limit demands
-        a halt, or if too many steps in a row were skipped. A batch without samples changes nothing.
+        rollback, `guard.rolling_back` is True afterwards, and the weights must not be used. During the critic's warm-up, only the critic is
+        trained. Metrics that are not finite are omitted. Raises `LearnerHalted` if a limit demands a halt, or if too many steps in a row
+        were skipped, and `LearnerError` if a token is not in the model's vocabulary. A batch without samples changes nothing.
         """
         start = time.perf_counter()
         self.guard.begin_step()
@@ -136,7 +137,7 @@ class Updater:
         return step - self.guard.counts.undone
 
     def _progress(self, step: int) -> float:
-        """Returns the completed share of the run: 0 in the first step, 1 in the last."""
+        """Returns the completed share of the run: 0 in the first step, 1 in the last; always 0 if the run has no last step."""
         return self._schedule_step(step) / max(1.0, self.engine.recipe.step_limit - 1)
 
     def _micro_batches(self, samples: Sequence[Sample]) -> list[MicroBatch]:

@@ -105,9 +105,10 @@ class UpdateGuard:
         return math.inf if limit is None else limit.at
 
     def record_policy_step(self, part: Batch, metrics: Mapping[str, float], *, applied: bool) -> None:
-        """Records an optimizer step of the policy. `metrics` include `grad_norm`, which is NaN if the norm is not finite.
+        """Records an optimizer step of the policy. `metrics` include `grad_norm`, which may be NaN or infinite.
 
-        Raises `LearnerHalted` if a limit demands a halt, or if `MAX_BAD_UPDATES` steps in a row were skipped.
+        Raises `LearnerHalted` if a limit demands a halt or a third rollback within `BUDGET_STEPS` steps, or if `MAX_BAD_UPDATES` steps in a
+        row were skipped.
         """
         self.start_weights_passed = self.start_weights_passed or (applied and self._checked == 0)
         self._checked += 1
@@ -135,7 +136,7 @@ class UpdateGuard:
         self._stop_at(self.counts.bad_in_a_row, part, "optimizer steps", reasons)
 
     def record_critic_step(self, part: Batch, metrics: Mapping[str, float], *, applied: bool) -> None:
-        """Records an optimizer step of the critic; see `record_policy_step`."""
+        """Records an optimizer step of the critic. Raises `LearnerHalted` if `MAX_BAD_UPDATES` steps in a row were skipped."""
         if applied:
             self.counts = replace(self.counts, critic_bad_in_a_row=0)
             return

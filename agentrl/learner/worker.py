@@ -199,7 +199,7 @@ class Worker:
         return assembled, metrics, setbacks
 
     def _roll_back(self, step: int, to: int) -> int:
-        """Undoes all steps after checkpoint `to` and returns `to`.
+        """Undoes all steps after checkpoint `to` and returns `to`. Raises `LearnerHalted` if that checkpoint is missing or damaged.
 
         The groups of the undone steps stay consumed. The old weights are published under the next number, so the server and the
         rollouts switch to them as to any other version.
@@ -420,8 +420,8 @@ def run_worker(run_dir: Path, *, root: Path | None = None, progress: str | None 
         progress: path of the pipe for `ProgressReporter`; None disables reports.
         driver: address and key of the driver, if `run_dir` is a mirror of the run folder.
 
-    Raises `PluginError` if a user-supplied part cannot be resolved or does not implement its protocol, `RecipeError` if the recipe is
-    invalid, and `LearnerError` or `StoreError` if the learner cannot continue.
+    Raises `UserError` if the recipe, the model or a user-supplied part is invalid, and `InfrastructureError` (such as `LearnerError`,
+    `StoreError` or `DiskFull`) if the learner cannot continue.
     """
     start = time.perf_counter()
     transformers.utils.logging.disable_progress_bar()

@@ -108,7 +108,7 @@ class EpisodeNotes:
 
 
 def printable_note(text: str) -> str:
-    """Returns the stripped text, with each unprintable character replaced by the replacement character."""
+    """Returns the stripped text, with each unprintable character except line breaks and tabs replaced by the replacement character."""
     printable = "".join(
         char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text.replace("\r\n", "\n")
     )
@@ -116,7 +116,7 @@ def printable_note(text: str) -> str:
 
 
 def format_notes(notes: Sequence[str]) -> str:
-    """Returns the notes, numbered. All lines of a note except the first are indented, so a line cannot look like a different note."""
+    """Returns the notes, numbered, or `NO_NOTES`. The later lines of a note are indented, so that they do not look like other notes."""
     if not notes:
         return NO_NOTES
     return "\n".join(f"{number}. " + "\n   ".join(note.split("\n")) for number, note in enumerate(notes, 1))

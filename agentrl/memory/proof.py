@@ -52,7 +52,7 @@ class MemoryReport:
 
     @property
     def ok(self) -> bool:
-        """Whether all reads were allowed."""
+        """Whether all reads were allowed, whatever `answers` contains."""
         return not self.wrong
 
     def to_data(self) -> dict[str, Any]:

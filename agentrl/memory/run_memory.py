@@ -50,7 +50,7 @@ class RunMemory:
 
     async def prepare_block(self, block: int) -> None:
         """Commits the notes that the groups of a block read. Call this method when the block may start, because the experience store then
-        contains the episodes that wrote the notes."""
+        contains the episodes that wrote the notes. Raises `StoreError` if it contains no groups of a step."""
         async with self._reaching:
             wanted = self._starts.version_of(block)
             if self._store is None:
@@ -71,8 +71,8 @@ class RunMemory:
         return self._starts.version_of(self._order.block_of(group))
 
     def view(self, task: Task, group: int | None) -> StoreView:
-        """Returns the memory for a group's attempts. The memory is empty and read-only if `group` is None. Raises `TaskError` if the task
-        has no scope."""
+        """Returns the memory for a group's attempts. If `group` is None, the memory is empty and its notes are not stored. Raises
+        `TaskError` if the task has no scope, and `StoreError` if the group's version does not exist yet."""
         if group is None:
             return StoreView(store=self._nothing, scope="none", version=0, task_key=task.key)
         version = self.version_of(group)
@@ -178,7 +178,7 @@ def open_memory(recipe: Recipe, folder: Path, experience: DriverStore, order: Gr
 
 
 def placeholder_memory(recipe: Recipe) -> EpisodeMemory | None:
-    """Returns an empty memory with the recipe's tools, for checks that have no episode, or None if the recipe has no memory."""
+    """Returns an empty memory with the recipe's tools, for checks that have no episode; None if the recipe has no memory."""
     return None if recipe.memory is None else EmptyMemory(Memo(scope="-"))
 
 

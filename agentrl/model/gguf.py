@@ -68,7 +68,8 @@ class GgufHeader:
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Reads and checks a header. Raises `UserError` if the file is not GGUF, is truncated or damaged, or is not a model."""
+    """Reads and checks a header. Raises `UserError` if the file is not GGUF, has an unsupported version, is truncated or damaged, or is not
+    a model, and `OSError` if the file cannot be read."""
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(24)

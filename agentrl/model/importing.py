@@ -73,8 +73,9 @@ def import_model(
         force: whether to replace an existing model folder.
         on_stage: called with the name of each stage.
 
-    Raises `UserError` if the model cannot be served or trained exactly, if a package is missing, if the disk has too little space, if
-    `target` may not be replaced, or if another import is writing `target`.
+    Raises `UserError` if the source is missing, unreadable or damaged, if the model cannot be served or trained exactly, if a package is
+    missing, if the disk has too little space, if `target` may not be replaced, or if another import is writing `target`. Raises `OSError`
+    if the disk becomes full during the import.
     """
     try:
         return _import(source, target, chat_template, dtype, force, root or Path.cwd(), on_stage)

@@ -25,8 +25,8 @@ _NEUTRAL = {"rope.scaling.type": "none", "rope.scaling.factor": 1.0, "rope.scali
 
 
 def read_config(folder: Path, file: str | None, header: GgufHeader | None) -> Any:
-    """Returns the configuration of the model in a folder or of a GGUF file in the folder. Raises `UserError` if the architecture is not
-    supported."""
+    """Returns the configuration of the model in a folder or of a GGUF file in the folder. Raises `UserError` if the configuration cannot be
+    read, the architecture is not supported, or transformers ignores a setting of the GGUF file."""
     from transformers import AutoConfig
 
     try:
@@ -69,8 +69,8 @@ def _check_all_read(header: GgufHeader, config: Any) -> None:
 def check_size(config: Any, *, values: int, exact: bool) -> int:
     """Returns the number of parameters of a configuration's model without allocating them. Tied parameters count once.
 
-    Raises `UserError` if `values`, the number of values in the files, is less than the number of parameters, or, if `exact` is set,
-    differs from it.
+    Raises `UserError` if no model can be built, or if `values`, the number of values in the files, is less than the number of parameters
+    or, if `exact` is set, differs from it.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -94,8 +94,8 @@ def check_size(config: Any, *, values: int, exact: bool) -> int:
 
 
 def load_model(folder: Path, config: Any, dtype: str, *, file: str | None = None) -> Any:
-    """Loads the model of a folder, or of a GGUF file in the folder, with the learner's attention. Raises `UserError` unless the files
-    contain exactly the model's tensors."""
+    """Loads the model of a folder, or of a GGUF file in the folder, with the learner's attention. Raises `UserError` if the files cannot be
+    loaded or do not contain exactly the model's tensors."""
     import torch
     from transformers import AutoModelForCausalLM
 

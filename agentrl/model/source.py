@@ -40,7 +40,8 @@ class Source:
 
 
 def find_source(text: str) -> Source:
-    """Returns the source that `text` describes. Raises `UserError` if there is no such source."""
+    """Returns the source that `text` describes. Raises `UserError` if the source does not exist, is ambiguous, differs from the file that
+    its package installed, or is not a model in safetensors or GGUF format."""
     if text.startswith(PACKAGE):
         return _in_package(text.removeprefix(PACKAGE))
     path = Path(text)
@@ -91,7 +92,7 @@ def _pickled(path: Path) -> UserError:
 
 
 def _of_card(path: Path) -> str:
-    """Returns the licence in the header of a model card."""
+    """Returns the licence in the header of a model card; empty if there is none."""
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             head = file.read(1 << 16)
@@ -141,19 +142,23 @@ def _in_package(text: str) -> Source:
 
 
 def _distribution(name: str) -> Distribution:
-    """Returns an installed distribution by its name or by the name of one of its modules."""
+    """Returns an installed distribution by its name or by the name of one of its modules. Raises `UserError` unless exactly one matches."""
     try:
         return distribution(name)
     except (PackageNotFoundError, ValueError):
         names = sorted(set(packages_distributions().get(name, ())))
     if len(names) != 1:
         fix = "correct the name; if it is correct, check who publishes the package, then install it with pip"
+        if names:
+            raise UserError(
+                f"{name!r} is a module of {len(names)} packages: {', '.join(names)}", fix=f"name one of them, such as package:{names[0]}"
+            )
         raise UserError(f"package {name!r} is not installed", fix=fix)
     return distribution(names[0])
 
 
 def _inside(package: Distribution, path: str) -> Path:
-    """Returns the path of a file in a package. Raises `UserError` if the file is outside the package's folder."""
+    """Returns the path of a file in a package. Raises `UserError` if the file is missing or outside the package's folder."""
     root = Path(str(package.locate_file(""))).resolve()
     file = Path(str(package.locate_file(path)))
     if PurePosixPath(path).is_absolute() or not file.resolve().is_relative_to(root):

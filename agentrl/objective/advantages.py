@@ -1,7 +1,8 @@
 """Advantages of episodes, in float64.
 
 An estimator (`agentrl.protocols.AdvantageEstimator`) is a function of the scores of a step's groups. `batch_advantages` applies the
-estimator in the recipe, built-in or user-supplied, and drops groups without a learning signal.
+estimator in the recipe, built-in or user-supplied, and drops groups without a learning signal. If the arithmetic overflows, a built-in
+estimator returns NaN, and `agentrl.objective.samples.assemble` drops the group.
 """
 
 from __future__ import annotations
@@ -88,15 +89,15 @@ def batch_advantages(
 ) -> list[GroupAdvantages]:
     """Computes the advantage of each episode of a step with the estimator in `objective.advantage`.
 
-    Unscored or excluded episodes are assigned None and are not included in any mean. A group is dropped, with the reason, if fewer
-    than `min_group_size` episodes count, if a score is not finite, or if all its advantages would be zero up to rounding
-    (`agentrl.base.numbers`).
+    Unscored or excluded episodes are assigned None and are not included in any mean. A group is dropped, with the reason, if fewer than
+    `min_group_size` episodes (or none) count, if a score is not finite, or, except with `gae`, if all its advantages would be zero up to
+    rounding (`agentrl.base.numbers`).
 
     Args:
         penalties: episode id -> penalty (the KL term of the reward), which is subtracted from the episode's score.
 
     Raises:
-        PluginError: a user-supplied estimator raised an exception or returned the wrong shape.
+        PluginError: the estimator cannot be loaded, raised an exception, or returned a wrong shape or type.
     """
     scores = [_counted(group, penalties or {}) for group in groups]
     reasons = [_drop_reason(counted, min_group_size) for counted in scores]
@@ -198,6 +199,7 @@ def _scaled(centred: list[float], scores: Sequence[float], normalize_std: bool) 
 
 
 def sample_std(values: Sequence[float]) -> float:
-    """Returns the standard deviation of at least two values, with n - 1 in the denominator."""
+    """Returns the standard deviation of at least two values, with n - 1 in the denominator. Raises `OverflowError` if a square is too
+    large."""
     mean = fmean(values)
     return math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))

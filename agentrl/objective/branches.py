@@ -47,7 +47,7 @@ class CreditedTrajectory:
 def assign_shared_turns(trajectories: Sequence[CreditedTrajectory], *, mean: bool) -> list[CreditedTrajectory]:
     """Returns the trajectories with `trains` set: the first trajectory with a sampled turn trains that turn.
 
-    Trajectories that train no turn are dropped.
+    Trajectories that train no turn are dropped. If no trajectory inherits turns, returns all of them unchanged.
 
     Args:
         trajectories: all counted trajectories of one group, in the group's order.

@@ -224,7 +224,7 @@ def turn_advantages(
 
     Process supervision with GRPO, Shao et al. 2024, arXiv:2402.03300, section 4.1.3. The result is added to the advantage of the outcome,
     as in turn-level credit assignment, Zeng et al. 2025, arXiv:2505.11821. Each trajectory of an episode has its own returns, plus those of
-    its continuation. If all rewards are equal, all advantages are 0.
+    its continuation. If all rewards are equal, all advantages are 0. If the variance overflows, they are NaN.
 
     Args:
         rewards: [episode][trajectory][turn].

@@ -36,6 +36,7 @@ def token_statistics(
         cut: tokens whose importance weight was truncated or masked.
         weight: importance weight of each token: the correction's weight times the ratio, before the clip.
         same: [N] float64, k3 of KL(mu || pi) for the tokens that pi's weights sampled, NaN for the others; None means unknown for all.
+        kl_reference: [N] k3 of KL(pi || pi_ref); None if there is no KL reference model.
     """
     log_ratio = log_ratio.detach().double()
     ratio = log_ratio.exp()

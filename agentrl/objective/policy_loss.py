@@ -65,8 +65,8 @@ def policy_loss(
     `surrogate`: the result of `load_loss(objective)`; None loads the loss. `reach`: the threshold of the second-moment mask, computed over
     the whole batch. `progress` is the argument of `ObjectiveConfig.entropy_weight`.
 
-    Raises `ValueError` if the denominator is not positive or a required tensor is missing, and `PluginError` if the loss returns the wrong
-    shape.
+    Raises `ValueError` if the denominator is not positive, or if a required tensor is missing or lacks a gradient, and `PluginError` if the
+    loss cannot be loaded or returns a wrong shape or type. Exceptions of a user-supplied loss are not converted.
     """
     if not denominator > 0:
         raise ValueError(f"denominator must be positive, got {denominator}")

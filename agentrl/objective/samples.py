@@ -32,18 +32,19 @@ class AssembledBatch:
 
 
 def assemble(step: int, groups: Sequence[Group], recipe: Recipe, *, penalties: Mapping[str, float] | None = None) -> AssembledBatch:
-    """Returns one sample per trajectory of every counted episode, and the reason for each group without samples.
+    """Returns one sample per trajectory that trains a token, for every counted episode, and the reason for each group without samples.
 
-    A group is dropped if it has a non-finite score or logprob, or a trajectory that starts without a prompt or exceeds the policy's
-    context. Such a group is dropped completely, before any mean is computed, because dropping individual episodes would shift its baseline.
-    A group is also dropped if its advantages are not finite in float32. `Batch.group_indices` contains all groups, because the step
-    consumes them.
+    A group is dropped if its task is broken, if it has a non-finite score or logprob, or if a trajectory starts without a prompt or exceeds
+    the policy's context. Such a group is dropped completely, before any mean is computed, because dropping individual episodes would shift
+    its baseline. A group is also dropped if too few of its episodes count, if it has no learning signal, or if its advantages are not
+    finite in float32. `Batch.group_indices` contains all groups, because the step consumes them.
 
     Args:
         penalties: episode id -> penalty, which is subtracted from the episode's score; see `counted_samples`.
 
     Raises:
         RecipeError: a score lacks what `objective.turn_coef` or `objective.credit` needs.
+        PluginError: see `batch_advantages`.
     """
     dropped = {group.index: reason for group in groups if (reason := _unfit(group, recipe.policy.max_model_len))}
     fit = [group for group in groups if group.index not in dropped]
@@ -66,7 +67,8 @@ def assemble(step: int, groups: Sequence[Group], recipe: Recipe, *, penalties: M
 
 
 def scale_for_residuals(batch: Batch, recipe: Recipe) -> Batch:
-    """Returns the batch of one optimizer step with scaled advantages, so that residuals do not dilute the tokens of other groups.
+    """Returns the batch of one optimizer step with scaled advantages, so that residuals (samples of groups with a negative index) do not
+    dilute the tokens of other groups.
 
     The loss divides by D, which counts tokens or rollouts of all samples. The tokens and rollouts of residuals were already
     counted in the step of their first group. Therefore, the scaled loss divides by the residuals' share of D or by the share of the other
@@ -87,9 +89,10 @@ def scale_for_residuals(batch: Batch, recipe: Recipe) -> Batch:
 
 
 def counted_samples(groups: Sequence[Group], *, longest: int | None = None) -> tuple[Sample, ...]:
-    """Returns the token sequences of every counted episode, with advantages of zero, for computing penalties on scores.
+    """Returns the token sequences of every counted episode, with advantages of zero, for computing penalties on scores. Excludes the groups
+    that `assemble` drops whatever their scores.
 
-    `longest`: length of the policy's context in tokens.
+    `longest`: length of the policy's context in tokens; None means no limit.
     """
     return tuple(
         _sample(scored.episode.id, group.index, trajectory, [0.0] * len(trajectory.turns))

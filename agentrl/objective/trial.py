@@ -20,8 +20,8 @@ from agentrl.protocols import AdvantageEstimator
 def try_estimator(objective: ObjectiveConfig, *, group_size: int) -> None:
     """Calls the estimator on three groups: different scores, equal scores, and a group with an excluded attempt.
 
-    Raises `PluginError` if the estimator raises an exception, or returns the wrong shape, a non-finite value or different results for the
-    same scores.
+    Raises `PluginError` if the estimator cannot be loaded, raises an exception, or returns the wrong shape, a non-finite value or different
+    results for the same scores.
     """
     size = max(group_size, 2)
     groups = [[float(member % 2) for member in range(size)], [1.0] * size, [member / size for member in range(size - 1)]]
@@ -51,8 +51,8 @@ def _estimator_error(name: str, groups: Sequence[Sequence[float]], problem: str,
 def try_loss(objective: ObjectiveConfig) -> None:
     """Calls the loss on five tokens of two sequences and on no tokens, and computes the gradient. Imports torch.
 
-    Raises `PluginError` if the loss raises an exception, or returns the wrong shape or type, a non-finite term or gradient, or a term that
-    does not depend on the policy.
+    Raises `PluginError` if the loss cannot be loaded, raises an exception, or returns the wrong shape or type, a non-finite term or
+    gradient, or a term that does not depend on the policy.
     """
     import torch
 

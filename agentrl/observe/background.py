@@ -22,7 +22,7 @@ MAX_EVENTS = 1024
 """Maximum number of waiting events. Additional events are dropped and counted."""
 
 MAX_GROUPS = 64
-"""Maximum number of waiting events at which a group is still added. It is smaller than `MAX_EVENTS`, because a group holds all of its
+"""Number of waiting events from which on a group is dropped. It is smaller than `MAX_EVENTS`, because a group holds all of its
 tokens."""
 
 Event = Callable[[Tracker], None]
@@ -90,7 +90,8 @@ class BackgroundTracker(Tracker):
         self._add(lambda one: one.judged(version, outcome, reason))
 
     def close(self) -> None:
-        """Waits at most `close_s` seconds until the wrapped tracker has handled the waiting events and closed. Idempotent."""
+        """Waits at most `close_s` seconds until the wrapped tracker has handled the waiting events and closed, and
+        logs a warning if it has not. Idempotent."""
         if self._closed:
             return
         self._closed = True

@@ -50,7 +50,7 @@ class Chart:
 
     @property
     def text(self) -> str:
-        """The chart as JSON, in ASCII."""
+        """The chart as JSON, in ASCII. Raises `ValueError` if a number is not finite."""
         return json.dumps(self.to_data(), allow_nan=False)
 
     @property
@@ -143,7 +143,7 @@ def reward_chart(table: MetricsTable, rates: Mapping[str, Sequence[Rate | None]]
 
 
 def metric_charts(table: MetricsTable, *, audit: str = "the audit is not used in training") -> list[Chart]:
-    """Returns the small charts of a run. A chart is omitted if its metrics have no values.
+    """Returns the small charts of a run. A chart is omitted if its metrics have no values, or for some charts, if all values are 0.
 
     Args:
         audit: note for the chart that shows the mean reward and the mean audit score.

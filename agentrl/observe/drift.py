@@ -51,7 +51,7 @@ def drift_alerts(steps: Steps) -> list[str]:
 
 def limit_alerts(steps: Steps, limits: Sequence[Limit]) -> list[str]:
     """Returns the alerts for the newest step from `learner.limits` with action=alert: one for each metric that starts to violate its
-    limit."""
+    limit. `steps` must not be empty."""
 
     def violated(step: Mapping[str, float], limit: Limit) -> bool:
         value = step.get(limit.metric)
@@ -80,7 +80,8 @@ def reward_against_audit(steps: Steps) -> str:
 
 
 def reward_left_audit(steps: Steps) -> str:
-    """Returns an alert if the reward rises and the audit falls by `LEAST_AT_ONCE` or more from `JUMP` steps to the next; otherwise ""."""
+    """Returns an alert if the reward rises and the audit falls by `LEAST_AT_ONCE` or more from `JUMP` steps to the next `JUMP`; otherwise
+    ""."""
     reward, audit = _change(steps, "reward_mean", JUMP), _change(steps, "audit_mean", JUMP)
     if reward is None or audit is None or reward.by < LEAST_AT_ONCE or -audit.by < LEAST_AT_ONCE:
         return ""
@@ -118,8 +119,8 @@ def few_tokens_act(steps: Steps) -> str:
 
 
 def exclusions_rose(steps: Steps) -> str:
-    """Returns an alert if the share of attempts with policy-reachable faults is higher in the newest steps than in the steps before
-    them."""
+    """Returns an alert if the share of attempts with policy-reachable faults is significantly higher in the newest `WINDOW` steps
+    than in the steps before them; otherwise ""."""
     known = [
         (step["excluded_policy_reachable"], step["attempts_ended"]) for step in steps if step.get("excluded_policy_reachable") is not None
     ]

@@ -83,7 +83,8 @@ def write_history_page(path: Path, histories: Sequence[SuiteHistory]) -> None:
 
 
 def read_gate_section(run_dir: Path) -> GateSection:
-    """Reads the gate's section from `gate/` in a run folder: the files `*/verdict.json` and the episodes that each verdict lists."""
+    """Reads the gate's section from `gate/` in a run folder: the files `*/verdict.json` and the episodes that each verdict lists.
+    The notes of the section name unreadable files."""
     notes: list[str] = []
     folder = run_dir / "gate"
     numbers = sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal()) if folder.is_dir() else []

@@ -49,7 +49,8 @@ class EventLog:
 
     `record` only adds an event to a queue. A thread encodes and writes the waiting events every 0.2 s.
 
-    If writing fails, the run continues. `on_fault` is called once, from the thread, and events are dropped until writing succeeds again.
+    If writing fails, the run continues. `on_fault` is called once, from the thread. The events of the failed write are dropped, and later
+    events wait until writing succeeds or `max_waiting` events wait.
 
     Args:
         run_dir: the run folder. If a different process is recording the run's events, nothing is written until that process exits.
@@ -78,7 +79,7 @@ class EventLog:
         self._thread.start()
 
     def record(self, event: Event) -> None:
-        """Adds an event to the queue, or drops the event if too many events are waiting. Returns at once and never raises.
+        """Adds an event to the queue, or drops it if too many events are waiting or `close` was called. Returns at once and never raises.
 
         Any thread may call it.
         """
@@ -203,7 +204,7 @@ class EventPage:
 
 
 def read_events(run_dir: Path, *, after: int = 0, limit: int = 1000) -> EventPage:
-    """Returns at most `limit` events that follow offset `after`, in order.
+    """Returns at most `limit` events (at most `MAX_PAGE`) that follow offset `after`, in order.
 
     If the last line is still being written, a later call returns its event. A page without events whose offset equals `after` means that
     there are no new events, or that the run has no events. One call reads at most 4 MiB.
@@ -232,7 +233,8 @@ def read_events(run_dir: Path, *, after: int = 0, limit: int = 1000) -> EventPag
 
 
 def newest_offset(run_dir: Path, *, back: int = 256 << 10) -> int:
-    """Returns the offset of a line that starts about `back` bytes before the end of the stream, for reading the newest events."""
+    """Returns the offset of a line that starts about `back` bytes before the end of the stream, for reading the newest events;
+    0 if there are no events. Raises the errors of `read_events`."""
     segments = _segments(run_dir / FOLDER)
     if not segments:
         return 0

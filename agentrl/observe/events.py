@@ -227,7 +227,8 @@ def kind_of(event: Event) -> str:
 
 
 def encode(event: Event) -> bytes:
-    """Returns an event as one line of JSON, at most `MAX_LINE` bytes. Strings are clipped, and numbers that are not finite become null."""
+    """Returns an event as one line of JSON, at most `MAX_LINE` bytes. Strings and lists are clipped, and numbers that are not
+    finite become null."""
     limits = _LIMITS_OF[kind_of(event)]
     data = {name: _plain(getattr(event, name), most) for name, most in limits.items()}
     line = to_json({"event": kind_of(event), **data}) + b"\n"

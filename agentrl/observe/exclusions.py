@@ -64,7 +64,7 @@ def normalize_reason(text: str, *, most: int = LONGEST) -> str:
 
 
 def count_exclusions(episodes: Iterable[ScoredEpisode]) -> dict[str, int]:
-    """Returns a mapping reason -> number of excluded episodes, the most frequent reason first."""
+    """Returns a mapping reason -> number of excluded episodes, reduced and ordered as by `most_frequent`."""
     return most_frequent(Counter(reason for scored in episodes if (reason := exclusion_reason(scored))))
 
 

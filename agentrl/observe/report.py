@@ -77,7 +77,8 @@ class Head:
 def write_report(run_dir: Path) -> Path:
     """Writes `report.html` into a run folder, with the content of the files that exist in the folder.
 
-    This function can be called during a run or after an interruption. Raises `StoreError` if the folder does not exist.
+    This function can be called during a run or after an interruption. Raises `StoreError` if the folder does not exist, and `OSError` if
+    the report cannot be written.
     """
     run = read_run(run_dir)
     summary = run.summary

@@ -135,7 +135,8 @@ def _settings(recipes: Sequence[Line]) -> Iterator[tuple[str, tuple[Any, ...]]]:
 
 
 def flatten(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields pairs (dotted key, value) for nested settings. The keys have the format of overrides, such as `learner.lr`."""
+    """Yields pairs (dotted key, value) for nested settings. The keys have the format of overrides, such as `learner.lr`. An
+    empty mapping is a value."""
     for key, value in data.items():
         if isinstance(value, dict) and value:
             yield from flatten(value, f"{prefix}{key}.")

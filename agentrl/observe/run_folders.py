@@ -49,7 +49,8 @@ def check_runs_folder(path: Path) -> None:
 
 
 def run_state(path: Path, locks: frozenset[int] | None = None) -> str:
-    """Returns "running" if a driver is running, otherwise how the last session ended: "finished", "interrupted", "failed" or "killed".
+    """Returns "running" if a driver runs on this machine, otherwise how the last session ended: "finished", "interrupted", "failed" or
+    "killed".
 
     Returns "unknown" if the folder has no readable sessions.
 
@@ -69,7 +70,7 @@ def run_state(path: Path, locks: frozenset[int] | None = None) -> str:
 
 
 def held_locks() -> frozenset[int]:
-    """Returns the inodes of files that processes on this machine have locked.
+    """Returns the inodes of files that processes on this machine have locked (flock); empty if /proc/locks cannot be read.
 
     Testing a driver's lock by acquiring it could prevent a driver from starting, so /proc/locks is read instead.
     """

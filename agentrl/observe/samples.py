@@ -13,7 +13,7 @@ from agentrl.records import Group, Message, ScoredEpisode, Trajectory
 MAX_TEXT = 8192
 """Maximum number of characters in one message of a sample."""
 MAX_MESSAGES = 256
-"""Maximum number of messages in a sample. The first messages and the last message are kept."""
+"""Maximum number of messages in a sample, including a note in place of the omitted ones. The first messages and the last are kept."""
 Said = dict[str, Any]
 
 
@@ -65,12 +65,12 @@ class Samples:
 
 
 def sample_of(group: Group, scored: ScoredEpisode) -> Sample:
-    """Returns an episode of a group as text, without control characters."""
+    """Returns the first trajectory of an episode as text, without control characters and with long messages clipped."""
     episode = scored.episode
     messages = [message for trajectory in episode.trajectories[:1] for message in _messages(trajectory.prompt or group.prompt, trajectory)]
     if len(messages) > MAX_MESSAGES:
-        gap = {"role": "system", "content": f"[{len(messages) - MAX_MESSAGES} messages omitted]"}
-        messages = [*messages[: MAX_MESSAGES - 1], gap, messages[-1]]
+        gap = {"role": "system", "content": f"[{len(messages) - MAX_MESSAGES + 1} messages omitted]"}
+        messages = [*messages[: MAX_MESSAGES - 2], gap, messages[-1]]
     return Sample(
         episode=_short(episode.id),
         task=_short(group.task_id),

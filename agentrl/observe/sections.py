@@ -113,7 +113,8 @@ class _GroupCount:
 
 
 def learning_tables(lines: Iterable[Mapping[str, Any]]) -> list[Table]:
-    """Returns two tables: shares of groups with different and equal scores by kind of task, and tasks that never gave a learning signal.
+    """Returns two tables: shares of groups with different and equal scores by kind of task, and tasks that never gave a learning signal in
+    two or more groups.
 
     A table without rows is omitted.
     """

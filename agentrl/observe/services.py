@@ -117,7 +117,7 @@ class MlflowRun(Tracker):
         self._alerts = 0
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Logs the metrics of a finished step."""
+        """Logs the metrics of a finished step, without those that are not finite."""
         now_ms = self._mlflow.utils.time.get_current_time_millis()
         entity = self._mlflow.entities.Metric
         finite = {key: value for key, value in metrics.items() if math.isfinite(value)}
@@ -191,7 +191,7 @@ class PrometheusEndpoint(Tracker):
         return family
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Replaces the metrics of the previous step with those of this step."""
+        """Replaces the metrics of the previous step with those of this step, at most `MAX_METRICS`."""
         named = {"step": float(step)} | {_NOT_IN_NAMES.sub("_", key)[:200]: float(value) for key, value in metrics.items()}
         with self._lock:
             self._metrics = dict(list(named.items())[:MAX_METRICS])
@@ -228,7 +228,7 @@ class PrometheusEndpoint(Tracker):
 def open_prometheus(run_dir: Path, recipe: Recipe, *, port: int = 9464) -> PrometheusEndpoint:
     """Opens the tracker `prometheus`. Port 0 selects a free port.
 
-    Raises `UserError` if `prometheus_client` is not installed, and `PluginError` if the port is in use.
+    Raises `UserError` if `prometheus_client` is not installed, and `PluginError` if the endpoint cannot listen on the port.
     """
     import_optional("prometheus_client", "prometheus", needed_for="the tracker prometheus")
     import prometheus_client

@@ -129,7 +129,8 @@ class Summary(BaseModel):
 
     @classmethod
     def read(cls, run_dir: Path) -> Self:
-        """Reads `summary.json`. Raises `FileNotFoundError` if the file is missing, and `StoreError` if its content is invalid."""
+        """Reads `summary.json`. Raises `OSError` (`FileNotFoundError` if it is missing) if the file cannot be opened, and `StoreError`
+        if its content is invalid."""
         path = run_dir / SUMMARY_FILE
         try:
             return cls.model_validate_json(read_bytes(path, most=_MAX_BYTES, inside=run_dir))
@@ -138,7 +139,8 @@ class Summary(BaseModel):
 
 
 def record_start(folder: Path) -> None:
-    """Records the start of a driver, and the number of learner steps that are already done."""
+    """Records the start of a driver, and the number of learner steps that are already done. Raises `ValueError` if a line of
+    `metrics.jsonl` is damaged."""
     steps = {line["step"] for line in read_json_lines(folder / "metrics.jsonl")}
     append_lines(folder / SESSIONS_FILE, [json_line({"began": datetime.now(UTC).isoformat(timespec="seconds"), "step": len(steps)})])
 

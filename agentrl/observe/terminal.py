@@ -57,7 +57,8 @@ class Progress:
             self.training, self.step_times = True, deque([time.monotonic()], maxlen=_SHOWN_STEPS)
 
     def finished_group(self, group: Group) -> list[str]:
-        """Counts a finished group. Returns the reasons for excluding its episodes that have not occurred before."""
+        """Counts a finished group. Returns the reasons for excluding its episodes that have not occurred before, as long
+        as they are among the first five reasons of the run."""
         self.episodes += len(group.episodes)
         known = min(len(self.left_out), _REASONS_REPORTED)
         counts = dict(self.left_out)

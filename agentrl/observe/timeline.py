@@ -71,7 +71,7 @@ class Timeline:
     def take(self) -> dict[str, float]:
         """Ends the running interval and starts the next interval.
 
-        Returns the metrics of the interval that ended; empty if no interval had started.
+        Returns the metrics of the interval that ended. If no interval is running, does nothing and returns an empty dictionary.
         """
         if self._began is None:
             return {}

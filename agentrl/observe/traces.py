@@ -131,7 +131,7 @@ class _Spans:
         self._content = os.environ.get(CONTENT, "").strip().lower() == "true"
 
     def episode(self, group: int, scored: ScoredEpisode) -> Iterator[Any]:
-        """Yields the spans of an episode, at most `MAX_SPANS`. Yields no spans if the sampler excludes the episode."""
+        """Yields the spans of an episode, at most `MAX_SPANS`. Yields none if the sampler excludes the episode or it has no trajectory."""
         lines, wanted = scored.episode.trajectories, span_count(scored)
         if lines and self._sampled(self._trace_id(scored.episode.id), "invoke_agent"):
             spans = (span for index, line in enumerate(lines) for span in self._agent(scored, index, line, group, wanted))

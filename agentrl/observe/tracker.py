@@ -202,7 +202,7 @@ def open_trackers(run_dir: Path, recipe: Recipe, *, console: bool) -> list[Track
     """Opens all trackers of a recipe, or none if one of them fails. If `console` is False, `terminal` prints to standard error. Third-party
     and user-supplied trackers run in the background.
 
-    Raises `PluginError` if a tracker cannot be opened.
+    Raises `UserError` (usually `PluginError`) or `OSError` if a tracker cannot be opened.
     """
     opened: list[Tracker] = []
     try:

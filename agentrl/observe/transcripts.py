@@ -48,7 +48,7 @@ class ShownEpisode:
 
 
 def choose_pairs(before: Sequence[Transcript], after: Sequence[Transcript], wanted: int) -> list[Pair]:
-    """Chooses informative pairs of episodes of the same task before and after training.
+    """Chooses at most `wanted` informative pairs of episodes of the same task before and after training.
 
     Gains are chosen first, from each kind and split, then losses, then tasks that still fail.
     """

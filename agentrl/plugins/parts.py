@@ -239,7 +239,8 @@ def load_part(kind: PartKind, part: Part) -> Any:
 def make_part(kind: PartKind, part: Part, *arguments: Any, **named: Any) -> Any:
     """Creates a part with its factory and checks the part against its protocol.
 
-    Raises the same errors as `load_part`, and `PluginError` if a user-supplied factory raises anything but an `AgentRLError` or `OSError`.
+    Raises the same errors as `load_part`, `PluginError` if the result does not conform to the protocol, and the errors of the factory. Any
+    error of a user-supplied factory except `AgentRLError` and `OSError` becomes a `PluginError`.
     """
     factory, name = load_part(kind, part), part.ref
     if name in kind.shipped and name not in kind.with_options:

@@ -73,9 +73,11 @@ class LiveTrajectory(Protocol):
             constraint: grammar of the completion; see `SamplingParams.constraint`.
 
         Raises:
-            ServingError: the server failed.
-            TaskError: the task limits thinking, and `thinking` is None.
-            RuntimeError: a limit has been reached.
+            ServingError: the server failed, or the episode's time has ended.
+            TaskError: the task limits thinking, and `thinking` is None; or the prompt of the task is too long.
+            PolicyFault: the server rejects a context that contains the policy's text.
+            RuntimeError: another limit has been reached, the trajectory has ended, or a turn is already being sampled.
+            ValueError: `max_tokens` is below 1.
         """
 
     def add_turn(self, completion: Completion, message: Message) -> None:
@@ -198,8 +200,8 @@ class LiveEpisode(Protocol):
         ...
 
     async def sandbox(self) -> Sandbox:
-        """Returns the sandbox. The first call opens the sandbox. Raises `SandboxError`, or `TaskError` if the sandbox's specification is
-        invalid."""
+        """Returns the sandbox. The first call opens the sandbox. Raises `SandboxError` if that fails or the episode has ended, `TaskError`
+        if the task's sandbox cannot be created, and `SandboxUnavailable` if this machine cannot open any."""
 
     @property
     def sandbox_opened(self) -> bool:
@@ -207,7 +209,7 @@ class LiveEpisode(Protocol):
         ...
 
     async def working_copy(self) -> bytes | None:
-        """Returns a snapshot of the working directory for `sub_episode`; None if no sandbox is open.
+        """Returns a snapshot of the working directory for `sub_episode`; None stands for the task's initial files.
 
         Raises `ValueError` if the snapshot is too large.
         """

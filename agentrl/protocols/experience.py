@@ -34,25 +34,25 @@ class ExperienceStore(Protocol):
 
         Args:
             first: smallest index to return; None means all groups. `first` is ignored if `step` is set. Unconsumed groups with late parts,
-                and residuals, are returned regardless of their index.
+                including residuals, are returned regardless of their index.
             step: return only the groups of this learner step; None means all groups.
         """
 
     def groups(self, indices: Iterable[int]) -> tuple[Group, ...]:
         """Returns the groups in the requested order, with the late parts that have arrived.
 
-        Raises `StoreError` if a group is absent or damaged.
+        Raises `StoreError` if a group is absent or damaged, or if its episodes were deleted.
         """
 
     def assign(self, step: int, indices: Sequence[int]) -> None:
-        """Assigns groups to a learner step. Raises `StoreError` if a group is absent or belongs to a different step.
+        """Assigns groups to a learner step. Raises `StoreError` if a group is absent, parked, consumed, or assigned to an earlier step.
 
         An interrupted attempt may have assigned groups to this step and to later steps. If the groups of this step differ from `indices`,
         all groups that are assigned to this step and to later steps become ready again.
         """
 
     def commit(self, step: int, uses: Mapping[int, GroupUse], checkpoint: str) -> None:
-        """Marks the groups of a step as consumed. Raises `StoreError` if a group is absent or belongs to a different step.
+        """Marks the groups of a step as consumed. Raises `StoreError` if a group is absent, parked, or belongs to a different step.
 
         Args:
             uses: group index -> how the step used the group.

@@ -48,7 +48,8 @@ class Sandbox(Protocol):
         sessions."""
 
     async def read(self, path: str, *, max_bytes: int) -> bytes:
-        """Reads a regular file. Never follows a link. Raises `FileNotFoundError`, or `ValueError` if the file is too large."""
+        """Reads a regular file. Raises `FileNotFoundError`, or `ValueError` if the file is larger than `max_bytes` or the path contains a
+        link."""
 
     async def write(self, path: str, data: bytes) -> None:
         """Writes a file, and creates its parent folders."""
@@ -91,7 +92,9 @@ class SandboxBackend(Protocol):
         snapshot: bytes | None = None,
         timeout_s: float = OPEN_TIMEOUT_S,
     ) -> Sandbox:
-        """Opens a sandbox with these files, or with the working directory from a snapshot."""
+        """Opens a sandbox with these files, or with the working directory from a snapshot. Raises `SandboxError` if this fails or takes
+        longer than `timeout_s`, `ValueError` if the files do not fit or the snapshot is invalid, and `UserError` if the image or the
+        backend cannot be used."""
 
     async def close(self) -> None:
         """Closes the backend and all of its open sandboxes."""

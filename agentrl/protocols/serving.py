@@ -87,8 +87,8 @@ class PolicyServer(Policy, Protocol):
         """Waits until version `number` or a newer version serves requests."""
 
     async def watch(self, *, on_loss: Callable[[], Awaitable[None]]) -> None:
-        """Restarts servers that die, until cancelled. Raises `ServingError` if no server can be restarted. `on_loss` is called if the loss
-        of a server may block the learner."""
+        """Restarts servers that die, until cancelled. Raises `ServingError`, or an `ExceptionGroup` with it, if no server can be
+        restarted. `on_loss` is called if the loss of a server may block the learner."""
 
     async def close(self) -> None:
         """Stops all servers."""

@@ -58,7 +58,7 @@ class Tracker(Protocol):
         return None
 
     def evaluating(self, done: int, total: int) -> None:
-        """Handles the progress of an evaluation: the number of finished tasks and the total number of tasks."""
+        """Handles the progress of an evaluation or of sampling: the number of finished attempts and the total number of attempts."""
         return None
 
     def evaluated(self, phase: str, rates: Mapping[str, Interval]) -> None:

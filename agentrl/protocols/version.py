@@ -12,13 +12,13 @@ class VersionRegistry(Protocol):
     """The policy versions of a run, shared between processes through the run folder."""
 
     def add(self, version: PolicyVersion) -> None:
-        """Registers a version."""
+        """Registers a version. Raises `StoreError` if its number is already registered with different weights."""
 
     def get(self, number: int) -> PolicyVersion | None:
         """Returns a version; None if it is not registered."""
 
     def latest(self, *states: VersionState) -> PolicyVersion | None:
-        """Returns the highest-numbered version in one of `states`; in any state if none is given."""
+        """Returns the highest-numbered version in one of `states`, or in any state if none is given; None if there is no such version."""
 
     def set_state(self, number: int, state: VersionState, *, sha256: str | None = None) -> None:
         """Sets the state of a version. Raises `StoreError` if `sha256` is given and is not the hash of the version's weights."""

@@ -42,13 +42,13 @@ Check = Callable[[Any], Any]
 
 
 def text(value: Any) -> str:
-    """Returns the text, with every unpaired surrogate replaced by U+FFFD."""
+    """Returns the text, with every unpaired surrogate replaced by U+FFFD. Raises `ValueError` if the value is not a string."""
     string = _string(value)
     return string if encodable(string) else _HALF.sub("\N{REPLACEMENT CHARACTER}", string)
 
 
 def name(value: Any) -> str:
-    """Returns the string. Raises `ValueError` if the string contains an unpaired surrogate."""
+    """Returns the string. Raises `ValueError` if the value is not a string or contains an unpaired surrogate."""
     string = _string(value)
     if not encodable(string):
         raise ValueError(f"{string[:80]!a} contains half of a surrogate pair, which UTF-8 cannot encode")
@@ -56,7 +56,8 @@ def name(value: Any) -> str:
 
 
 def json_value(value: Any, levels: int = MAX_DEPTH) -> Any:
-    """Returns a copy of a JSON value with at most `levels` levels, so that later changes to the original have no effect."""
+    """Returns a copy of a JSON value with at most `levels` levels, so that later changes to the original have no effect. Tuples become
+    lists. Raises `ValueError` for any other value."""
     if isinstance(value, str):
         return name(value)
     if value is None or isinstance(value, bool):
@@ -78,7 +79,7 @@ def json_value(value: Any, levels: int = MAX_DEPTH) -> Any:
 
 
 def json_object(value: Any) -> dict[str, Any]:
-    """Returns a copy of a JSON object. Raises `ValueError` if the value is not a JSON object."""
+    """Returns a copy of a JSON object. Raises `ValueError` if the value is not a JSON object or has more than `MAX_DEPTH` levels."""
     if not isinstance(value, Mapping):
         raise ValueError(f"must be an object, got {type(value).__name__}")
     return _json_items(value, MAX_DEPTH)

@@ -78,7 +78,8 @@ class Group(Record):
 
     @property
     def pending(self) -> Iterator[tuple[int, ScoredEpisode, PendingPart]]:
-        """Yields (attempt number, scored episode, part) for each part of a score that has not arrived. Empty if the group is complete."""
+        """Yields (attempt number, scored episode, part) for each part of a score that has not arrived, except for excluded episodes. Empty
+        if the group is complete."""
         for attempt, scored in enumerate(self.episodes):
             if not scored.episode.left_out:
                 yield from ((attempt, scored, part) for part in scored.score.pending)

@@ -89,7 +89,8 @@ class Supports(Record):
 
     @classmethod
     def from_rows(cls, rows: Iterable[Sequence[int]]) -> Self:
-        """Packs the ids of each support, in any order without duplicates; an empty row means the whole vocabulary."""
+        """Packs the ids of each support, in any order; an empty row means the whole vocabulary. Raises `ValueError` if a row contains
+        duplicates or more than `MAX_SUPPORT` ids."""
         known = [sorted(row) for row in rows]
         try:
             return cls(sizes=packed("H", map(len, known)), ids=packed("I", (token for row in known for token in row)))

@@ -52,8 +52,8 @@ class Score(Record):
         return self.value is None and not self.pending
 
     def with_part(self, name: str, value: float | None) -> Score:
-        """Returns the score after a pending part arrived or expired. If the part expired (`value` is None), the episode remains
-        unscored."""
+        """Returns the score after a pending part arrived or expired. If the part expired (`value` is None) or the sum is not finite, the
+        episode remains unscored."""
         part = next(part for part in self.pending if part.name == name)
         pending = tuple(other for other in self.pending if other is not part)
         if value is None:

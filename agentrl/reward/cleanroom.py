@@ -7,7 +7,7 @@ modes run the tests and the code under test in one sandbox; docs/security.md des
 
 A test passes only if the report lists it as passed. In mode `harbor`, the value is the reward that the tests wrote. If the tests break
 before they report, the gold solution is graded in the same way, once for each task. If the tests also break on the gold solution, the task
-is at fault; otherwise, the agent's outputs are at fault.
+is at fault; otherwise, or if there is no gold solution, the agent's outputs are at fault.
 """
 
 from __future__ import annotations
@@ -55,7 +55,11 @@ class TestOutcome:
 
 
 class CleanRoom:
-    """The verifier for task folders. Its value is 1 if every test passes, otherwise 0. `parts["tests"]` is the share of tests that pass."""
+    """The verifier for task folders. Its value is 1 if every test passes, otherwise 0. `parts["tests"]` is the share of tests that pass.
+
+    In mode `harbor`, both are the reward that the tests wrote. If the agent left no outputs and removed no files, both are 0 and no test
+    runs.
+    """
 
     needs_sandboxes = True
 
@@ -264,8 +268,8 @@ async def _harbor(
 def parse_reward(txt: str | None, as_json: str | None) -> tuple[float | None, str]:
     """Returns (reward, problem): the reward, from 0 to 1, in Harbor's reward.txt or reward.json, or None if both are missing.
 
-    reward.txt contains a number, and reward.json contains an object with the number. Any program in the sandbox may have written these
-    files.
+    reward.txt contains a number, and reward.json contains an object with the number. An invalid file yields 0 and the problem. Any program
+    in the sandbox may have written these files.
     """
     if txt is not None and txt.strip():
         return _reward_value(txt.strip(), "reward.txt")

@@ -1,8 +1,8 @@
 """Combines the scores of several verifiers with weights, and adds the audit's scores.
 
 The audit consists of verifiers that score every episode only for monitoring. Their values never become a reward. The part `audit` of a
-score is the mean of the audit verifiers' values, and the parts `audit/NAME` are the individual values. An audit verifier that returns no
-value adds no part.
+score is the mean of the audit verifiers' values, and the parts `audit/NAME` are the individual values. If an audit verifier returns no
+value, its part and the part `audit` are missing.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ _REASON = 2000  # characters
 
 
 def load_group_judge(reference: str) -> GroupJudge:
-    """Loads the judge that `tasks.group_judge` refers to. Raises `PluginError` if it is not a `GroupJudge`."""
+    """Loads the judge that `tasks.group_judge` refers to. Raises `PluginError` if that does not resolve to a `GroupJudge`."""
     judge: Any = resolve(reference)
     if errors := protocol_errors(judge, GroupJudge) if callable(judge) else []:
         raise PluginError(f"tasks.group_judge {reference!r}: {errors[0].problem}", fix=errors[0].fix)
@@ -68,7 +68,10 @@ class GroupJudgeScorer:
     task_scorer: TaskScorer  # the verifiers of a task, and the audit
 
     async def score_attempt(self, task: Task, episode: Episode) -> Score:
-        """Returns the score of an attempt that has ended. If only the judge scores attempts, the score has no value yet."""
+        """Returns the score of an attempt that has ended. If only the judge scores attempts, the score has no value yet.
+
+        If a verifier declares a late score, the attempt is unscored.
+        """
         if self.weight == 1:
             return Score(value=None, reason=AWAITING_GROUP_JUDGE)
         score = await self.task_scorer(task, episode)
@@ -79,7 +82,10 @@ class GroupJudgeScorer:
         )
 
     async def score_group(self, task: Task, scored: Sequence[ScoredEpisode]) -> tuple[Score, ...]:
-        """Returns the scores of all attempts, in the same order. An attempt that the judge does not see keeps its score."""
+        """Returns the scores of all attempts, in the same order. An attempt that the judge does not see keeps its score.
+
+        If there is only one attempt for the judge, that attempt is unscored.
+        """
         shown = [index for index, attempt in enumerate(scored) if _is_shown(attempt)]
         scores = [attempt.score for attempt in scored]
         judged = await self._judge(task, [scored[index].episode for index in shown])

@@ -51,7 +51,8 @@ class Rubric:
         part_s: deadline in seconds for a part that needs no sandboxes and declares no deadline.
 
     Raises:
-        PluginError: a reference does not resolve, a name is not the name of a part, or a number is outside its range.
+        PluginError: an argument is invalid, for example a reference does not resolve, a name is not the name of a part, a number is outside
+            its range, or a verifier's bounds are not from 0 to 1.
     """
 
     bounds: ClassVar[tuple[float, float]] = BOUNDS

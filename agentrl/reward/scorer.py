@@ -89,7 +89,10 @@ class TaskScorer:
         return tuple(reference for reference in self.late if getattr(self._verifiers[reference], "residual", False))
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
-        """Scores the episode and adds the audit."""
+        """Scores the episode and adds the audit.
+
+        Raises the errors of `load`, and `PluginError` if a verifier needs sandboxes and there is no backend.
+        """
         references = [*task.verifiers, *self.audit]
         self.load(references)
         if self.sandboxes is None and (unusable := [name for name in references if needs_sandboxes(self._verifiers[name])]):

@@ -182,14 +182,14 @@ def needs_sandboxes(verifier: object) -> bool:
 
 
 def timeout_of(verifier: object, default_s: float) -> float:
-    """Returns the deadline of a verifier in seconds: its `timeout_s` if it has one (`PreparedVerifier`), otherwise `default_s`."""
+    """Returns the deadline of a verifier in seconds: its `timeout_s` if positive and finite (`PreparedVerifier`), otherwise `default_s`."""
     declared = getattr(verifier, "timeout_s", None)
     return float(declared) if isinstance(declared, int | float) and 0 < declared < math.inf else default_s
 
 
 def prepare_verifier(verifier: object, *, root: Path, folder: Path | None) -> None:
-    """Calls the `prepare` method of a `PreparedVerifier`. Raises `UserError` if the verifier cannot be used, or tries to exit the
-    process."""
+    """Calls the `prepare` method of a `PreparedVerifier`, which raises `UserError` if the verifier cannot be used. Raises `PluginError` if
+    the method tries to exit the process."""
     if (method := getattr(verifier, "prepare", None)) is None:
         return
     with user_code.raising_as(

@@ -64,7 +64,7 @@ class SubprocessWorker:
     """Runs a module-level function in child processes. Requests and results are JSON values.
 
     A child starts at the first request. Threads and event loops may share a worker. Requests are queued, and a request whose caller was
-    cancelled is never sent.
+    cancelled is never sent. Raises `ValueError` if `function` or `prepare` is not defined at module level.
 
     Args:
         function: called in the child with one request. It may call `set_deadline` to change its deadline, and raise `TaskError`.
@@ -99,7 +99,7 @@ class SubprocessWorker:
         Raises:
             CallFailed, CallTimeout: the function failed on this request.
             TaskError: the function raised it.
-            InfrastructureError: no process can be started.
+            InfrastructureError: no process can be started, or a process replied to a different request.
         """
         child = self._free.get()
         try:

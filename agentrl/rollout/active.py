@@ -165,7 +165,7 @@ class ActiveTrajectory:
         self._begun = replace(self._begun, last_state=tuple(token_ids))
 
     def end(self, stop_reason: str) -> None:
-        """Ends the trajectory."""
+        """Ends the trajectory. Raises `ValueError` if the stop reason is empty."""
         self.stop_reason, self.prompt_ids = _checked(stop_reason), ()  # a prompt that no turn reads is not counted
 
     def record(self, stop_reason: str = "") -> Trajectory:
@@ -261,7 +261,7 @@ class ActiveEpisode:
         return self.requests.out_of_time
 
     def timeout_failure(self) -> Failure | None:
-        """Returns the failure of an episode that used up its time, if there is one. `agentrl.rollout.pace` decides the blame."""
+        """Returns the failure of an episode that used up its time; None if it has none. `agentrl.rollout.pace` decides the blame."""
         return self.requests.timeout_failure(program_s=self.program_s, sandbox_s=self.sandbox_s, turn=self.turn_count)
 
     @property
@@ -350,7 +350,7 @@ class ActiveEpisode:
         self._box.lost = lost
 
     async def working_copy(self) -> bytes | None:
-        """Returns a snapshot of the working directory."""
+        """See `LiveEpisode.working_copy`."""
         return await self._box.working_copy()
 
     def sub_episode(self, copy: bytes | None) -> AbstractAsyncContextManager[SubEpisode]:

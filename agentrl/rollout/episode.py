@@ -182,7 +182,8 @@ class EmptyMemory:
 
 
 def episode_memory(view: MemoryView | None, start: EpisodeState | None) -> EpisodeMemory | None:
-    """Returns the memory of an episode. An episode that continues a state has a memory if and only if the state had a memory."""
+    """Returns the memory of an episode; None if it has none. An episode that continues a state has a memory if and only if the state had
+    one."""
     if start is None:
         return None if view is None else view.begin()
     if start.memory is None:

@@ -34,7 +34,8 @@ from agentrl.rollout.scheduling import AttemptScheduler, GroupAttempt
 log = logging.getLogger(__name__)
 
 MAX_RETRIES = 2
-"""Maximum number of retries of an episode after infrastructure faults. If the last retry also fails, the episode is excluded."""
+"""Maximum number of retries of an episode after infrastructure faults. If the last retry also fails, the episode is excluded or, if its
+actions provoked the fault, scored."""
 RETRY_S = 0.2
 """Seconds before the first retry. The pause doubles with each further retry, up to 5 seconds."""
 
@@ -424,7 +425,7 @@ def _capped(scored: tuple[ScoredEpisode, ...], threshold: float | None) -> tuple
 
 
 def excluded_group(index: int, task_id: str, task_key: str, failure: Failure, *, size: int) -> Group:
-    """Returns a group in which all attempts are excluded, because the task is broken or the group cannot be stored."""
+    """Returns a group in which all attempts are excluded because of a failure, such as a broken task."""
     attempts = tuple(excluded_attempt(f"g{index:06d}-{member}", task_id, task_key, failure) for member in range(size))
     return Group(index=index, task_id=task_id, task_key=task_key, episodes=attempts)
 

@@ -69,7 +69,8 @@ StartListener = Callable[["ActiveEpisode"], None]
 """Called with an episode that starts, so that a caller that cancels it can read its progress."""
 
 CaptureState = Callable[[], Awaitable[EpisodeState | None]]
-"""Returns the state of an episode between two turns; None if the working directory or the tools' state is too large."""
+"""Returns the state of an episode between two turns; None if it cannot be captured, for example because the working directory is too
+large."""
 
 TurnListener = Callable[[int, CaptureState], Awaitable[None]]
 """Called between two turns with the number of finished turns. The episode continues when the call returns."""

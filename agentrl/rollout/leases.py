@@ -114,7 +114,8 @@ class GroupLeases:
         self._silent_s[worker] = SILENT_S - within_s
 
     async def run_group(self, index: int, task: Task, *, oldest_version: int = 0) -> Group:
-        """Queues a group and returns it after a worker has sampled it. Cancellation withdraws the group from the queue or the worker."""
+        """Queues a group and returns it after a worker has sampled it, or as an excluded group after `MAX_LOSSES` lost workers.
+        Cancellation withdraws the group from the queue or the worker."""
         job = _Job(index, task, oldest_version)
         if (group := self._early.pop(index, None)) is not None and job.accepts(group):
             return group
@@ -185,8 +186,8 @@ class GroupLeases:
     async def arrive(self, lease: str, group: Group) -> None:
         """Delivers a group that arrived through a transport.
 
-        A group that was sampled under a lost lease, or for an earlier driver, is accepted if it is the first group with its index and none
-        of its attempts failed. Failed attempts are not accepted, because they may have failed because the lease was lost.
+        A group that was sampled under a lost lease, or for an earlier driver, is accepted if it is the first group with its index, no older
+        version than allowed sampled it, and none of its attempts is excluded. An attempt may be excluded because the lease was lost.
         """
         if (job := self._leased.get(lease)) is not None:
             if job.is_for(group):

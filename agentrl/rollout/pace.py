@@ -15,18 +15,18 @@ from agentrl.records import Blame
 SLOW_FACTOR = 2.0
 """A request is slow if it takes more than this multiple of the usual time for such requests. The time beyond the usual time is lost."""
 LOST_SHARE = 0.1
-"""If slow requests cost an episode more than this share of `Limits.wall_s`, the machine is to blame for the timeout."""
+"""If slow requests or stalls cost an episode more than this share of `Limits.wall_s`, the machine is to blame for the timeout."""
 POLICY_SHARE = 0.5
 """If programs and sampling took at least this share of `Limits.wall_s`, the policy is to blame for the timeout."""
 MIN_TOKENS_PER_S = 1.0
 """Minimum pace, in tokens per second, at which a request that was cut off is added to the history."""
 FIRST_S = 10.0
-"""Seconds after which the first request is cut off if there is no history. Its tokens are the first measurement."""
+"""Maximum seconds after which the first request of a turn is cut off if there is no history. Its tokens are the first measurement."""
 REQUESTS_PER_EPISODE = 8
-"""A request is cut off after `Limits.wall_s` divided by this number, and then continued, so that a stall within a long request is
-detected."""
+"""A request without a constraint is cut off at the latest after `Limits.wall_s` divided by this number, and then continued, so that a stall
+within a long request is detected."""
 CUT_S = 5.0
-"""Seconds reserved at the end of an episode to fetch the tokens of a request that is cut off."""
+"""Maximum seconds reserved at the end of an episode to fetch the tokens of a request that is cut off."""
 PROMPT_TOKEN_WORK = 0.125
 """Cost of computing one new prompt token, as a multiple of the cost of sampling one token."""
 _FRESH = 16  # the medians are recomputed when a sixteenth of the history is new
@@ -237,9 +237,9 @@ class Pace:
     def usual_s(self, tokens: int, in_flight: float, *, cut: bool = False, reads: int = 0, others: int = 0) -> float | None:
         """Returns the usual seconds for a request of `tokens` tokens with `in_flight` requests in flight; None if there is no history.
 
-        The server computes `reads` prompt tokens for this request, and `others` for requests that started in the meantime. If the history
-        contains no request of this size, the next smaller size is scaled up. If there is no smaller size, the next larger size is used
-        unchanged.
+        The server computes `reads` prompt tokens for this request, and `others` for requests that started in the meantime. With `cut`,
+        requests of all sizes are compared. Otherwise, if the history contains no request of this size, the next smaller size is scaled up.
+        If there is no smaller size, the next larger size is used unchanged.
         """
         if not self._all:
             return None
@@ -260,7 +260,7 @@ class Pace:
         )
 
     def set_idle_token_s(self, token_s: float) -> None:
-        """Adds the time per token of an idle server to the history if the history is empty.
+        """Adds the time per token of an idle server to the history if the history is empty and the time is known (above 0).
 
         Until there are other measurements, all requests in flight are assumed to share this throughput, a lower bound for any server.
         """

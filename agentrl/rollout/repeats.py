@@ -33,7 +33,7 @@ MIN_OTHERS = 8
 MAX_CHANCE = 0.1
 """Maximum estimated probability that an episode of another group encounters the fault: (episodes with the fault + 1) / (episodes + 2)."""
 PATIENCE_S = 20.0
-"""Maximum number of seconds to wait for episodes of other groups after the last attempt. There is no wait if no other group is running."""
+"""Maximum number of seconds to wait for episodes of other groups before the last attempt. There is no wait if no other group is running."""
 GENERATE, SANDBOX = "generate", "sandbox"
 """Names of the parts that an episode may use: the policy's server and a sandbox. `part_in` returns the name of a part in an environment."""
 _POLL_S = 0.1
@@ -76,7 +76,8 @@ class SampledTurns:
         return completion
 
     def take(self, context: Sequence[int], *, most: int) -> Completion | None:
-        """Removes and returns the next completion that an earlier attempt sampled in a context, if it has at most `most` tokens."""
+        """Removes and returns the next completion that an earlier attempt sampled in a context; None if there is none or it has more than
+        `most` tokens."""
         left = self._earlier.get(_digest(context)) if self._earlier else None
         return left.pop(0) if left and len(left[0].token_ids) <= most else None
 

@@ -39,7 +39,7 @@ ADVICE = "raise Limits.wall_s or serving.threads, or lower rollout.concurrency; 
 
 
 class SlowServer(ServingError):
-    """Error: slow servers cost one turn more than `serving.request_timeout_s`."""
+    """Error: slow servers cost one turn at least `serving.request_timeout_s`."""
 
 
 def loop_time() -> float:
@@ -96,7 +96,7 @@ class EpisodeRequests:
 
         Raises:
             OutOfTime: the episode's time ran out before a token was sampled.
-            SlowServer: the turn lost `timeout_s` because of a slow server.
+            SlowServer: the turn lost at least `timeout_s` because of a slow server.
             ServingError: the server failed.
         """
         completion: Completion | None = None

@@ -47,7 +47,8 @@ async def sample_turn(context: Sequence[int], budget: int, ask: SampleTokens, th
     """Returns a completion of at most `budget` tokens, including forced tokens.
 
     Args:
-        thought: the bound on thinking and how to end thinking; None means no bound. A bound beyond the budget has no effect.
+        thought: the bound on thinking and how to end thinking; None means no bound. A bound has no effect if it and the end mark
+            leave no tokens of the budget.
     """
     if thought is None or thought[0] + len(thought[1].end) >= budget:
         return await ask(context, budget)

@@ -39,7 +39,8 @@ _CHECK_S = 10.0  # maximum time to reach a server before the run starts
 
 
 def check_stream(recipe: Recipe) -> None:
-    """Raises `UserError` if a package or a program is missing, or if the server at `url` is unreachable or may lose groups."""
+    """Raises `UserError` if a package or a program is missing, if an option is invalid, or if the server at `url` is unreachable or may
+    lose groups. Does nothing for other stores."""
     if recipe.store.ref != "redis":
         return
     import_optional("redis", "redis", needed_for="store=redis")
@@ -90,6 +91,9 @@ class GroupStream:
 
         Args:
             deliver, forget: see `agentrl.experience.redis_transport.receive_groups`.
+
+        Raises `InfrastructureError` if the run's server does not start or fails too often in a row, and the errors of `check_server` and
+        `receive_groups`.
         """
         from agentrl.experience.redis_server import RedisServer
         from agentrl.experience.redis_transport import receive_groups
@@ -156,13 +160,14 @@ class Outbox:
         self._waiting: asyncio.Queue[tuple[str, Group, asyncio.Future[bool]]] = asyncio.Queue()
 
     async def send(self, lease: str, group: Group) -> bool:
-        """Returns True when the group has been added durably, and False if it is too large for the stream. Raises `StoreError`."""
+        """Returns True when the group has been added durably, and False if it is too large for the stream. `run` must be active."""
         sent: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._waiting.put_nowait((lease, group, sent))
         return await sent
 
     async def run(self) -> None:
-        """Adds the waiting groups to the stream until the task is cancelled."""
+        """Adds the waiting groups to the stream until the task is cancelled. Raises `StoreError` if a group cannot be added; the calls of
+        `send` that wait for it then do not return."""
         while True:
             batch = [await self._waiting.get()]
             while len(batch) < BATCH and not self._waiting.empty():
@@ -189,7 +194,8 @@ def _resolve(sent: asyncio.Future[bool], result: bool) -> None:
 
 
 def _options(recipe: Recipe) -> dict[str, Any]:
-    """Returns the options `url` and `password` if the run uses an existing server; empty if the run starts a server. Raises `UserError`."""
+    """Returns the options `url` and `password` if the run uses an existing server; empty if the run starts a server. Raises `UserError` if
+    an option is invalid or its secret cannot be read."""
     options = secrets.resolve_options({name: value for name, value in recipe.store.options.items() if name != "keep_steps"})
     unknown = sorted(set(options) - {"url", "password"})
     if unknown or not all(isinstance(value, str) for value in options.values()) or ("password" in options and "url" not in options):

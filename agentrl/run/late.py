@@ -25,7 +25,7 @@ _BATCH = 64  # maximum number of groups in memory at once
 
 
 def check_late(order: GroupOrder, late: Sequence[str], residual: Sequence[str]) -> None:
-    """Raises `UserError` if an order accepts no late scores but there are some, or if a recipe allows no residuals but there are some.
+    """Raises `UserError` if there are late scores but the order accepts none, or residuals but the order allows none.
 
     Args:
         late: descriptions of the late scores.

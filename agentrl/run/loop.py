@@ -49,7 +49,8 @@ async def train(recipe: Recipe, start: RunStart, checked: PreflightResult, *, ro
     that run.
 
     The caller must lock the run folder (`claim_run_folder`) and run the cheap checks (`run_preflight`) first. Raises `UserError` before
-    anything starts if the recipe cannot run here, and `InfrastructureError` if a part fails permanently. Finished work is kept.
+    anything starts if the recipe cannot run here, and `InfrastructureError` if a part fails permanently. The first ctrl-C or SIGTERM ends
+    the run after the step in progress, and the second cancels the call. Finished work is kept.
     """
     starts = len(read_sessions(start.folder))
     run, ledger, unfinished = None, None, tuple[Group, ...]()

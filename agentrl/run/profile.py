@@ -66,7 +66,7 @@ class Profile:
             episodes: the episodes that the steps used.
             start_s: seconds spent in each stage before the first step.
 
-        Raises `StoreError` if a step has no timeline.
+        Raises `StoreError` if there are no steps or a step has no timeline.
         """
         if not lines or not all("step_s" in line for line in lines):
             raise StoreError("the steps have no timeline: the driver ended before it recorded them")
@@ -99,9 +99,11 @@ async def profile_steps(
     """Runs a recipe until the `wanted` steps are recorded, stops it, and returns the profile of these steps.
 
     Args:
+        wanted: numbers of the steps, counted from 1; the first must be at least 2.
         nsight: records the `wanted` steps. The launch plan in `checked` must use its method `wrap`.
 
-    Raises the errors of `agentrl.run.loop.train`, and `InfrastructureError` if the run ends before these steps are recorded.
+    Raises the errors of `agentrl.run.loop.train`, `InfrastructureError` if the run ends before these steps are recorded, and
+    `KeyboardInterrupt` if the user interrupts it.
     """
     training = asyncio.create_task(train(recipe, start, checked, root=root, console=False))
     try:

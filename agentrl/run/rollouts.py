@@ -69,7 +69,8 @@ class Rollouts:
         await self.tasks.prepare_block(block)
 
     async def group(self, index: int) -> Group:
-        """Samples, scores and stores group `index`. Reports the group to the tracker if none of its scores are late."""
+        """Samples, scores and stores group `index`. Reports the group to the tracker if none of its scores are late. Raises `UserError` if
+        the run does not accept the group's late scores, and `StoreError` if the group cannot be stored."""
         step = self.order.block_of(index)
         with ACTIVITY.doing(GROUPS):
             group, task = await self._sample(index, step)

@@ -24,7 +24,8 @@ _LOOK_S = 5.0  # interval between two checks of unanswered requests
 async def watch_learner(learner: LearnerProcess, registry: VersionRegistry, alert: Callable[[str], None]) -> None:
     """Starts the learner, and restarts it from its newest checkpoint when it fails, except after `LearnerHalted`.
 
-    The count of restarts is reset to 0 when a version is published that is newer than all earlier versions.
+    Returns when the learner has finished. Raises `LearnerHalted`, and `LearnerError` if three restarts in a row did not help. The count of
+    restarts is reset to 0 when a version is published that is newer than all earlier versions.
     """
     restarts, reached = Restarts(sound_s=0.0), await asyncio.to_thread(_newest, registry)
     while True:

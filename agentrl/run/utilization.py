@@ -27,7 +27,7 @@ async def watch_parts(run: Run) -> NoReturn:
 
 
 def part_states(run: Run) -> dict[str, str]:
-    """Returns the current state of each part: busy, waiting, or down."""
+    """Returns the current state of each part: busy, down, or what it waits for."""
     attempts = ACTIVITY.count(ATTEMPTS)
     return {
         "server": _server_state(run),

@@ -179,7 +179,7 @@ class Worker:
         return None if work is None else work.lease
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
-        """Samples one completion through the driver. Raises `ServingError`."""
+        """Samples one completion through the driver. Raises the errors of `DriverConnection`, and `ServingError` if the lease was lost."""
         work = self._work.get(_group_of(request_id))
         if work is None:
             raise ServingError(f"request {request_id}: its group is no longer leased to this worker")
@@ -188,8 +188,8 @@ class Worker:
         return codec.from_json(Completion, await self.driver.call("/generate", data, timeout_s=timeout_s + self.server_wait_s + _MARGIN_S))
 
     async def run(self, runner: GroupRunner) -> None:
-        """Samples groups until the driver no longer responds. Raises `SandboxUnavailable` if this machine cannot open the tasks'
-        sandboxes."""
+        """Samples groups until the driver no longer responds. Raises `UserError` if the driver rejects a request, and
+        `SandboxUnavailable` if this machine cannot open the tasks' sandboxes."""
         self._heard_at = asyncio.get_running_loop().time()
         async with asyncio.TaskGroup() as working:
             renewing = working.create_task(self._renew())
@@ -335,7 +335,7 @@ class _Notes:
 
 
 async def work(open_access: Callable[[AsyncExitStack], WorkerAccess], *, worker: str) -> None:
-    """Samples groups for the driver of a run until the driver no longer responds.
+    """Samples groups for the driver of a run until the driver no longer responds or a signal ends the worker.
 
     Raises `UserError` if the driver accepts no workers or the recipe cannot run on this machine, and `InfrastructureError` if a part fails.
     """
@@ -411,8 +411,8 @@ Restarting the worker on the same host does not help.
 
 
 def main(open_access: Callable[[AsyncExitStack], WorkerAccess], *, parent: int | None = None) -> int:
-    """Runs one worker and returns its exit code. `open_access`: returns the worker's access to its run. The exit stack passed to it closes
-    the access."""
+    """Runs one worker and returns its exit code: 0, `UNUSABLE`, or 1 after an `InfrastructureError`. `open_access`: returns the worker's
+    access to its run. The exit stack passed to it closes the access. `parent`: process whose end also ends the worker."""
     if parent is not None:
         die_with_parent(parent)
     raise_file_limit()

@@ -119,7 +119,7 @@ class DriverCheckpoints:
         await self._save(group, member, "scored", scored)
 
     async def load(self, group: int, member: int) -> EpisodeState | ScoredEpisode | None:
-        """Returns the saved state or scored episode of an attempt; None if neither is intact or the driver does not respond."""
+        """Returns the saved state or scored episode of an attempt; None if neither is intact or the driver does not return it."""
         scored = await self._load(group, member, "scored", ScoredEpisode)
         return await self._load(group, member, "state", EpisodeState) if scored is None else scored
 
@@ -171,7 +171,8 @@ def read_address(folder: Path) -> tuple[str, str]:
 
 
 def read_key(path: Path) -> str:
-    """Returns the key from a file, which may be a copy of the driver's `ADDRESS_FILE` or contain only the key. Raises `UserError`."""
+    """Returns the key from a file, which may be a copy of the driver's `ADDRESS_FILE` or contain only the key. Raises `UserError` if
+    the file cannot be read or contains no key."""
     try:
         text = read_bytes(path, most=_MAX_KEY_FILE).decode().strip()
         return str(json.loads(text)["key"]) if text.startswith("{") else text

@@ -19,7 +19,7 @@ _SESSION_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def plain_path(path: object) -> str:
-    """Returns `path` if it is relative and has no empty, `.` or `..` component."""
+    """Returns `path` if it is relative and has at most 64 components of at most 255 bytes, none of which is empty, `.` or `..`."""
     if not isinstance(path, str):
         raise TypeError(f"a path must be a string, not {type(path).__name__}")
     names = path.split("/", _MAX_NAMES)

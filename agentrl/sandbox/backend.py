@@ -42,7 +42,7 @@ class ReadyImage:
 
     @property
     def program(self) -> Path:
-        """Path of the program that runs as the exec server."""
+        """Path on the host of the program that runs as the exec server."""
         return self.replacement or self.server
 
     @property
@@ -82,7 +82,8 @@ class ChannelBackend(waiting.ClosesOnce):
     async def prepare(self, spec: SandboxSpec) -> None:
         """Builds or loads the image (a build takes about a minute and is cached) and compiles the exec server for it.
 
-        Different images are prepared concurrently. A call for an image that is ready returns at once.
+        Up to four images are prepared concurrently. A call for an image that is ready returns at once. Raises `UserError` if the image
+        cannot be loaded or built, and `SandboxError` if the daemon fails or the exec server cannot be compiled in a sandbox.
         """
         async with self._preparing[spec.image]:
             if spec.image in self._images:
@@ -109,8 +110,9 @@ class ChannelBackend(waiting.ClosesOnce):
     ) -> ChannelSandbox:
         """Starts a sandbox. `server` replaces the exec server: the attack suite passes a compromised server.
 
-        Raises `SandboxTimeout` if the sandbox does not open within `timeout_s`, `SandboxError` if the start fails, and `TaskError` if the
-        image's files do not fit into the working directory. A failed start leaves nothing behind.
+        First calls `prepare`, whose time does not count, and raises its errors. Then raises `SandboxTimeout` if the sandbox does not open
+        within `timeout_s`, `SandboxError` if the start fails or the backend is closed, `TaskError` if the image's files do not fit into the
+        working directory, and `ValueError` if `files` or `snapshot` is invalid or does not fit. A failed start leaves nothing behind.
         """
         await self.prepare(spec)
         image = self._images[spec.image]
@@ -120,8 +122,8 @@ class ChannelBackend(waiting.ClosesOnce):
             try:
                 if snapshot is not None:
                     await sandbox.restore(snapshot)
-                elif image.fills_workdir:
-                    await layout.fill_workdir(sandbox)
+                if image.fills_workdir:
+                    await layout.prepare_folders(sandbox, restored=snapshot is not None)
                 if files:
                     await sandbox.write_all(files)
             except BaseException:
@@ -144,8 +146,8 @@ class ChannelBackend(waiting.ClosesOnce):
 
     @contextlib.asynccontextmanager
     async def _within(self, timeout_s: float) -> AsyncIterator[None]:
-        """Limits the time for opening one sandbox, and the number of sandboxes that are opened at once. Raises `SandboxError` if the
-        backend is closed."""
+        """Limits the time for opening one sandbox, and the number of sandboxes that are opened at once. Raises `SandboxTimeout` if the time
+        runs out, and `SandboxError` if the backend is closed or the block raises `OSError`."""
         if self._closing is not None:
             raise SandboxError("the backend is closed")
         try:
@@ -168,7 +170,7 @@ class ChannelBackend(waiting.ClosesOnce):
 
     @contextlib.asynccontextmanager
     async def _startup(self, spec: SandboxSpec) -> AsyncIterator[Startup]:
-        """Creates the runtime folder and the egress listener of a new sandbox. Removes the folder and the listener if the block raises."""
+        """Creates the runtime folder and the egress listener of a new sandbox. If the block raises, runs `undo` and removes both."""
         name = sandbox_name()
         async with sandbox_folder(name) as folder, contextlib.AsyncExitStack() as undo:
             write_run_label(folder, self.name, self.run_label)
@@ -191,7 +193,7 @@ class ChannelBackend(waiting.ClosesOnce):
 
         A failure leaves nothing of the sandbox behind. `relieve` kills the programs (see `Channel`). `end` removes what the backend
         created; its argument says whether the exec server is known to have exited. `explain` returns additional information about a
-        failure.
+        `SandboxError`, or "".
         """
 
         async def destroy(ended: bool) -> None:
@@ -223,7 +225,7 @@ class ChannelBackend(waiting.ClosesOnce):
         return {}
 
     def _load(self, image: str) -> images.Image:
-        """Returns the image that a spec names. Blocking. Raises `UserError`."""
+        """Returns the image that a spec names. Blocking. Raises `UserError` if there is no valid image."""
         return images.load_image(self._root / image)
 
     def _listener(self, name: str, spec: SandboxSpec, folder: Path) -> egress.Listener:

@@ -1,7 +1,8 @@
 """Sandboxes in bubblewrap: kernel namespaces without a daemon.
 
 A sandbox sees the image's file tree read-only, with tmpfs mounts of limited size for the working directory, /tmp and /dev/shm. Each sandbox
-has a separate pid namespace and a system call filter (`agentrl.sandbox.seccomp`), but no network and no capabilities.
+has a separate pid namespace and a system call filter (`agentrl.sandbox.seccomp`), but no capabilities and no network except the proxy of
+its allow-list (`agentrl.sandbox.egress`).
 
 If the driver runs as root, each sandbox has a control group (`agentrl.sandbox.limits.ControlGroups`), and its exec server gives up root
 before any program runs, so the server and the programs run as different users. Otherwise bubblewrap creates a user namespace with one user,
@@ -189,7 +190,8 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 async def _end(process: subprocess.Popen[bytes], *, patience_s: float) -> None:
-    """Waits up to `patience_s` for bwrap to exit, then kills its process group. Raises `SandboxError` if bwrap still does not exit."""
+    """Waits up to `patience_s` for bwrap to exit, then kills its process group. Raises `SandboxError` if bwrap has not exited after
+    `ENDING_S` seconds."""
     start = asyncio.get_running_loop().time()
     pause = 0.001
     flags = os.WEXITED | os.WNOHANG | os.WNOWAIT  # keeps the zombie, so the group's id is not reused

@@ -12,6 +12,7 @@ debian@sha256:...`) to avoid that.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import queue
@@ -45,6 +46,7 @@ MAX_BYTES = 256 << 20
 MAX_ENTRIES = 20_000
 _MAX_DEPTH = 64
 _PIECE_BYTES = 1 << 20
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # not the task's fault
 _DIRECTIVE = re.compile(r"#\s*([A-Za-z]+)\s*=\s*(.*)")
 BUILD_S = 900.0
 LOOK_S = 5.0
@@ -76,16 +78,24 @@ class BuildContext(BaseModel):
 
     @contextlib.contextmanager
     def archive(self) -> Iterator[IO[bytes]]:
-        """Yields the context as a tar archive in a temporary file. Raises `TaskError` if the folder has changed since it was read."""
-        with tempfile.TemporaryFile(prefix="agentrl-context-") as file:
-            if _pack(self.folder, file) != self.key:
+        """Yields the context as a tar archive in a temporary file. Raises `TaskError` if the folder has changed since it was read, or can
+        no longer be read, and `SandboxError` if the archive cannot be written."""
+        with contextlib.ExitStack() as stack:
+            try:
+                file = stack.enter_context(_temporary_file())
+                with tarfile.open(fileobj=file, mode="w") as archive:
+                    key = _pack(self.folder, archive)
+                file.seek(0)
+            except OSError as error:
+                raise _not_written(self.folder, error) from error
+            if key != self.key:
                 raise TaskError(f"{self.folder} changed while its image was being built", fix="retry when the folder no longer changes")
-            file.seek(0)
             yield file
 
 
 def read_build_context(folder: Path) -> BuildContext:
-    """Returns the build context in `folder`. Raises `TaskError` if the folder cannot be read, is invalid, or exceeds a limit."""
+    """Returns the build context in `folder`. Raises `TaskError` if the folder cannot be read, is invalid, or exceeds a limit, and
+    `SandboxError` if no descriptor or memory is free."""
     return BuildContext(folder=folder, key=_pack(folder, None))
 
 
@@ -120,31 +130,53 @@ def _escape(lines: list[str]) -> str:
     return "\\"
 
 
-def _pack(folder: Path, target: IO[bytes] | None) -> str:
-    """Returns the key of a build context. If `target` is not None, writes the archive to `target`."""
+def _pack(folder: Path, archive: tarfile.TarFile | None) -> str:
+    """Returns the key of a build context. If `archive` is not None, writes the context to `archive`."""
     path = folder / DOCKERFILE
     if not path.is_file() or path.is_symlink():
         raise TaskError(f"{path} is not a regular file", fix="replace it with a regular file")
     digest = hashlib.sha256(f"agentrl build context {LAYOUT}\0".encode())
     left = MAX_BYTES
     try:
-        with contextlib.ExitStack() as stack:
-            archive = stack.enter_context(tarfile.open(fileobj=target, mode="w")) if target is not None else None
-            for name, entry in _entries(folder):
-                member = _member(folder, name, entry)
-                with _opened(entry) as file:
-                    member.size = os.fstat(file.fileno()).st_size if member.isreg() else 0
-                    left -= member.size
-                    if left < 0:
-                        raise TaskError(f"{folder} contains more than {MAX_BYTES >> 20} MiB", fix=_ignore(folder))
-                    kind = f"{member.name}\0{member.type!r}\0{member.mode}\0{member.linkname}\0{member.size}\0"
-                    digest.update(kind.encode("utf-8", "surrogateescape") + _content_digest(file, member.size))
-                    if archive is not None:
-                        file.seek(0)
-                        archive.addfile(member, file)
+        for name, entry in _entries(folder):
+            member = _member(folder, name, entry)
+            with _opened(entry) as file:
+                member.size = os.fstat(file.fileno()).st_size if member.isreg() else 0
+                left -= member.size
+                if left < 0:
+                    raise TaskError(f"{folder} contains more than {MAX_BYTES >> 20} MiB", fix=_ignore(folder))
+                kind = f"{member.name}\0{member.type!r}\0{member.mode}\0{member.linkname}\0{member.size}\0"
+                digest.update(kind.encode("utf-8", "surrogateescape") + _content_digest(file, member.size))
+                if archive is not None:
+                    file.seek(0)
+                    _write(folder, archive, member, file)
     except OSError as error:
-        raise TaskError(f"cannot read {error.filename or folder}: {error.strerror or error}") from None
+        message = f"cannot read {error.filename or folder}: {error.strerror or error}"
+        raise SandboxError(message) if error.errno in _EXHAUSTED else TaskError(message) from None
     return digest.hexdigest()[:16]
+
+
+def _write(folder: Path, archive: tarfile.TarFile, member: tarfile.TarInfo, file: BufferedReader) -> None:
+    try:
+        archive.addfile(member, file)
+    except OSError as error:
+        if error.errno is None:  # from `tarfile`: the task's file has become shorter
+            raise
+        raise _not_written(folder, error) from error
+
+
+@contextlib.contextmanager
+def _temporary_file() -> Iterator[IO[bytes]]:
+    with tempfile.TemporaryFile(prefix="agentrl-context-") as file:
+        try:
+            yield file
+        finally:
+            with contextlib.suppress(OSError):  # `close` writes the rest of the data, for which the disk may be full
+                file.close()
+
+
+def _not_written(folder: Path, error: OSError) -> SandboxError:
+    return SandboxError(f"cannot write the build context of {folder} to a temporary file: {error.strerror or error}")
 
 
 def _member(folder: Path, name: str, entry: os.DirEntry[str]) -> tarfile.TarInfo:
@@ -221,8 +253,9 @@ def _ignored(folder: Path) -> PatternMatcher:
 def ensure_built(tag: str, context: BuildContext, progress: Progress) -> None:
     """Builds the image `tag` if the daemon does not have it.
 
-    Raises `TaskError` if the build fails (the message has the file, the line and the last output) or the image has no python3 for the exec
-    server, `SandboxUnavailable` if there is no daemon, and `SandboxTimeout` or `SandboxError` if the daemon hangs or exits.
+    Raises `TaskError` if the build fails (the message has the file, the line and the last output), the image has no python3 for the exec
+    server, or its ENV or WORKDIR cannot be applied; `SandboxUnavailable` if there is no daemon; and `SandboxTimeout` or `SandboxError` if
+    the daemon hangs or exits, or the caller is cancelled.
     """
     if not docker_client.reachable():
         raise SandboxUnavailable(
@@ -250,7 +283,8 @@ def usable_as_is(tag: str) -> bool:
 
 
 def export(tag: str, target: Path) -> None:
-    """Writes the file tree of an image to `target` as a tar archive, and adds the mount points of a sandbox."""
+    """Writes the file tree of an image to `target` as a tar archive, and adds a sandbox's missing mount points. Raises `SandboxError` if
+    the daemon fails."""
     config = {"Image": tag, "Entrypoint": ["/none"]}
     with docker_client.connection(BUILD_S) as api, _container(api, config) as name, open(target, "wb") as file:
         file.writelines(api.export(name))
@@ -262,7 +296,8 @@ def export(tag: str, target: Path) -> None:
 
 
 def check_python(api: docker.APIClient, tag: str, source: str) -> None:
-    """Raises `TaskError`, which names `source`, if the image has no python3 (3.9 or later) on the exec server's search path."""
+    """Raises `TaskError`, which names `source`, if the image has no python3 (3.9 or later) on the exec server's search path, or if it does
+    not start."""
     problem = ""
     config = {
         "Image": tag,
@@ -325,7 +360,7 @@ def _add(archive: tarfile.TarFile, present: set[str], path: str, kind: bytes) ->
 
 
 def _build(tag: str, context: BuildContext, progress: Progress) -> None:
-    """Asks the daemon to build the image, and passes each line of output to `progress`."""
+    """Builds the image with the daemon, and passes each line of output to `progress`. Raises `TaskError` if the build fails."""
     step = 0
     tail: deque[str] = deque(maxlen=_OUTPUT_LINES)
     try:

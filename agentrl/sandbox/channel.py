@@ -41,7 +41,7 @@ class Channel:
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, name: str, relieve: Callable[[], Awaitable[bool]] | None = None
     ) -> None:
-        """`relieve` kills the sandbox's programs from outside. `relieve` returns whether the programs may have delayed a reply."""
+        """`relieve` kills the sandbox's programs from outside, and returns whether they may have delayed a reply. None disables this."""
         self.name = name
         self._relieve = relieve
         self._reader = reader
@@ -57,7 +57,8 @@ class Channel:
         return self._error is not None
 
     async def hello(self) -> None:
-        """Waits for the server's greeting. The caller sets the deadline."""
+        """Waits for the server's greeting. The caller sets the deadline. Raises `SandboxError` if the connection is closed or the greeting
+        is invalid."""
         call = self._expect(0, frames.HELLO, 0)
         self._task = asyncio.create_task(self._read(), name=f"sandbox channel {self.name}")
         fields, _ = await call.done
@@ -76,10 +77,11 @@ class Channel:
     ) -> Reply:
         """Sends a request and returns its reply, whose header must match `schema` and whose body may have up to `max_body` bytes.
 
-        Raises `FileNotFoundError` or `ValueError` if the server refuses the request, `SandboxTimeout` if there is no reply in time, and
-        `SandboxError` if the sandbox is gone or the reply is invalid. A call that times out or is cancelled breaks the channel, because its
-        reply could arrive during a later call. After `timeout_s`, programs that blocked the server are killed, and the server gets
-        `RELIEVED_S` more. If no program blocked the server, the server gets `UNRELIEVED_S` more.
+        Raises `FileNotFoundError` or `ValueError` if the server refuses the request, `ValueError` if the request is too large,
+        `SandboxTimeout` if there is no reply in time, and `SandboxError` if the sandbox is gone or busy or the reply is invalid. A call
+        that times out or is cancelled breaks the channel, because its reply could arrive during a later call. After `timeout_s`, programs
+        that blocked the server are killed, and the server gets `RELIEVED_S` more. If no program blocked the server, the server gets
+        `UNRELIEVED_S` more.
         """
         if self._error is not None:
             raise SandboxError(f"sandbox {self.name} is gone: {self._error}")
@@ -117,7 +119,7 @@ class Channel:
     async def detach(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, Callable[[], Awaitable[bool]]]:
         """Detaches the connection after the greeting. Returns the streams of the connection and `relieve`. Every later call fails.
 
-        Raises `SandboxError` if the server has sent anything after its greeting.
+        Raises `SandboxError` if the channel is broken, for example because the server has sent a reply after its greeting.
         """
         assert self._task is not None and self._relieve is not None
         task, self._task = self._task, None
@@ -145,7 +147,8 @@ class Channel:
                 call.left_s = None
 
     async def close(self, timeout_s: float) -> bool:
-        """Closes the connection, which stops the server and the sandbox. Returns whether the server closed its end within `timeout_s`."""
+        """Closes the connection, which stops the server and the sandbox. Returns whether the server closed its end within `timeout_s`.
+        After `detach`, leaves the connection open and returns False."""
         self._break(SandboxError("closed"))
         if self._task is None:
             return False

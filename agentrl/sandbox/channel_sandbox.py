@@ -27,7 +27,8 @@ Destroy = Callable[[bool], Awaitable[None]]
 
 
 class ChannelSandbox(ClosesOnce):
-    """A sandbox whose exec server is at the other end of `channel`. Programs run one at a time; other calls wait until the program exits.
+    """A sandbox whose exec server is at the other end of `channel`. Programs run one at a time. Calls other than `pause`, `resume` and
+    `close` wait until the running program exits.
 
     If a program times out, every process in the sandbox is killed. A program that exits in time may leave other processes running.
     """
@@ -51,8 +52,8 @@ class ChannelSandbox(ClosesOnce):
     async def python(self, code: str, *, timeout_s: float, output_bytes: int = 65536, session: str = "") -> ExecResult:
         """Runs `code` as `python3 -I -c` does, but in a fork of a warm interpreter.
 
-        If `session` is set, runs the code in the persistent interpreter of that name, which keeps its variables. A sandbox has at
-        most four such interpreters.
+        If `session` is set, runs the code in the persistent interpreter of that name, which keeps its variables. A sandbox accepts four
+        names; another name raises `ValueError`.
         """
         fields = {"session": arguments.session_name(session)} | arguments.limits(timeout_s, output_bytes)
         result = await self._run("python", fields, arguments.code(code))
@@ -77,18 +78,21 @@ class ChannelSandbox(ClosesOnce):
             raise
 
     async def read(self, path: str, *, max_bytes: int) -> bytes:
-        """Returns the bytes of a regular file. Raises `ValueError` if any part of the path is a link."""
+        """Returns the bytes of a regular file. Raises `FileNotFoundError`, or `ValueError` if the file has more than `max_bytes` bytes, is
+        not a regular file, or has a link in its path."""
         fields = {"path": arguments.plain_path(path), "max_bytes": arguments.size(max_bytes, "max_bytes", arguments.MAX_READ_BYTES)}
         async with self._turn:
             _, body = await self._channel.call("read", fields, schema=frames.CHUNK, max_body=max_bytes, timeout_s=FILE_S)
         return body
 
     async def write(self, path: str, data: bytes) -> None:
-        """Replaces the file `path`. A link is replaced, not followed. Raises `ValueError` if there is no space or the path is invalid."""
+        """Replaces the file `path`, and creates its folders. A link is replaced, not followed. Raises `ValueError` if there is no space, or
+        if `path` is invalid, is a folder, or leads through a link."""
         await self.write_all({path: data})
 
     async def write_all(self, files: Mapping[str, bytes]) -> None:
-        """Writes several files in one round trip. If `files` is empty, only checks that the sandbox responds."""
+        """Writes several files in one round trip. If `files` is empty, only checks that the sandbox responds. Raises the errors of `write`,
+        after which some of the files may have been written."""
         contents = arguments.contents(files)
         listing = [[path, len(data)] for path, data in contents.items()]
         async with self._turn:
@@ -98,8 +102,8 @@ class ChannelSandbox(ClosesOnce):
         """Returns the working directory as a tar archive of regular files, folders and links, readable or not, with their modes and times.
 
         All programs are stopped while the archive is created. Hard links are kept; pipes, sockets and devices are omitted. Raises
-        `ValueError` only if the directory is too large: more than `disk_mb`, 20,000 entries, 64 levels or 20 s of work. The archive is
-        untrusted data: pass it to `open(snapshot=...)`, and never unpack it on the host.
+        `ValueError` only if the directory is too large: an archive of more than `disk_mb` + 32 MiB, or more than 20,000 entries, 64 levels
+        or 20 s of work. The archive is untrusted data: pass it to `open(snapshot=...)`, and never unpack it on the host.
         """
         limit = (self.spec.disk_mb << 20) + _ARCHIVE_HEADERS_BYTES
         async with self._turn:
@@ -108,14 +112,16 @@ class ChannelSandbox(ClosesOnce):
         return archive
 
     async def restore(self, archive: bytes) -> None:
-        """Unpacks a snapshot into the working directory. Snapshots contain no sessions, so each session's first call reports a restart."""
+        """Unpacks a snapshot into the working directory. Snapshots contain no sessions, so each session's first call reports a restart.
+        Raises `ValueError` if the archive is invalid or does not fit; a part of it may then have been unpacked."""
         self._restored = True
         async with self._turn:
             await self._channel.call("restore", body=arguments.content(archive, "a snapshot"), timeout_s=2 * FILE_S)
 
     async def pause(self) -> None:
         """Stops every program and suspends its time limit, even during a call. The programs keep their memory. A program that keeps
-        resuming itself is killed."""
+        resuming itself is killed. If no program is running, calls other than `snapshot`, `resume` and `close` raise `SandboxError` until
+        `resume`."""
         self._channel.pause_deadlines()
         await self._channel.call("pause", timeout_s=GRACE_S)
 

@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
@@ -43,9 +43,9 @@ class OpenSandbox:
 
 
 def list_open() -> list[OpenSandbox]:
-    """Returns every sandbox of this user's drivers, including drivers that have died.
+    """Returns every sandbox of this user's drivers, and every agentrl container of the local Docker daemon, also of drivers that have died.
 
-    Raises `SandboxTimeout` if the Docker daemon does not respond, and `SandboxError` if it returns an error.
+    Raises `SandboxTimeout` if the Docker daemon does not respond, and `SandboxError` if it fails or the runtime folder is not private.
     """
     sandboxes: dict[str, OpenSandbox] = {}
     for driver in _subfolders(runtime_folder()):
@@ -60,7 +60,10 @@ def list_open() -> list[OpenSandbox]:
 
 
 def prune() -> int:
-    """Removes the containers, folders and control groups of dead drivers. Returns the number of removed sandboxes. Blocking."""
+    """Removes the containers, folders and control groups of dead drivers. Returns the number of removed sandboxes. Blocking.
+
+    Raises the errors of `list_open`, and `SandboxError` if a process in a control group does not exit.
+    """
     dead = {sandbox.name for sandbox in list_open() if not sandbox.driver_alive}
     for name in dead & _containers().keys():
         docker_client.remove(name)
@@ -98,16 +101,16 @@ class UnusedFile:
     """A file or image that was unused for `days` days, such as `UnusedFile(name="agentrl/tables:0123456789abcdef", size=170_000_000,
     days=40.2)`."""
 
-    name: str  # tag of an image in the daemon, or path below the cache
+    name: str  # tag of an image in the daemon, or path below `images` in the cache
     size: int  # bytes; layers that several images in the daemon share are counted for each image
     days: float
 
 
 def evict(*, days: float, dry: bool) -> list[UnusedFile]:
-    """Removes images and old exec servers that have been unused for `days`, and partial files left by killed builds. Blocking.
+    """Removes images and old exec servers that have been unused for at least `days` days, and partial files of killed builds. Blocking.
 
-    Keeps images that are being built, and tags of images that a container uses. Returns what was removed or, if `dry` is true, what would
-    be removed. Raises `SandboxError`.
+    Keeps images that are being built, and tags of images that a container uses. Returns what was removed. If `dry` is true, removes nothing
+    and returns what would be removed. Raises `SandboxError` if the Docker daemon fails, and `OSError` if the cache cannot be changed.
     """
     unused: list[UnusedFile] = []
     tags = _tags()
@@ -135,8 +138,8 @@ def _evict(folder: Path, tags: dict[str, int], days: float, dry: bool) -> list[U
             path.rename(tree)  # so that a half-removed tree is never mistaken for a complete one
             shutil.rmtree(tree, ignore_errors=True)
     if age >= days:
-        removed = tags if dry else {tag: size for tag, size in tags.items() if _untag(tag)}
-        unused += [UnusedFile(name=tag, size=size, days=age) for tag, size in sorted(removed.items())]
+        removed = (_removable(tags) if tags else []) if dry else [tag for tag in tags if _untag(tag)]
+        unused += [UnusedFile(name=tag, size=size, days=age) for tag, size in sorted(tags.items()) if tag in removed]
     return unused
 
 
@@ -169,6 +172,18 @@ def _tags() -> dict[str, dict[str, int]]:
             for tag in image["RepoTags"] or ():
                 sizes.setdefault(tag.rpartition(":")[2].partition("-")[0], {})[tag] = int(image["Size"])
     return sizes
+
+
+def _removable(tags: Iterable[str]) -> list[str]:
+    """Returns the tags that `_untag` would remove, one after the other: all, except the last tag of an image that a container uses."""
+    removable: list[str] = []
+    with docker_client.connection() as api:
+        used = {container["ImageID"] for container in api.containers(all=True)}
+        for tag in tags:
+            image = api.inspect_image(tag)
+            if image["Id"] not in used or set(image["RepoTags"]) - {tag, *removable}:
+                removable.append(tag)
+    return removable
 
 
 def _untag(tag: str) -> bool:

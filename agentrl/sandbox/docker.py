@@ -106,7 +106,7 @@ class DockerBackend(ChannelBackend):
         be shared.
 
         The keeper of a shared container has capabilities that no process in a separate container has, and it runs on the image's python3.
-        So sandboxes share a container only if their image is built from a distribution's packages, never if it is built from a Dockerfile.
+        So sandboxes share a container only if their image is built from a distribution's packages, not pulled or built from a Dockerfile.
         """
         if image.from_packages and not spec.runtime and not self._sharing_problem:
             try:
@@ -185,7 +185,7 @@ class DockerBackend(ChannelBackend):
         return keeper
 
     def _stop(self, container: Container) -> None:
-        """Stops a shared container in the background. `close` waits until the container has stopped."""
+        """Stops a shared container in the background. `close` waits up to `docker_client.QUICK_S` seconds for this."""
         spawn(self._end_container(container), self._background, name=f"end {container.name}")
 
     async def _end_container(self, container: Container) -> None:
@@ -240,8 +240,8 @@ class DockerBackend(ChannelBackend):
             await self._discard(name)
 
     async def _leave(self, name: str) -> None:
-        """Leaves the removal of a container to the daemon. If `_SWEEP_AT` containers are recorded, forces the removal of those that have
-        been recorded for longer than `LEAVING_S`."""
+        """Leaves the removal of a container to the daemon. If at least `_SWEEP_AT` containers are recorded, forces the removal of those
+        that have been recorded for longer than `LEAVING_S`."""
         now = time.monotonic()
         self._leaving[name] = now
         if len(self._leaving) >= _SWEEP_AT:
@@ -256,7 +256,7 @@ class DockerBackend(ChannelBackend):
         self._leaving.pop(name, None)
 
     async def _call(self, work: Callable[[], T]) -> T:
-        """Runs a blocking daemon call in one of this backend's threads. Raises `SandboxError`."""
+        """Runs a blocking daemon call in one of this backend's threads. Raises the errors of the call, and `SandboxTimeout` if it hangs."""
         try:
             async with asyncio.timeout(docker_client.REQUEST_S + 5):
                 return await asyncio.get_running_loop().run_in_executor(self._threads, work)

@@ -47,8 +47,8 @@ def daemon_address() -> str:
 
 
 def daemon_state(timeout_s: float = _PING_S) -> State:
-    """Pings the local daemon. Returns `answers`, `silent` if the daemon accepts connections but does not respond within `timeout_s`, or
-    `absent` if no daemon listens."""
+    """Pings the local daemon. Returns `answers`, `silent` if the daemon accepts the connection but does not report success within
+    `timeout_s`, or `absent` if this process cannot connect. Raises `SandboxUnavailable` as `daemon_address` does."""
     try:
         with socket.socket(socket.AF_UNIX) as link:
             link.settimeout(timeout_s)
@@ -62,7 +62,7 @@ def daemon_state(timeout_s: float = _PING_S) -> State:
 
 
 def daemon_answers(timeout_s: float = _PING_S) -> bool:
-    """Whether the local Docker daemon answers a ping within `timeout_s`."""
+    """Whether the local Docker daemon answers a ping within `timeout_s`. Raises `SandboxUnavailable` as `daemon_address` does."""
     return daemon_state(timeout_s) == "answers"
 
 
@@ -83,7 +83,8 @@ def client() -> docker.APIClient:
 
 @contextlib.contextmanager
 def connection(timeout_s: float = REQUEST_S) -> Iterator[docker.APIClient]:
-    """Yields this thread's client with the timeout `timeout_s`. Raises errors of the library as `SandboxError` or `SandboxTimeout`."""
+    """Yields this thread's client with the timeout `timeout_s`. Raises a timeout in the block as `SandboxTimeout`, and other errors of the
+    library as `SandboxError`."""
     api = client()
     previous, api.timeout = api.timeout, timeout_s
     try:
@@ -97,7 +98,7 @@ def connection(timeout_s: float = REQUEST_S) -> Iterator[docker.APIClient]:
 
 
 def reachable(timeout_s: float = _PING_S) -> bool:
-    """Whether there is a local daemon. Raises `SandboxTimeout` if the daemon does not answer within `timeout_s`."""
+    """Whether a local daemon answers. Raises `SandboxTimeout` if a daemon listens but does not answer within `timeout_s`."""
     try:
         current = daemon_state(timeout_s)
     except SandboxUnavailable:  # the daemon is on another machine
@@ -108,14 +109,15 @@ def reachable(timeout_s: float = _PING_S) -> bool:
 
 
 def create_and_start(name: str, container: dict[str, Any]) -> None:
-    """Creates a container from the body of a create request, and starts it. Raises `SandboxError`."""
+    """Creates a container from the body of a create request, and starts it. Raises `SandboxError` if the daemon fails or refuses; the
+    container may then exist."""
     with connection() as api:
         api.create_container_from_config(container, name=name)
         api.start(name)
 
 
 def is_running(name: str) -> bool:
-    """Whether a container is running. Raises `SandboxError`."""
+    """Whether a container exists and is running. Raises `SandboxError` if the daemon fails."""
     with connection(QUICK_S) as api:
         try:
             return bool(api.inspect_container(name)["State"]["Running"])
@@ -124,7 +126,8 @@ def is_running(name: str) -> bool:
 
 
 def containers(label: str) -> dict[str, dict[str, str]]:
-    """Returns a mapping name -> labels of all containers with `label` (`key` or `key=value`), running or not. Raises `SandboxError`."""
+    """Returns a mapping name -> labels of all containers with `label` (`key` or `key=value`), running or not. Raises `SandboxError` if the
+    daemon fails."""
     with connection(QUICK_S) as api:
         listed = api.containers(all=True, filters={"label": [label]})
     return {item["Names"][0].lstrip("/"): item["Labels"] for item in listed if item["Names"]}

@@ -37,7 +37,8 @@ class FrameError(SandboxError):
 
 
 def encode(header: Mapping[str, Any], body: bytes = b"") -> bytes:
-    """Returns a request frame. Raises `ValueError` if the header or the body is too large, and `TypeError` if the header cannot be JSON."""
+    """Returns a request frame. Raises `ValueError` if the header or the body is too large, or the header is nested too deep or contains
+    NaN, and `TypeError` if the header cannot be JSON."""
     try:
         text = json.dumps(header, separators=(",", ":"), allow_nan=False).encode()
     except RecursionError:

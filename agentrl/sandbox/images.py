@@ -1,7 +1,7 @@
 """Sandbox images: folders with an `image.toml`, or else a `Dockerfile`. Each version is built once per machine.
 
-An `image.toml` sets `suite`, a Debian release such as "bookworm", and `packages`, a list such as ["python3"], on which the exec server
-runs. If an `image.toml` also sets `pull`, a reference such as "python:3.11-slim", the Docker backend first tries to pull that image.
+An `image.toml` may set `suite`, a Debian release (default: "bookworm"), and `packages` (default: ["python3"], which the exec server needs).
+If an `image.toml` also sets `pull`, a reference such as "python:3.11-slim", the Docker backend first tries to pull that image.
 
 The result of a build is `<cache>/images/<hash>/base.tar`, with the hash of the `image.toml` or of the build context
 (`agentrl.sandbox.builds`). The archive is unpacked in the same folder for bubblewrap, and imported as `agentrl/<folder name>:<hash>` for
@@ -12,6 +12,7 @@ receives the current exec server when it opens.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import fcntl
 import hashlib
@@ -21,13 +22,16 @@ import re
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Annotated
 
 import docker
 import requests
+import urllib3
 from docker.errors import APIError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -87,8 +91,7 @@ class StoredImage(BaseModel):
 
 
 class Image(BaseModel):
-    """A recipe, and the cache that stores the image built from it, such as `Image(name="tables", recipe=...,
-    cache=Path("~/.cache/agentrl"))`."""
+    """A recipe, and the cache that stores the image built from it, such as `Image(name="tables", recipe=..., cache=cache_folder())`."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -128,9 +131,10 @@ def cache_folder() -> Path:
 
 
 def load_image(folder: Path, *, cache: Path | None = None) -> Image:
-    """Returns the image that `folder/image.toml` describes or, if that does not exist, `folder/Dockerfile`. Raises `UserError`."""
+    """Returns the image that `folder/image.toml` describes or, if that does not exist, `folder/Dockerfile`. Raises `UserError` if neither
+    exists, or if the file or the build context is invalid."""
     path = folder / "image.toml"
-    from_dockerfile = not path.exists() and os.path.lexists(folder / builds.DOCKERFILE)
+    from_dockerfile = not os.path.exists(path) and os.path.lexists(folder / builds.DOCKERFILE)  # unlike `Path.exists`, never raise
     recipe = builds.read_build_context(folder) if from_dockerfile else _read(path)
     home = folder.resolve()
     name = home.parent.name if home.name == "environment" else home.name  # a task keeps its image in its folder `environment`
@@ -155,7 +159,10 @@ def _read(path: Path) -> ImageRecipe:
 
 
 def ensure_tarball(image: Image, progress: Progress = no_progress) -> Path:
-    """Returns the path of the image's file tree as a tar archive. Builds the archive if it is not cached; a build takes minutes."""
+    """Returns the path of the image's file tree as a tar archive. Builds the archive if it is not cached; a build may take minutes.
+
+    Raises `UserError` if the build fails or its tools are missing, and `SandboxError` if the daemon fails or the caller is cancelled.
+    """
     if image.tarball.exists():
         return image.tarball
     with locked(image):
@@ -183,7 +190,8 @@ def ensure_built(image: Image, progress: Progress = no_progress) -> None:
 
 
 def ensure_rootfs(image: Image, progress: Progress = no_progress) -> Path:
-    """Returns the path of the image's file tree as a folder."""
+    """Returns the path of the image's file tree as a folder. Unpacks the archive if the folder is not cached. Raises the errors of
+    `ensure_tarball`, and `UserError` if the archive cannot be unpacked."""
     if image.rootfs.exists():
         return image.rootfs
     tarball = ensure_tarball(image, progress)
@@ -198,8 +206,10 @@ def ensure_rootfs(image: Image, progress: Progress = no_progress) -> Path:
 
 
 def ensure_docker_image(image: Image, progress: Progress = no_progress) -> str:
-    """Returns the image's tag. If the daemon lacks the image, first builds, pulls or imports the image, which may take minutes.
-    Blocking."""
+    """Returns the image's tag. If the daemon lacks the image, first builds, pulls or imports the image, which may take minutes. Blocking.
+
+    Raises `UserError` if the image cannot be built or has no python3 for the exec server, and `SandboxError` if the daemon fails.
+    """
     docker_client.reachable(PREPARE_S)  # raises if the daemon is silent
     with docker_client.connection() as api:
         if builds.has_image(api, image.tag):
@@ -233,16 +243,44 @@ def _tagged(api: docker.APIClient, image: Image, progress: Progress) -> bool:
 
 
 def _pulled(image: Image, reference: str, progress: Progress) -> bool:
-    """Tries to pull `reference`. Returns False if the registry does not respond or does not have the image."""
+    """Tries to pull `reference`. Returns False if the registry does not respond or does not have the image. Raises `TaskError` if the image
+    has no python3 for the exec server."""
     progress(f"pulling {reference} for sandbox image {image.name}")
     with contextlib.closing(docker_client.new_client(_PULL_S)) as api:
         try:
-            api.pull(reference)
+            _pull(reference)
             builds.check_python(api, reference, f"image.toml of {image.name}: pull: {reference}")
-        except (APIError, requests.RequestException) as error:
+        except (APIError, requests.RequestException, urllib3.exceptions.HTTPError) as error:
             progress(f"cannot pull {reference} ({str(error)[:120]}); building the image instead")
             return False
     return True
+
+
+def _pull(reference: str) -> None:
+    """Pulls an image in a thread, so that the caller can be cancelled. Raises the errors of the library and of `requests`, a timeout if the
+    daemon sends nothing for `_PULL_S`, and `SandboxError` if the caller is cancelled."""
+    done: Future[None] = Future()
+    abandoned = threading.Event()
+
+    def pull() -> None:
+        try:
+            with contextlib.closing(docker_client.new_client(_PULL_S)) as api:
+                post = api.post
+                api.post = lambda url, **options: post(url, **{**options, "timeout": _PULL_S})  # `pull` sets no timeout (docker 7.2)
+                for _ in api.pull(reference, stream=True):
+                    if abandoned.is_set():  # the end of the connection stops the pull
+                        break
+            done.set_result(None)
+        except Exception as error:  # `_pull` raises it
+            done.set_exception(error)
+
+    threading.Thread(target=pull, name="docker pull", daemon=True).start()
+    try:
+        while not concurrent.futures.wait({done}, timeout=_LOOK_S).done:
+            waiting.raise_if_cancelled()
+        done.result()
+    finally:
+        abandoned.set()
 
 
 def record_use(file: Path) -> None:
@@ -254,8 +292,8 @@ def record_use(file: Path) -> None:
 
 @contextlib.contextmanager
 def locked(image: Image, name: str = "files", *, timeout_s: float = BUILD_S + 60) -> Iterator[None]:
-    """Holds one of the image's inter-process locks for the block. A lock is released when the process that holds it exits. Not
-    re-entrant."""
+    """Holds one of the image's inter-process locks for the block. A lock is released when the process that holds it exits. Not re-entrant.
+    Raises `UserError` if the lock is not free within `timeout_s`, and `SandboxError` if the caller is cancelled."""
     image.folder.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + timeout_s
     with open(image.folder / f"{name}.lock", "w") as lock:
@@ -290,7 +328,8 @@ def _part(path: Path) -> Iterator[Path]:
 
 
 def _build(image: Image) -> None:
-    """Builds the file tree from Debian packages. Raises `UserError` if the build fails or the tree has no python3 for the exec server."""
+    """Builds the file tree from Debian packages. Raises `UserError` if mmdebstrap is not installed, the build fails, or the tree has no
+    python3 for the exec server."""
     recipe = image.recipe
     assert isinstance(recipe, ImageRecipe)
     if shutil.which("mmdebstrap") is None:
@@ -328,7 +367,8 @@ def _private_mounts() -> list[str]:
 
 
 def _run(command: list[str]) -> None:
-    """Runs a build step in a new process group with a deadline. Raises `UserError` if the step fails or exceeds the deadline."""
+    """Runs a build step in a new process group. Raises `UserError` if the step fails or takes more than `BUILD_S` seconds, and
+    `SandboxError` if the caller is cancelled."""
     deadline = time.monotonic() + BUILD_S
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True

@@ -55,15 +55,19 @@ def sandbox_name() -> str:
 
 
 def runtime_folder() -> Path:
-    """Returns the private folder for the sockets of this user's open sandboxes. The path is short, because the length of socket paths is
-    limited. A reboot removes the folder."""
+    """Returns the private folder for the sockets of this user's open sandboxes, and creates it if it is missing. The path is short, because
+    the length of socket paths is limited. Raises `SandboxError` if the folder cannot be created, or if other users may access or own it."""
     if os.geteuid() == 0:
         folder = Path("/run/agentrl")
     else:
         base = os.environ.get("XDG_RUNTIME_DIR")
         folder = Path(base, "agentrl") if base and Path(base).is_dir() else Path(f"/tmp/agentrl-{os.geteuid()}")
-    folder.mkdir(mode=0o700, exist_ok=True)
-    info = folder.lstat()
+    try:
+        with contextlib.suppress(FileExistsError):  # also raised for a file, which the check below rejects
+            folder.mkdir(mode=0o700)
+        info = folder.lstat()
+    except OSError as error:
+        raise SandboxError(f"cannot create {folder}: {error.strerror}") from error
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o077:
         raise SandboxError(f"{folder} must be a folder with mode 0700 that belongs to this user; correct or remove it")
     return folder
@@ -71,8 +75,8 @@ def runtime_folder() -> Path:
 
 @contextlib.asynccontextmanager
 async def sandbox_folder(name: str) -> AsyncIterator[Path]:
-    """Creates and yields a sandbox's runtime folder. If the block raises, removes the folder in a thread, which a second cancellation
-    cannot stop."""
+    """Creates and yields a sandbox's runtime folder, which remains after the block. If the block raises, removes the folder in a thread,
+    which a second cancellation cannot stop."""
     folder = runtime_folder() / lease() / name
     with _creating:
         folder.mkdir(parents=True)
@@ -108,7 +112,11 @@ def remove_folder(folder: Path) -> None:
 
 @functools.cache
 def _boot() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
+    path = Path("/proc/sys/kernel/random/boot_id")
+    try:
+        return path.read_text()[:8]
+    except OSError as error:
+        raise SandboxError(f"cannot read {path}: {error.strerror}") from error
 
 
 def start_time(pid: int) -> int | None:

@@ -28,7 +28,7 @@ WRITABLE_FOLDERS = ("/home/agent", "/tmp", "/dev/shm")
 CORES_FILE = "/sys/devices/system/cpu/online"
 """The C library counts the machine's cores in this file, even if a program may run on only some of them."""
 MAX_TERMINALS = 16
-"""Maximum number of pseudo terminals in a sandbox. The machine has 3,072 in total (`kernel.pty.max` minus `kernel.pty.reserve`)."""
+"""Maximum number of pseudo terminals in a sandbox. By default, a machine has 3,072 (`kernel.pty.max` minus `kernel.pty.reserve`)."""
 TERMINAL_OPTIONS = f"newinstance,ptmxmode=0666,mode=0620,max={MAX_TERMINALS}"
 NETWORK_SETTINGS = {
     "net.ipv4.tcp_rmem": "4096 16384 262144",
@@ -62,8 +62,8 @@ def shared_memory_bytes(spec: SandboxSpec) -> int:
 
 
 def disk_bytes(spec: SandboxSpec) -> int:
-    """Returns the size in bytes of the working directory, which is also the size of /tmp. Both folders are in memory, and `RESERVED_BYTES`
-    of the memory must remain when both are full."""
+    """Returns the size in bytes of the working directory, which is also the size of /tmp: `disk_mb`, or less so that `RESERVED_BYTES` of
+    the memory remain when both folders, which are in memory, are full. The reduced size is at least 4 MiB."""
     free = spec.memory_mb * MEBIBYTE - shared_memory_bytes(spec) - len(WRITABLE_FOLDERS) * max_inodes(spec) * INODE_BYTES - RESERVED_BYTES
     return min(spec.disk_mb * MEBIBYTE, max(free // 2, _MIN_DISK_BYTES))
 
@@ -132,7 +132,8 @@ def server_options(name: str, spec: SandboxSpec, *, grouped: bool = True) -> dic
     """Returns the start options for the exec server of sandbox `name`. `grouped`: whether the sandbox has a control group for CPU time.
 
     Each sandbox has two user ids, because the kernel counts inotify instances, queued signals and bytes in queues and pipes per user. The
-    ids are derived from a hash of the name. If the ids of two sandboxes collide, the sandboxes share only those counts.
+    ids are derived from a hash of the name. If the ids of two sandboxes collide, the sandboxes share those counts, and
+    `SandboxProcesses.kill_programs` for one of them kills the programs of both.
     """
     number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % _USER_RANGE
     return {
@@ -155,7 +156,8 @@ class ControlGroups(Groups):
     Requires root."""
 
     def confine(self, name: str, spec: SandboxSpec, pid: int) -> None:
-        """Moves a process into a new group with the limits of `spec`. Raises `SandboxError` if the group cannot be created."""
+        """Moves a process into a new group with the limits of `spec`. Raises `SandboxError` if the group cannot be created, and `OSError`
+        if the process cannot be moved."""
         try:
             self.create(name, group_limits(spec, _HELPERS))
         except OSError as error:

@@ -24,14 +24,16 @@ WARM = 8
 MAX_SPECS = 4
 """Maximum number of specs for which sandboxes are kept ready. A new spec replaces the least recently used one."""
 _MAX_FILLING = 2
-_MAX_REFILL_FAILURES = 3  # in a row; after that, a spec is not refilled until a caller has opened a sandbox of it
+_MAX_REFILL_FAILURES = 3  # since a caller last opened a sandbox of the spec, which is then not refilled until a caller opens one
 _ANSWER_S = 60.0
+_MIN_CHECK_S = 1.0
 
 
 class WarmPool(ClosesOnce):
-    """A `SandboxBackend` that keeps `warm` sandboxes ready for each spec. At most `max_open` are in use at a time; additional callers wait.
+    """A `SandboxBackend` that keeps `warm` sandboxes ready for each of the `MAX_SPECS` most recently used specs.
 
-    At most `max_open + MAX_SPECS * warm` sandboxes exist at a time.
+    At most `max_open` sandboxes are in use at a time; additional callers wait. At most `max_open + MAX_SPECS * warm` sandboxes exist at a
+    time, in addition to those that are about to be closed.
     """
 
     def __init__(self, backend: SandboxBackend, *, warm: int = WARM, max_open: int = 64) -> None:
@@ -60,7 +62,8 @@ class WarmPool(ClosesOnce):
     ) -> Sandbox:
         """Returns a ready sandbox, or a new one if none is ready or `snapshot` is set.
 
-        Raises `SandboxTimeout` after `timeout_s`, which includes the wait for a slot.
+        Raises `SandboxTimeout` after `timeout_s`, which includes the wait for a slot, `SandboxError` if the pool is closed, and the errors
+        of the backend's `open`.
         """
         if self._closing is not None:
             raise SandboxError("the sandbox pool is closed")
@@ -94,13 +97,15 @@ class WarmPool(ClosesOnce):
         """Returns a ready sandbox after writing `files` to it, which shows that the sandbox responds. Returns None if no ready sandbox
         responds.
 
-        Closes sandboxes that do not respond. Each attempt may take half of the remaining time, so that time is left to open a new sandbox.
+        Closes sandboxes that do not respond. Each attempt may take half of the remaining time, so that time is left to open a new sandbox,
+        or `_MIN_CHECK_S` if that is longer: a sandbox is not closed because its caller has little time. The last attempt may therefore end
+        up to `_MIN_CHECK_S` after the deadline.
         """
-        ready = self._ready.get(spec)
-        while ready:
+        ready, loop = self._ready.get(spec), asyncio.get_running_loop()
+        while ready and (left := deadline - loop.time()) > 0:
             sandbox = ready.popleft()
             try:
-                async with asyncio.timeout((deadline - asyncio.get_running_loop().time()) / 2):
+                async with asyncio.timeout(max(left / 2, _MIN_CHECK_S)):
                     await _write(sandbox, files)
             except (SandboxError, TimeoutError) as error:
                 log.warning("a ready sandbox no longer answers: %s", error)

@@ -46,7 +46,7 @@ class SandboxProcesses:
     def from_options(cls, options: dict[str, Any], top: int) -> SandboxProcesses:
         """Returns the processes of the sandbox whose exec server has these start options.
 
-        `top` is an ancestor of the exec server. `top` is used only if this user is not root.
+        `top` is an ancestor of the exec server, or 0 if none is known. `top` is used only if this user is not root.
         """
         if os.geteuid() == 0 or not top:
             return cls(server=options["server"], agent=options["agent"])
@@ -55,8 +55,8 @@ class SandboxProcesses:
     async def kill_programs(self) -> bool:
         """Kills the programs of the sandbox and waits up to 5 seconds for them to exit.
 
-        Returns True if there were programs or the exec server was waiting for a CPU. In that case, a late reply is not the fault of the
-        exec server.
+        Returns True if there were programs, or if the exec server was running or waiting for a CPU or the kernel. In these cases, a late
+        reply is not the fault of the exec server.
         """
         processes = await asyncio.to_thread(_processes, _FRESH_S)
         programs = self._programs(processes)

@@ -167,7 +167,7 @@ def supported() -> bool:
 
 @functools.cache
 def filter_program() -> bytes:
-    """Returns the filter for this machine: an array of `struct sock_filter`, as `seccomp(2)` expects it."""
+    """Returns the filter for this machine: an array of `struct sock_filter`, as `seccomp(2)` expects it. Call it only if `supported()`."""
     machine = platform.machine()
     column = 0 if machine == "x86_64" else 1
     calls: dict[int, Block] = {}

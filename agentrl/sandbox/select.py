@@ -42,15 +42,21 @@ def select_backend(
     """
     if name not in _LOCAL:
         raise UserError(f"{name!r} is not a sandbox backend of this machine", fix=f"choose one of {', '.join(_LOCAL)}")
-    daemon = docker_client.daemon_state() if name in ("auto", "docker") else "absent"
+    daemon: docker_client.State = "absent"
+    try:
+        daemon = docker_client.daemon_state() if name in ("auto", "docker") else "absent"
+        missing = f"no Docker daemon answers at {docker_client.daemon_address()}"
+    except SandboxUnavailable as error:  # the daemon is on a different machine
+        if name == "docker":
+            raise
+        missing = error.message
+        log.warning("%s; trying bubblewrap", missing)
     if daemon == "answers":
         return DockerBackend(run_label=run_label, root=root, progress=progress)
     if name == "docker":
         silent = daemon == "silent"
         raise SandboxUnavailable(
-            f"the Docker daemon at {docker_client.daemon_address()} accepts connections but does not answer"
-            if silent
-            else f"no Docker daemon answers at {docker_client.daemon_address()}",
+            f"the Docker daemon at {docker_client.daemon_address()} accepts connections but does not answer" if silent else missing,
             fix=f"{_RESTART_DOCKER if silent else _START_DOCKER}  (or choose sandbox.backend=bubblewrap)",
         )
     problem = bubblewrap.unavailable_reason()
@@ -59,8 +65,7 @@ def select_backend(
     if name == "bubblewrap":
         raise SandboxUnavailable(f"bubblewrap does not work on this machine: {problem}", fix=_INSTALL_BUBBLEWRAP)
     raise SandboxUnavailable(
-        f"this machine has no working sandbox backend: no Docker daemon answers at {docker_client.daemon_address()}, "
-        f"and bubblewrap does not work: {problem}",
+        f"this machine has no working sandbox backend: {missing}, and bubblewrap does not work: {problem}",
         fix=f"run one of these commands:\n    {_START_DOCKER}\n    {_INSTALL_BUBBLEWRAP}",
     )
 
@@ -71,8 +76,8 @@ open_bubblewrap = functools.partial(select_backend, "bubblewrap")
 
 
 def open_backend(config: SandboxConfig, *, run_label: str, root: Path) -> SandboxBackend:
-    """Returns the backend that a recipe names. Raises `SandboxUnavailable` if a shipped backend does not work, and `PluginError` if a
-    user-supplied backend is invalid."""
+    """Returns the backend that a recipe names. Raises `SandboxUnavailable` if a shipped backend does not work, `UserError` if its options
+    are invalid, and `PluginError` if a user-supplied backend is invalid."""
     backend: SandboxBackend = parts.make_part(parts.BACKEND, config.backend, run_label=run_label, root=root)
     return backend
 
@@ -80,8 +85,9 @@ def open_backend(config: SandboxConfig, *, run_label: str, root: Path) -> Sandbo
 async def open_sandboxes(config: SandboxConfig, *, run_label: str, root: Path, warm: int = WARM, lazily: bool = False) -> SandboxBackend:
     """Opens the backend of a run, removes what dead drivers left behind, and returns a warm pool in front of the backend.
 
-    If `lazily` is true, opens the backend only when the first image or sandbox is needed. Use this option for runs whose tasks may not need
-    a sandbox.
+    The pool keeps at most `warm` sandboxes of a spec ready. Raises the errors of `open_backend`, and `SandboxError` if the backend is
+    Docker and its daemon fails. If `lazily` is true, opens the backend, and raises these errors, only when the first image or sandbox is
+    needed. Use this option for runs whose tasks may not need a sandbox.
     """
     if lazily:
         return LazySandboxes(functools.partial(open_sandboxes, config, run_label=run_label, root=root, warm=warm))

@@ -53,7 +53,8 @@ def ensure_source(image: Image) -> Path:
 async def ensure_compiled(image: Image, open_from_source: Callable[[], Awaitable[Sandbox]]) -> Path:
     """Returns the path of the exec server compiled by the image's interpreter, `<image.folder>/exec_server-<hash of source>.pyc`.
 
-    If the file is missing, compiles the exec server in the sandbox that `open_from_source` opens.
+    If the file is missing, compiles the exec server in the sandbox that `open_from_source` opens. Raises the errors of `open_from_source`,
+    and `SandboxError` if the interpreter cannot compile the code.
     """
     path = _path(image, ".pyc")
     if not path.exists():

@@ -92,7 +92,7 @@ class KeeperClient:
 
     async def end(self, sandbox: SharedSandbox, patience_s: float) -> None:
         """Waits up to `patience_s` for a sandbox to exit, then kills it. Returns when nothing is left of the sandbox. Raises `SandboxError`
-        if the sandbox does not exit within `ENDING_S` seconds."""
+        if the sandbox does not exit within `ENDING_S` seconds; the container then gets no new sandboxes."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience_s):
                 await sandbox.ended.wait()
@@ -123,7 +123,7 @@ class KeeperClient:
 
     def _send(self, request: Mapping[str, Any], descriptors: Sequence[int]) -> bool:
         """Sends a request to the keeper. Returns False if the keeper has too many unread requests, for example because it gets no CPU
-        time."""
+        time. Raises `SandboxError` if the container is gone."""
         if self.gone.is_set():
             raise SandboxError(f"container {self.name} is gone")
         try:

@@ -66,7 +66,8 @@ def spawn(work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]], *, na
 
 
 def listen_at(path: Path, kind: socket.SocketKind = socket.SOCK_STREAM) -> socket.socket:
-    """Returns a non-blocking listener at `path` for one connection, open to every user who can access the path."""
+    """Returns a non-blocking listener at `path` for one connection, open to every user who can access the path. Raises `OSError` if the
+    path exists or is too long."""
     listener = socket.socket(socket.AF_UNIX, kind)
     try:
         listener.bind(str(path))

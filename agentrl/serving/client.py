@@ -69,8 +69,9 @@ class TokenClient:
 
         After `timeout_s`, the server cuts the request off and returns the tokens sampled so far, with finish reason `CUT`. The server then
         has another `timeout_s` seconds to respond, but at least 2 and at most `CUT_TIMEOUT_S`. Raises `ServingError` if the server fails,
-        returns an invalid response, or does not respond within this time. Cancellation closes the connection, after which vLLM aborts the
-        request. Only a request that never reached the server is retried.
+        returns an invalid response or does not respond within this time, or if the weights that sampled the tokens are rejected. Raises
+        `InfrastructureError` if an image of the prompt cannot be read. Cancellation closes the connection, after which vLLM aborts the
+        request. Only a request that never reached the server is retried, at most twice.
         """
         cutting: list[asyncio.Task[None]] = []
 
@@ -247,7 +248,7 @@ def parse_alternatives(answer: Any) -> list[dict[int, float]]:
 
 def proven_support(table: dict[int, float], most: int) -> dict[int, float]:
     """Returns the entries of `table` whose tokens could have been sampled. Raises `ServingError` if tokens outside `table` could also have
-    been sampled.
+    been sampled, or if the entries' probabilities do not add up to 1.
 
     Args:
         table: logprobs of the most likely tokens by id; outside the support, vLLM returns minus infinity, or -9999 over HTTP.

@@ -34,7 +34,7 @@ _METRIC = re.compile(r"^(vllm:[a-z0-9_]{1,80}(?<!_bucket))(?:\{[^\n]{0,2000}\})?
 
 class ControlPlane:
     """Calls to one server. An empty `key` means that the server needs no key. Use the client from only one event loop, and call `close` at
-    the end.
+    the end. All methods except `close`, `health` and `abort` raise the errors of `request`.
 
     `max_connections` limits the number of concurrent requests; further requests wait.
     """
@@ -51,7 +51,8 @@ class ControlPlane:
     async def request(self, method: Literal["GET", "POST"], path: str, *, timeout_s: float, json: Any = None, last: bool = False) -> Any:
         """Returns the decoded JSON of a response with status 200, or None if the response is empty.
 
-        Raises `UnsentError` if the request was not sent, and `ServingError` for any other failure.
+        Raises `UnsentError` if the request was not sent, `RequestRefused` for status 400, 413 and 422, and `ServingError` for any other
+        failure.
 
         `last`: whether this is the last request on its connection.
         """
@@ -143,7 +144,8 @@ class ControlPlane:
 
 
 def decode_answer(status: int, content: bytes, where: str) -> Any:
-    """Returns the decoded JSON of a response with status 200, or None if the response is empty. Otherwise, raises `ServingError`."""
+    """Returns the decoded JSON of a response with status 200, or None if the response is empty. Otherwise, raises `ServingError`, or
+    `RequestRefused` for status 400, 413 and 422."""
     if status != HTTPStatus.OK:
         raise (RequestRefused if status in _REFUSED else ServingError)(f"{where} returned status {status}: {_excerpt(content)}")
     if not content:
@@ -155,7 +157,7 @@ def decode_answer(status: int, content: bytes, where: str) -> Any:
 
 
 def parse_metrics(text: str) -> dict[str, float]:
-    """Parses vLLM's metrics in the Prometheus text format, without histograms. Other lines are ignored."""
+    """Parses vLLM's metrics in the Prometheus text format, without the buckets of histograms. Other lines are ignored."""
     metrics: dict[str, float] = {}
     for name, value in _METRIC.findall(text):
         with contextlib.suppress(ValueError):

@@ -60,7 +60,8 @@ class PromptImages:
         return {"token_ids": token_ids} | ({"content_parts": parts, "return_token_ids": True} if parts else {})
 
     def check(self, answer: Any, prompt_ids: Sequence[int]) -> None:
-        """Raises `ServingError` unless the server computed the completion from exactly these prompt tokens."""
+        """Raises `ServingError` unless the server computed the completion from exactly these prompt tokens. Does not check a prompt without
+        images."""
         plain = plain_ids(prompt_ids)
         if plain != list(prompt_ids) and (not isinstance(answer, dict) or answer.get("prompt_token_ids") != plain):
             raise ServingError(

@@ -42,7 +42,8 @@ class JudgeServer(ServerProcess):
         self._threads = thread_count(config.threads or self._cores) if device == "cpu" else None
 
     async def start(self) -> None:
-        """Starts the process and returns once it has responded to a request. Raises `ServingError` if the server does not start."""
+        """Starts the process and returns once it has responded to a request. Raises `ServingError` if the server does not start, and
+        `DiskFull` if the disk is full."""
         assert self._process is None, "a server is started once"
         await self._begin(timeout_s=self.config.startup_timeout_s)
         self.url = self.control.url

@@ -48,8 +48,8 @@ async def max_logprob_difference(server: VLLMServer, number: int, probe: Probe) 
 
     Rows are truncated to the server's context, which may be shorter than that of the run that trained the model.
 
-    Raises `SwapError` if a response has no logprobs or comes from a version other than `number`, and `ServingError` if there is no
-    response.
+    Raises `SwapError` if a response has no logprobs or comes from a version other than `number`, and `ServingError` if there is no response
+    or the server expanded the images of a row differently.
     """
     sampling = server.recipe.rollout.distribution
     if probe.temperature is not None:
@@ -111,7 +111,8 @@ async def _row_answer(server: VLLMServer, token_ids: tuple[int, ...], sampling: 
 
 
 def parse_prompt_logprobs(answer: Any, token_ids: tuple[int, ...], number: int) -> list[float]:
-    """Returns the logprobs of tokens 1..T-1 in vLLM's response. Raises `SwapError` unless the logprobs come from version `number`."""
+    """Returns the logprobs of tokens 1..T-1 in vLLM's response. Raises `SwapError` if the response is malformed or comes from a different
+    version than `number`."""
     try:
         spans = answer["choices"][0]["weight_versions"]
         logprobs = _of_prompt(answer["prompt_logprobs"], token_ids)
@@ -124,7 +125,8 @@ def parse_prompt_logprobs(answer: Any, token_ids: tuple[int, ...], number: int) 
 
 
 def next_token_differences(answer: Any, ours: Mapping[int, float], sampling: Sampling, number: int) -> list[float]:
-    """Returns the differences (nats) between server and learner for the token after a row, with the sampling settings of rollouts.
+    """Returns the differences (nats) between server and learner for the token after a row, with the sampling settings of rollouts. Raises
+    `SwapError` if the response is malformed.
 
     The learner's distribution is restricted to the support that the server returns, as in training. A supported token that the learner did
     not list is at most as likely as the last listed token. The difference of such a token is the excess of

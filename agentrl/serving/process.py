@@ -105,7 +105,8 @@ class ServerProcess(ABC):
         return not self.end_reason
 
     async def was_killed(self) -> bool:
-        """Whether the kernel (out of memory) or a user killed the process before `stop`. Waits up to a second for the process to exit."""
+        """Whether the kernel (out of memory) or a user killed the process before `stop`. Waits up to a second for the process to exit.
+        After `stop`, returns the result of the last call before it."""
         if self._process is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_END_S):
@@ -157,7 +158,8 @@ class ServerProcess(ABC):
             self._process.send_kill()
 
     async def stop(self) -> None:
-        """Stops the process and all its children, first with SIGTERM, then with SIGKILL. Idempotent."""
+        """Stops the process and all its children, first with SIGTERM, then with SIGKILL. Idempotent. A failure to stop a process is only
+        logged."""
         if self._token_task is not None:
             self._token_task.cancel()
         control, self._control = self._control, None
@@ -209,7 +211,8 @@ class ServerProcess(ABC):
         On a shared GPU, a server exits if another process frees memory while the server measures the free memory. In that case, the server
         is restarted.
 
-        Raises `ServingError`, with the cause from the log, if the process dies or `timeout_s` passes.
+        Raises `DiskFull` if the disk is full, and `ServingError`, with the cause from the log, if the process dies for another reason or
+        `timeout_s` passes.
         """
         for tries_left in reversed(range(_MEASURE_TRIES)):
             try:
@@ -327,19 +330,19 @@ def server_environment(scratch: str, *, cpu_threads: int | None, alone: bool = F
 
 
 def thread_count(threads: int, *, servers: int = 1) -> int:
-    """Returns the number of CPU threads: `threads` or, if it is 0, this server's share of all cores, at least 1."""
+    """Returns the number of CPU threads: `threads` or, if it is 0, this server's share of this process's cores, at least 1."""
     return threads or max(1, len(os.sched_getaffinity(0)) // servers)
 
 
 def cause_in(log_path: Path, start: int) -> tuple[str, str]:
-    """Searches a server's log from byte `start` on for the cause of a failure. Returns the cause and the fix, if known."""
+    """Searches a server's log from byte `start` on for the cause of a failure. Returns the cause and the fix; each is empty if unknown."""
     with contextlib.suppress(OSError):
         return cause_in_log(tail_bytes(log_path, most=_LOG_BYTES, start=start))
     return "", ""
 
 
 def ended_while_starting(what: str, code: int, log_path: Path, start: int) -> ServingError | DiskFull:
-    """Returns the error for a server that exited with `code` before it was ready."""
+    """Returns the error for a server that exited with `code` before it was ready: `DiskFull` if the disk is full, else `ServingError`."""
     cause, fix = cause_in(log_path, start)
     if cause == "the disk is full":
         return DiskFull(f"{what} ended while starting: {cause}")

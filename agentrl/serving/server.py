@@ -74,8 +74,8 @@ class VLLMServer(ServerProcess):
         return not self._condemned and await super().alive()
 
     async def stage(self, folder: Path) -> None:
-        """Returns when a folder of the run is on the server's host. Does nothing if the disk is shared. Raises `ServingError` if the folder
-        cannot be transferred."""
+        """Returns when a folder of the run is on the server's host. Does nothing if the disk is shared, the folder is outside the run, or
+        the server is not running. Raises `ServingError` if the folder cannot be transferred."""
         process = self._process
         if process is not None and folder.is_relative_to(self.run_dir):
             try:
@@ -84,7 +84,8 @@ class VLLMServer(ServerProcess):
                 raise ServingError(f"{self._what}: {error}") from error
 
     def host_path(self, folder: Path) -> str:
-        """Returns the path of a folder of the run on the host of the running server."""
+        """Returns the path of a folder of the run on the host of the running server, or `folder` if the server is not running or the folder
+        is outside the run."""
         return str(folder) if self._process is None else self._on_host(folder, self._process.folder)
 
     def _on_host(self, folder: Path, run: str) -> str:

@@ -68,7 +68,7 @@ class EpisodeRouter:
             self._leave(placed)
 
     def replica(self, episode_id: str) -> int | None:
-        """Returns the replica of an episode, or None before its first request."""
+        """Returns the replica of an episode, or None before its first request and for an unknown episode."""
         placed = self._episodes.get(episode_id)
         return None if placed is None else placed.replica
 
@@ -94,7 +94,7 @@ class EpisodeRouter:
         return placed.replica
 
     def record_context(self, episode_id: str, tokens: int) -> None:
-        """Records the current length of an episode's context."""
+        """Records the length of an episode's context. Only the longest length counts. Does nothing before the first `choose`."""
         placed = self._episodes.get(episode_id)
         if placed is not None and placed.replica is not None and tokens > placed.tokens:
             self.loads[placed.replica] += tokens - placed.tokens
@@ -124,7 +124,7 @@ class ServerPool:
     """A `PolicyServer` on `serving.replicas` supervised vLLM servers with the same weights and separate caches.
 
     A request that a dying server never received goes to a different server. Requests in flight on the dying server fail, as with a single
-    server. A server that died too often is abandoned, and `watch` raises `ServingError` if no server is left.
+    server. A server that died too often is abandoned, and `watch` fails if no server is left.
     """
 
     def __init__(
@@ -164,8 +164,8 @@ class ServerPool:
 
     @property
     def cache_use(self) -> CacheUse | None:
-        """The cache use of the servers that accept requests. The value counts as a new reading once all of these servers have been read
-        again."""
+        """The cache use of the servers that accept requests; None if none of them has been read. The value counts as a new reading once all
+        of these servers have been read again."""
         uses = [replica.cache_use for replica in self._replicas if replica.accepts_requests and replica.cache_use is not None]
         if not uses:
             return None
@@ -186,7 +186,8 @@ class ServerPool:
         return self._moving.locked()
 
     async def start(self, version: PolicyVersion, *, await_probe: bool = False) -> None:
-        """Starts all servers concurrently. Raises the same errors as `SupervisedServer.start` if a server cannot start."""
+        """Starts all servers concurrently. Raises an `ExceptionGroup` with the errors of `SupervisedServer.start` if a server cannot
+        start."""
         async with asyncio.TaskGroup() as starting:
             for replica in self._replicas:
                 starting.create_task(replica.start(version, await_probe=await_probe))
@@ -202,7 +203,8 @@ class ServerPool:
             self._routing.end(episode_id)
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
-        """Samples one completion from the episode's server."""
+        """Samples one completion from the server of the episode, whose id is the part of `request_id` before the last hyphen. Raises the
+        errors of `SupervisedServer.try_generate`, and `ServerDied` if no server becomes ready within `serving.startup_timeout_s`."""
         episode_id = request_id.rpartition("-")[0]
         while True:
             while (number := self._choose(episode_id, len(prompt_ids))) is None:
@@ -218,7 +220,8 @@ class ServerPool:
 
         A server that dies during the swap loads the version when it has restarted. A server that rejects a version that another server
         loaded is replaced. The report contains the longest stall and the largest difference. If the first server rejects the version three
-        times, raises `SwapError`, and all servers keep the old version.
+        times, raises `SwapError`, and all servers keep the old version. Raises `ServerDied` if no server becomes ready within
+        `serving.startup_timeout_s`.
         """
         async with self._moving:
             start, former = time.perf_counter(), await asyncio.to_thread(self._registry.get, self.version)
@@ -237,7 +240,8 @@ class ServerPool:
         )
 
     async def fall_back(self, version: PolicyVersion) -> None:
-        """Serves the earlier version `version` instead of a version that the learner retracted."""
+        """Serves the earlier version `version` instead of a version that the learner retracted or the gate rejected. Raises the errors of
+        `swap`, and those of `SupervisedServer.start` if a server must be restarted."""
         async with self._moving:
             self._floor = min(self._floor, version.number)
             await self._move(version, SupervisedServer.load_or_restart)
@@ -250,7 +254,8 @@ class ServerPool:
             await self._changed.wait_for(lambda: self.version >= number)
 
     async def watch(self, *, on_loss: Callable[[], Awaitable[None]]) -> None:
-        """Restarts servers that die, with the version that the other servers serve. Runs until it is cancelled or raises `ServingError`."""
+        """Restarts servers that die, with the version that the other servers serve. Runs until it is cancelled or raises an
+        `ExceptionGroup`, which contains a `ServingError` if no server is left."""
         async with asyncio.TaskGroup() as watching:
             abandoned: list[int] = []
             for number in range(len(self._replicas)):

@@ -94,7 +94,8 @@ class SupervisedServer:
         into a server that was started with version 0. If `await_probe` is True, waits until the learner, which is starting, has
         written the probe of version 0.
 
-        Raises `ServingError` if the server does not start or the probe disagrees, and `SwapError` if the adapter is rejected.
+        Raises the errors of `VLLMServer.start`, `ServingError` also if the weights cannot be built or the probe disagrees, `SwapError` if
+        the adapter is rejected, and `PluginError` if the weight channel cannot be loaded.
         """
         base = version if version.weights == WHOLE_MODEL else await asyncio.to_thread(self._registry.get, 0)
         assert base is not None, "version 0 was registered"
@@ -133,7 +134,7 @@ class SupervisedServer:
 
     @property
     def token_s(self) -> float:
-        """Seconds per sampled token."""
+        """Seconds per sampled token; 0 if no server is running."""
         return 0.0 if self._server is None else self._server.token_s
 
     @property
@@ -158,7 +159,8 @@ class SupervisedServer:
     async def try_generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float
     ) -> Completion | None:
-        """Samples one completion from the current server. Returns None if the server died before it received the request.
+        """Samples one completion from the current server. Returns None if no server is running, or if the server died before it received
+        the request.
 
         Raises `ServerDied` if the server dies after it received the request, and `ServingError` for other failures.
         """
@@ -231,7 +233,7 @@ class SupervisedServer:
         await self._with_successor(self.load_or_restart, version)
 
     def request_replacement(self, reason: str) -> None:
-        """Makes `watch` replace the server."""
+        """Makes `watch` replace the server, if one is running."""
         if self._server is not None:
             self._server.mark_unsound(reason)
             self._gone = self._server
@@ -304,7 +306,8 @@ class SupervisedServer:
             await self._changed.wait_for(lambda: self.version >= number)
 
     async def watch(self, *, on_loss: Callable[[], Awaitable[None]]) -> None:
-        """Restarts the server when it dies, with the newest version that served. Runs until it is cancelled or raises `ServingError`.
+        """Restarts the server when it dies, with the version that `newest` returns. Runs until it is cancelled. If a restart fails, raises
+        `ServingError` or another error of `start`.
 
         With NCCL, `on_loss` is called, because the learner may be stuck in a transfer to the dead server.
         """
@@ -436,6 +439,6 @@ def version_to_serve(registry: VersionRegistry) -> PolicyVersion | None:
     """Returns the version that a server should load: the newest serving or promoted version, else the newest version that was not rolled
     back.
 
-    A promoted version takes precedence over a newer version that no gate has judged.
+    A promoted version takes precedence over a newer version that no gate has judged. Returns None if there is no such version.
     """
     return registry.latest(VersionState.SERVING, VersionState.PROMOTED) or registry.latest(VersionState.CANDIDATE, VersionState.SERVED)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
+import os
 import time
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -61,7 +63,7 @@ class HotSwap(ABC):
                     raise SwapError(
                         f"version {version.number}: server and learner differ by {diff:.3g} nats on the probe; limit: {max_abs_diff:g}"
                     )
-            except (ServingError, TimeoutError, asyncio.CancelledError) as error:
+            except (ServingError, OSError, asyncio.CancelledError) as error:  # OSError: a file of the version is gone
                 await self._restore(timeout_s)
                 if isinstance(error, SwapError | asyncio.CancelledError):
                     raise
@@ -101,7 +103,7 @@ class HotSwap(ABC):
                 weights.refuse()
                 await self._reload(weights.number, self._serving_folder)
                 await control.resume()
-        except (ServingError, TimeoutError) as error:
+        except (ServingError, OSError) as error:
             weights.refuse()
             self._server.mark_unsound(f"version {weights.number} could not be restored: {error}")
             raise SwapError(f"version {weights.number} could not be restored; the server must be restarted: {error}") from error
@@ -163,7 +165,9 @@ def check_version_folder(version: PolicyVersion, folder: Path, registry_folder: 
 
 
 def _file_sizes(folder: Path) -> dict[str, int]:
-    return {path.name: path.stat().st_size for path in sorted(folder.glob("*.safetensors"))}
+    if not (sizes := {path.name: path.stat().st_size for path in sorted(folder.glob("*.safetensors"))}):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder / "*.safetensors"))
+    return sizes
 
 
 class NcclWeightChannel(HotSwap):

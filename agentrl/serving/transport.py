@@ -48,7 +48,8 @@ class HttpTransport:
         """Returns the status and the content of the response. The caller sets the deadline. Cancellation closes the connection.
 
         `body`: JSON. `last`: whether this is the last request on its connection. Raises `UnsentError` if the server cannot be reached or
-        this transport is closed, and `ServingError` if the connection breaks later or the response is not HTTP.
+        this transport is closed, and `ServingError` if the connection breaks later, or if the response is not HTTP or longer than
+        `MAX_ANSWER_BYTES`.
         """
         async with self._slots:
             connection = self._reuse() or await self._open()

@@ -61,17 +61,17 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         self._shapes = self._untied(tensor_shapes(self._first_paths))
 
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
-        """Sets the versions folder."""
+        """Sets the versions folder. Raises `ValueError` if a different folder has been set."""
         folder = Path(init_info.versions_folder).resolve()
         if self._versions_folder not in (None, folder):
             raise ValueError(f"versions folder is already set to {self._versions_folder}")
         self._versions_folder = folder
 
     def start_weight_update(self) -> None:
-        """Does nothing: Does nothing, because `receive_weights` starts the reload after it has checked the files."""
+        """Does nothing, because `receive_weights` starts the reload after it has checked the files."""
 
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
-        """Checks and loads one version."""
+        """Checks and loads one version. Raises `ValueError` if the version is rejected; the old weights are then still loaded."""
         if self._versions_folder is None:
             raise RuntimeError("the versions folder was never set: call init_transfer_engine first")
         folder = Path(update_info.folder)

@@ -92,7 +92,7 @@ async def closing_stack(folder: Path) -> AsyncIterator[AsyncExitStack]:
     """Yields an exit stack. Errors that are raised while the stack is closed are written to the driver's log.
 
     If the block succeeded, such an error is also logged as a warning, because the results are complete and only open resources may be left
-    behind. A cancellation while the stack is closed is always raised.
+    behind. A cancellation while the stack is closed is raised, unless the block raised an error, which is then raised instead.
     """
     body: BaseException | None = None
     try:
@@ -155,10 +155,11 @@ def ended_by_user(error: BaseException) -> bool:
 
 
 def report_error(error: BaseException, *, folder: Path | None = None, go_on: str = "") -> int:
-    """Prints to standard error why a command failed, with one cause. Returns the exit code.
+    """Prints to standard error why a command failed, with one cause. Returns the exit code: 2 for a `UserError`, otherwise 1.
 
     Args:
-        folder: the run folder, to whose `logs/driver.log` the traceback is written. If `folder` is None, the traceback of a bug is printed.
+        folder: the run folder, to whose `logs/driver.log` the traceback is written. If `folder` is None or the log cannot be written, the
+            traceback of a bug is printed.
         go_on: the command that continues the run, if there is one.
     """
     cause = main_error(error)
@@ -177,7 +178,7 @@ def report_error(error: BaseException, *, folder: Path | None = None, go_on: str
 
 
 def is_disk_full(error: BaseException, folder: Path) -> bool:
-    """Whether a run failed because its disk is full."""
+    """Whether a run failed because its disk is full or nearly full. False for a `UserError` and for a run that the user stopped."""
     cause = main_error(error)
     if isinstance(cause, UserError) or ended_by_user(error):
         return False
@@ -185,9 +186,9 @@ def is_disk_full(error: BaseException, folder: Path) -> bool:
 
 
 def pause_until_room(error: BaseException, folder: Path) -> None:
-    """Reports that a run is paused because its disk is full, and returns when the disk has space again.
+    """Reports that a run is paused because its disk is full, and returns when 1 GiB is free.
 
-    Raises `error` if the disk has no space after a day.
+    Blocks the thread. Raises `error` if the disk still has less space after a day.
     """
     until = time.monotonic() + _ROOM_S
     append_driver_log(folder, "the run pauses, because its disk is full", error)

@@ -38,9 +38,11 @@ class Exported:
 def export_episodes(
     run_dir: Path, to: Format, out: Path | None = None, *, query: EpisodeQuery, progress: Progress = lambda done, total: None
 ) -> Exported:
-    """Writes the matching episodes of a run to a folder, by default `exports/FORMAT` in the run folder. Existing files are replaced.
+    """Writes the matching episodes of a run to a folder, by default `exports/FORMAT` in the run folder. Replaces files with the same
+    names.
 
-    Raises `UserError` if no episode matches, and `StoreError` if an episode is damaged.
+    Raises `UserError` if no episode matches, the run has no index, or the default folder is outside the run folder, and `StoreError` if an
+    episode is damaged.
     """
     folder = out or _default_folder(run_dir, to)
     with EpisodeIndex(run_dir, timeout_s=300.0) as index:

@@ -92,11 +92,24 @@ def _take(stack: ExitStack, folder: Path, *, resume: bool, command: str, resumab
     if resume and not folder.is_dir():
         raise _no_run(folder)
     stack.enter_context(drive_folder(folder, command=command))
+    _check_links(folder)
     if resume and not holds_run(folder):
         raise _no_run(folder)
     if not resume and holds_run(folder):
         go_on = "continue it with --resume, or " if resumable else ""
         raise UserError(f"{folder} already contains a run", fix=f"{go_on}choose a different --run-dir (or delete {folder})")
+
+
+def _check_links(folder: Path) -> None:
+    """Raises `UserError` if the folder or one of its subfolders contains a link to a file, because a run appends to files there."""
+    entries = [*os.scandir(folder)]
+    inner = [entry for part in entries if part.is_dir(follow_symlinks=False) for entry in os.scandir(part)]
+    for entry in (*entries, *inner):
+        if entry.is_symlink() and not entry.is_dir():
+            raise UserError(
+                f"{entry.path} is a symbolic link, and the run could write to {os.readlink(entry)!r}",
+                fix="replace it with a copy of the file",
+            )
 
 
 def holds_run(folder: Path) -> bool:
@@ -137,18 +150,19 @@ def _names(runs: Path, name: str) -> Iterator[Path]:
 
 
 def recorded_overrides(folder: Path) -> tuple[str, ...]:
-    """Returns the overrides with which the run in a folder was started."""
+    """Returns the overrides with which the run in a folder was started; empty if there is no record. Raises `UserError` if the record is
+    damaged."""
     return tuple(str(item) for item in _started(folder).get("overrides", ()))
 
 
 def resume_command(folder: Path) -> str:
-    """Returns the command that continues the run in a folder, as recorded when the run was last started. Raises `UserError` if the record
-    is damaged."""
+    """Returns the command that continues the run in a folder, as recorded when the run was last started. If none is recorded, returns a
+    command with the placeholder `RECIPE`. Raises `UserError` if the record is damaged."""
     return str(_started(folder).get("resume") or f"agentrl train RECIPE --run-dir {shlex.quote(str(folder))} --resume")
 
 
 def check_same_command(folder: Path, verb: str) -> None:
-    """Raises `UserError` if a different command created the content of a folder, because this command would damage that content."""
+    """Raises `UserError` if a different command created the content of a folder, because the command `verb` would damage that content."""
     command = str(_started(folder).get("verb", "train"))
     if command != verb:
         raise UserError(f"{folder} was created by `agentrl {command}`", fix=f"choose a different --run-dir, or use agentrl {command}")
@@ -163,14 +177,15 @@ def _started(folder: Path) -> dict[str, Any]:
         return data
     except FileNotFoundError:
         return {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(
             f"{path} is damaged ({error})", fix=f"delete it, and repeat the run's overrides: {folder / _RECIPE} contains them"
         ) from None
 
 
 def finished_summary(folder: Path, recipe: Recipe) -> Summary | None:
-    """Returns the summary of a run that finished under this recipe; None if the run did not finish or the recipe has no last step."""
+    """Returns the summary of a run that finished under exactly this recipe; None if the run did not, if its summary cannot be read, or if
+    the recipe has no last step. Raises the errors of `check_resumed_recipe`."""
     starts = read_sessions(folder)
     if not starts or starts[-1].ended != "finished" or check_resumed_recipe(folder, recipe) or recipe.steps is None:
         return None
@@ -240,7 +255,7 @@ def write_start(folder: Path, recipe: Recipe, start: RunStart) -> None:
 
 
 def check_disk(folder: Path) -> None:
-    """Raises `UserError` if the disk has too little space for the first checkpoint or the folder is not writable."""
+    """Raises `UserError` if the folder's disk has less than 1 GiB of free space or the folder is not writable."""
     free = shutil.disk_usage(folder).free
     if free < _FREE_BYTES:
         raise UserError(

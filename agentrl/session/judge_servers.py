@@ -45,7 +45,8 @@ def declare_judge_servers(recipe: Recipe, folders: Mapping[str, Path], *, weight
 
     Args:
         folders: model folders by server name.
-        weights: `JudgeServer.weights` by server name, received from the driver; for folders without weights on this host.
+        weights: `JudgeServer.weights` by server name, received from the driver; for folders without weights on this host, which are not
+            checked.
     """
     servers = {}
     for name, folder in folders.items():
@@ -154,7 +155,7 @@ class JudgeServers:
                 raise error
 
     def pid(self, name: str) -> int | None:
-        """Returns the process id of a running server."""
+        """Returns the process id of a server on its host; None if the server is not running."""
         server = self._running.get(name)
         return None if server is None else server.pid
 

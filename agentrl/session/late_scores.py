@@ -90,8 +90,8 @@ def _brief(value: object) -> str:
 
 
 def pending_pages(store: ExperienceStore, *, limit: int, now: float, after: str = "") -> Iterator[list[dict[str, Any]]]:
-    """Yields pages of pending parts as JSON data, with `limit` episodes per page. Records expired parts first, so that they are recorded
-    even if no driver is running.
+    """Yields pages of pending parts as JSON data, with at most `limit` episodes per page. Records expired parts first, so that they are
+    recorded even if no driver is running.
 
     The key `left_s` contains the remaining seconds; None means no limit.
     """
@@ -102,7 +102,7 @@ def pending_pages(store: ExperienceStore, *, limit: int, now: float, after: str 
 
 
 def error_data(error: UserError) -> dict[str, Any]:
-    """Returns an error as JSON data: its cause, its message and its fix."""
+    """Returns an error as JSON data: its cause (`malformed` unless it is a `ScoreRejected`), its message and its fix."""
     cause = error.cause if isinstance(error, ScoreRejected) else "malformed"
     return {"error": {"cause": cause, "message": error.message, "fix": error.fix}}
 
@@ -126,11 +126,11 @@ class ImportReport:
 
 
 def import_scores(store: ExperienceStore, path: Path, *, scored_by: str = "") -> ImportReport:
-    """Sends the scores in a JSON-lines file to a store, in order. A rejected line does not stop the import.
+    """Sends the scores in a JSON-lines file to a store, in order. Skips blank lines. A rejected line does not stop the import.
 
     An interrupted import can be repeated. Lines that were already imported are then counted as repeated, or as rejected if later lines
-    corrected them. Raises `UserError` if the file cannot be read or has more than `MAX_LINES` lines, and
-    `StoreError` if the store cannot be read or written.
+    corrected them. Raises `UserError` if the file cannot be read, or after the first `MAX_LINES` lines if it has more, and `StoreError` if
+    the store cannot be read or written.
     """
     report, clock, sent = ImportReport(), Clock(), Counter[str]()
     try:

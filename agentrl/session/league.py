@@ -1,7 +1,7 @@
 """The league of a run: past versions of the policy, served one at a time on an additional server.
 
 The opponent changes when the policy's servers have loaded a new version. New games then wait until the running games have ended and the
-additional server has loaded the next opponent. A version whose weights are missing or damaged is removed from the league.
+additional server has loaded the next opponent. A version other than 0 that cannot be loaded is removed from the league.
 """
 
 from __future__ import annotations
@@ -68,7 +68,10 @@ class RunLeague:
 
     @asynccontextmanager
     async def opponent(self) -> AsyncIterator[ServedOpponent]:
-        """Yields the current opponent for one game. The opponent does not change during the game."""
+        """Yields the current opponent for one game. The opponent does not change during the game.
+
+        Raises `ServingError` if the next opponent is not loaded within `CHANGE_S` seconds, or if version 0 cannot be loaded.
+        """
         try:
             async with asyncio.timeout(CHANGE_S), self._changing:
                 if self._served.version != self._chosen_for:

@@ -50,11 +50,12 @@ _OF_A_RATE = ("value", "ci_low", "ci_high", "n")
 def step_metrics(
     groups: Sequence[Group], version_folder: Path, report: SwapReport | None, *, step: int, wall_s: float | None
 ) -> dict[str, float]:
-    """Returns the metrics of one learner step.
+    """Returns the metrics of one learner step, including those that the learner computed.
 
     Metrics without data are absent: `reward_mean` if there are no scores, staleness if there are no sampled tokens.
 
     Args:
+        version_folder: folder of the version that the step produced, with the learner's metrics in `update.json`.
         report: report of the swap; None if the version was never served.
         step: the learner's version before the update.
         wall_s: duration of the step; None if an earlier driver finished the step.
@@ -143,7 +144,7 @@ def score_part_means(counted: Sequence[ScoredEpisode]) -> dict[str, float]:
 
 
 def step_alerts(folder: Path, step: int, limits: Sequence[Limit] = ()) -> list[str]:
-    """Returns the alerts for a learner step: drift, violated `limits`, and excluded or rolled-back groups with reasons."""
+    """Returns the alerts for a learner step, counted from 0: drift, violated `limits`, and excluded or rolled-back groups with reasons."""
     tail = tail_bytes(folder / "metrics.jsonl", most=_ALERT_BYTES).splitlines()
     lines = (json.loads(line) for line in tail if line[:1] + line[-1:] == "{}")
     steps = sorted((line for line in _last_lines(lines) if line["step"] <= step + 1), key=lambda line: line["step"])[-HISTORY:]
@@ -249,13 +250,13 @@ def recorded_rates(folder: Path, phase: str, *, of: str, splits: Iterable[Split]
 
 
 def evaluation_key(config: EvalConfig, sha256: str) -> str:
-    """Returns the hash of the weights and the evaluation settings with which an evaluation is recorded."""
+    """Returns the hash of the weights and the evaluation settings, except `every`, with which an evaluation is recorded."""
     return hashlib.sha256(f"{sha256} {config.model_dump_json(exclude={'every'})}".encode()).hexdigest()
 
 
 def read_evaluation(folder: Path, phase: str) -> dict[str, dict[str, Any]]:
     """Returns one phase by split: value, ci_low, ci_high, n (tasks), attempts (per task), tokens_mean (per attempt), pass_at (k -> share),
-    and thinking (a list with such values for each bound)."""
+    and thinking (a list with such values for each bound). Raises `KeyError` if the phase, or a split's mean score, is not recorded."""
     names = ("value", "ci_low", "ci_high", "n", "attempts", "tokens_mean", "pass_at")
     return {
         split: {name: result[name] for name in names} | {"thinking": result.get("thinking", [])}  # absent in older evaluations
@@ -276,6 +277,7 @@ def summarize(
     """Returns the summary of a run folder, finished or not.
 
     Args:
+        wall_s: seconds that each stage took in this session; those of earlier sessions are added.
         begun: the stored groups of unfinished steps.
         ledger: the counts from the run's ledger; None if the ledger cannot be read.
     """
@@ -376,7 +378,7 @@ def recorded_steps(folder: Path) -> frozenset[int]:
 
 
 def gate_problems(folder: Path, *, finished: bool) -> tuple[str, ...]:
-    """Returns the reason why a finished run has no result if its gate promoted only the base policy; empty otherwise."""
+    """Returns the reason why a finished run has no result if its gate promoted at most the base policy; empty otherwise."""
     verdicts = read_verdicts(folder)
     base = {verdict.sha256 for verdict in verdicts if verdict.version == 0}
     promoted = (verdict for verdict in verdicts if verdict.promoted and verdict.sha256 not in base)

@@ -31,7 +31,8 @@ _OF_A_VERSION = ("version.json", "update.json", deltas.DELTA_RECORD, deltas.DELT
 def find_model(model: str, root: Path, *, chat_template: bool = True, key: str = "policy.model") -> Path:
     """Returns the folder of a model: a folder of the project, or a Hugging Face id from the local cache or the hub.
 
-    Raises `UserError` if no such model exists, or if one of its files (including a required `chat_template`) is missing or truncated.
+    Completes a version of a run that is stored as a delta. Raises `UserError` if no such model exists, if it cannot be downloaded or
+    completed, or if one of its files (including a required `chat_template`) is missing or truncated.
     """
     folder = (root / model).resolve()
     if (folder / deltas.DELTA_RECORD).is_file():  # a version of a run
@@ -66,7 +67,8 @@ def _download(model: str, key: str) -> Path:
 
 
 def copy_base_version(model: Path, target: Path, *, template: str | None = None) -> None:
-    """Copies the base policy atomically into the run folder as version 0, so that later changes to the source do not affect the run.
+    """Copies the base policy atomically into the run folder as version 0, so that later changes to the source do not affect the run. Does
+    nothing if `target` exists.
 
     A chat `template` from the recipe replaces the template in the model. This template is copied from version 0 into every version and into
     the result.
@@ -89,7 +91,7 @@ def copy_version(source: Path, target: Path, *, weights: str) -> None:
     """Copies a published version atomically to a different run folder: its complete weights or adapter, and the files that a server needs
     to load them.
 
-    Raises `StoreError` if the weights are missing or damaged.
+    Raises `StoreError` if the weights are missing or damaged, or if a file cannot be copied.
     """
     partial = partial_folder(target)
     try:
@@ -115,7 +117,7 @@ def export_model(source: Path, target: Path, *, base: Path, sampling: SamplingCo
     """Writes the policy as a Hugging Face folder, with hard links if the file system supports them. Replaces an older export.
 
     An adapter version is merged with `base`, and also copied unmerged to `adapter/` next to `target`. `sampling`, the settings of the run's
-    evaluations, is stored with the policy. Raises `StoreError` if the base of a delta version is missing.
+    evaluations, is stored with the policy. Raises `StoreError` if the base of a delta version is missing or damaged.
     """
     if not (source / ADAPTER).is_file():
         try:
@@ -208,7 +210,7 @@ def required_disk_space(recipe: Recipe, model: Path) -> DiskSpace:
 
 
 def check_disk_space(recipe: Recipe, model: Path, folder: Path) -> tuple[str, ...]:
-    """Returns notes about the disk space that a run needs in its folder; empty if the run needs little space and the disk has enough.
+    """Returns notes about the disk space that a run needs in its folder; empty if the run needs less than 2 GiB and the disk has enough.
 
     Raises `UserError` if the first step does not fit on the disk.
     """

@@ -151,7 +151,8 @@ class Run:
         self.groups.runner.pace.set_idle_token_s(self.served.token_s)
 
     def stop_after_step(self) -> None:
-        """Stops the run after the step in progress, if there is one. This is how a run without a last step normally ends."""
+        """Stops the run after the step in progress, if there is one. A run without a last step is then finished. Any other run, and a run
+        that has no step in progress, counts as interrupted."""
         progress, serving = self.progress, self.served.version
         progress.stop_at = min(progress.stop_at, serving + 1 if progress.learning else max(serving, 0))
         if progress.learning and math.isinf(progress.end):
@@ -164,7 +165,8 @@ class Run:
 async def open_run(
     recipe: Recipe, start: RunStart, checked: PreflightResult, *, root: Path, console: bool, order: GroupOrder | None = None
 ) -> AsyncIterator[Run]:
-    """Runs the slow checks, then opens the parts of a run. When the block ends, closes the parts in reverse order.
+    """Runs the slow checks, then opens the parts of a run. When the block ends, closes the parts in reverse order. Raises `UserError` if a
+    check fails, and the errors of the parts.
 
     Args:
         order: the groups that the run samples, and the order in which the learner selects them; None means the order in the recipe.
@@ -188,7 +190,7 @@ async def open_run(
 async def open_launcher(plan: ClusterPlan, folder: Path, *, root: Path) -> Launcher:
     """Returns the launcher that starts the parts of a plan.
 
-    Raises `UserError` if the cluster does not respond or has too few resources for the plan.
+    Raises `UserError` if the cluster does not respond, has too few resources for the plan, or has a node without agentrl.
     """
     if plan.is_local:
         return LocalLauncher(folder, root=root, devices=plan.devices, wrap=plan.wrap)

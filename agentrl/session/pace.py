@@ -19,7 +19,8 @@ PACE_FILE = "pace.json"
 
 
 def restore_pace(recipe: Recipe, folder: Path) -> Pace:
-    """Returns the pace of a run, with the history from its earlier sessions if the settings and the machine are the same."""
+    """Returns the pace of a run, with the history from its earlier sessions if the settings and the machine are the same. Logs
+    and ignores a history that cannot be read."""
     pace, path = Pace(slots=recipe.serving.max_num_seqs * recipe.serving.replicas), folder / PACE_FILE
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -40,7 +41,7 @@ def history_of(pace: Pace) -> dict[str, Any] | None:
 
 
 def save_pace(pace: Pace, recipe: Recipe, folder: Path) -> None:
-    """Writes the history of a pace to the run folder."""
+    """Writes the history of a pace to the run folder if there is any."""
     if pace.known:
         write_atomically(folder / PACE_FILE, json.dumps({"of": _settings(recipe), "history": pace.to_data()}))
 

@@ -74,7 +74,8 @@ class PreflightResult:
 
 
 def run_preflight(recipe: Recipe, folder: Path, *, root: Path, training: bool = True) -> PreflightResult:
-    """Runs all checks that take at most a few seconds, the cheapest first. Raises `UserError`.
+    """Runs all checks that take at most a few seconds, the cheapest first. Downloads the model if necessary. Raises `UserError` if a check
+    fails.
 
     `training`: whether a learner and the recipe's gate will start and need GPUs.
     """
@@ -118,7 +119,8 @@ def run_preflight(recipe: Recipe, folder: Path, *, root: Path, training: bool = 
 
 
 def check_parts(recipe: Recipe) -> None:
-    """Resolves all plug-ins in the recipe and checks them against their protocols. Raises a `PluginError` that lists all problems."""
+    """Resolves the parts of the recipe that are plug-ins and checks them against their protocols. Raises a `PluginError` that lists all
+    problems, and `UserError` if the recipe needs a feature that its agent lacks."""
     configured: list[tuple[parts.PartKind, parts.Part]] = [
         (parts.AGENT, recipe.agent),
         (parts.BACKEND, recipe.sandbox.backend),
@@ -255,7 +257,7 @@ def open_tasks(recipe: Recipe, *, root: Path, folder: Path | None = None, held_o
 
 
 def open_group_judge(recipe: Recipe, *, root: Path, folder: Path | None = None) -> GroupJudge | None:
-    """Returns the prepared judge of groups; None if the recipe has none. Raises `UserError`."""
+    """Returns the prepared judge of groups; None if the recipe has none. Raises `UserError` if the judge cannot be loaded or prepared."""
     if recipe.tasks.group_judge is None:
         return None
     judge = load_group_judge(recipe.tasks.group_judge)
@@ -266,7 +268,7 @@ def open_group_judge(recipe: Recipe, *, root: Path, folder: Path | None = None) 
 def open_gate_suite(recipe: Recipe, scorer: TaskScorer, *, root: Path) -> Suite | None:
     """Returns the suite of the recipe's gate; None if the recipe has no gate.
 
-    Raises `UserError` if the suite is invalid, or if a verifier or a tool is missing.
+    Raises `UserError` if the suite is invalid, if a verifier or a tool is missing, or if the weight transfer does not support a gate.
     """
     if recipe.gate is None:
         return None
@@ -288,7 +290,7 @@ def measured_suites(recipe: Recipe) -> list[str]:
 
 
 def check_suite(suite: Suite, scorer: TaskScorer, tools: ToolSource | None = None, *, root: Path | None) -> None:
-    """Resolves the verifiers and tools of every case. Raises `PluginError` if one of them cannot be resolved.
+    """Resolves the verifiers and tools of every case. Raises `UserError` if one of them cannot be resolved.
 
     `root`: folder of the project. Raises `UserError` if a case names code or images outside this folder. None, which is passed for cases
     from the recipe's task family, disables this check.

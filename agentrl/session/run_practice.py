@@ -36,8 +36,8 @@ def open_run_practice(
     """Opens the recipe's practice, with the verifiers and tools of its tasks. Returns the practice (None if there is none) and notes for
     the user.
 
-    A resumed run uses the files with which it started. Raises `UserError` if practice files are missing, or if a task equals or nearly
-    equals a task on which the run is evaluated.
+    A resumed run uses the files with which it started. Raises `UserError` if practice files, verifiers or tools are missing, if a held-out
+    task cannot be created, or if a task equals or nearly equals a task on which the run is evaluated.
     """
     config = recipe.tasks
     if not config.practice:

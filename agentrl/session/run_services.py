@@ -44,7 +44,8 @@ async def open_services(
 
     `judges`: model folders of judge servers by name. `alert`: called with a message for the user.
 
-    Raises `InfrastructureError` if the driver's address is not available, and `UserError` if the recipe's object store is not available.
+    Raises `InfrastructureError` if the driver's address is not available, and `UserError` if the recipe's object store is not available or
+    not used.
     """
     service = RunService(host=launcher.driver_host)
     objects = await _open_store(stack, recipe, folder, launcher, alert)

@@ -76,7 +76,7 @@ _HEADERS = {
 def run_token(run_dir: Path) -> str:
     """Returns the token for a run's score server, creating it on first use.
 
-    Raises `UserError` if the token file is not private or is damaged.
+    Raises `UserError` if the token file is not private or is damaged, or if it cannot be created or read.
     """
     path = run_dir / TOKEN_FILE
     try:

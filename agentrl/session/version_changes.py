@@ -78,8 +78,8 @@ def require_weights(registry: FolderRegistry, version: PolicyVersion) -> None:
 def promote(run_dir: Path, number: int) -> Promotion:
     """Promotes a version, and exports it to `model/` if no driver is running. Idempotent.
 
-    Raises `UserError` if the version is unknown, was rolled back, has no weights, or cannot be promoted during the run, and `StoreError` if
-    its weights are damaged.
+    Raises `UserError` if the version is unknown, was rolled back, has no weights, lacks a checkpoint that the gate needs, or cannot be
+    promoted during the run, and `StoreError` if its weights are damaged.
     """
     registry = open_registry(run_dir)
     version = known_version(registry, number)
@@ -186,7 +186,7 @@ def _with_checkpoints(run_dir: Path) -> str:
 
 
 def run_recipe(run_dir: Path) -> Recipe:
-    """Returns the recipe of a run. Raises `UserError` if the folder contains no recipe."""
+    """Returns the recipe of a run. Raises `UserError` if the folder contains no recipe, and the errors of `agentrl.config.recipe.load`."""
     if not (run_dir / "recipe.json").is_file():
         raise UserError(f"{run_dir} contains no run", fix="give the folder of a run, such as runs/quickstart")
     return load(run_dir / "recipe.json")

@@ -94,7 +94,8 @@ def checkpoint_folder(run_dir: Path, number: int) -> Path:
 
 
 def folder_bytes(folder: Path, *, without: str = "") -> int:
-    """Returns the total size of all files in a folder. Links count as 0, and so do files that are deleted in the meantime."""
+    """Returns the total size of all files in a folder, except files with the name `without`, in bytes. Links count as 0, and so do files
+    that are deleted in the meantime."""
     total = 0
     for directory, _, names in os.walk(folder):
         for name in names:
@@ -159,7 +160,7 @@ def _ancestors(parents: Mapping[int, int | None], number: int) -> list[int]:
 def evaluation_differences(run_dir: Path, before: VersionRecord, after: VersionRecord) -> tuple[EvaluationDifference, ...]:
     """Compares the evaluations that a run recorded for both versions: on the gate's suite, and on the held-out tasks.
 
-    Raises `UserError` if an evaluation cannot be read or scipy is missing.
+    Skips an evaluation that only one of the versions has. Raises `UserError` if an evaluation cannot be read or scipy is missing.
     """
     differences = []
     if before.verdict is not None and after.verdict is not None:

@@ -26,7 +26,9 @@ _NOT_COPIED = (
 def train_sft(rows: Sequence[dict[str, list[int]]], model: Path, out: Path, *, epochs: float, lr: float, batch: int, seed: int) -> float:
     """Fine-tunes `model` on `rows` (`select_demonstrations`), writes a model folder, and returns the final loss in nats per token.
 
-    The final loss of every function in this module is the mean over the last tenth of the steps.
+    The final loss of every function in this module is the mean over the last tenth of the steps, at least one. Every function raises
+    `UserError` if there is nothing to train on, if the tokenizer has no padding token, or if the training diverges. `out` is then
+    unchanged.
     """
     from datasets import Dataset
     from transformers import AutoModelForCausalLM
@@ -83,8 +85,8 @@ def train_reward_model(
     """Trains a model from `model`'s trunk to score the better episode of a pair higher (Bradley-Terry).
 
     Writes a folder for `AutoModelForSequenceClassification` with a record of the model's input and scale, and returns the final loss.
-    Raises `UserError` if the trained model does not separate the pairs. `shows`: the prompt fields that the text of each `TextPreference`
-    contains.
+    Raises `UserError` also if the trained model's mean score is not higher for the better sides. `shows`: the prompt fields that the text
+    of each `TextPreference` contains.
     """
     from datasets import Dataset
     from transformers import AutoModelForSequenceClassification, set_seed

@@ -108,7 +108,8 @@ class TaskMix:
         return random.Random(f"{seed}/{group}/{turn}/mix").random() < self.weight_of(task) / heaviest
 
     def after(self, change: TaskChange) -> TaskMix:
-        """Returns the tasks in use after a change. Raises `UserError` if the change does not fit the families in use."""
+        """Returns the tasks in use after a change. Raises `UserError` if the change does not fit the families in use or removes the last
+        of them."""
         weight = 0.0 if change.action == "remove" else change.weight
         if change.target != "family":
             weights = {**(self.kinds if change.target == "kind" else self.tasks), change.name: weight}

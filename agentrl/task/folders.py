@@ -105,7 +105,7 @@ class TaskFolders:
 
     Image paths are relative to `root`. A fraction `heldout` of the tasks without a `split` is held out; the seed determines which. If
     `heldout` is not 0 and two or more tasks have no `split`, at least one of them is held out, but never all. Raises `TaskError` with all
-    mistakes if a folder is invalid.
+    mistakes if a folder is invalid, and `UserError` if `folder` does not exist or `heldout` is not at least 0 and below 1.
     """
 
     def __init__(self, folder: Path, *, root: Path, seed: int = 0, heldout: float = 0.25) -> None:

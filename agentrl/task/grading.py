@@ -129,7 +129,7 @@ class Grading(BaseModel):
 
     def test_names(self) -> tuple[str, ...]:
         """Returns the names of the tests that must all pass, parsed from their source on the host. Raises `ValueError` if there are no
-        tests."""
+        tests or a test file is invalid."""
         if self.mode in SCRIPTED:
             return ("test.sh",)
         files = self.files()

@@ -47,7 +47,8 @@ class GroupTasks:
 
     async def prepare_block(self, block: int) -> None:
         """Computes the weights of a block. Call this method when the block may start, because the groups that determine the weights are
-        known only then."""
+        known only then. Raises `StoreError` if the ledger lacks these groups, and `TaskError` if a task whose outcome was lost cannot be
+        created again."""
         if self._record is None:
             return
         async with self._reaching:

@@ -56,7 +56,8 @@ class Leak:
 
 
 def hidden_truths(task: Task, printed: str = "") -> tuple[Truth, ...]:
-    """Returns the strings that an agent must not be able to read. `printed`: the gold solution's output, if that is the answer."""
+    """Returns the strings, of at most `LONGEST` characters, that an agent must not be able to read. `printed`: output of the gold solution,
+    if that is the answer."""
     known = [
         Truth(text=text, origin=f"data.{key}") for key, value in task.data.items() if key != GRADING_KEY for text in _answers(key, value)
     ]

@@ -262,7 +262,8 @@ def sandbox_of(task: Task) -> SandboxSpec:
 
 
 async def run_and_collect(task: Task, program: str, sandboxes: SandboxBackend, *, timeout_s: float) -> tuple[ExecResult, CollectedOutputs]:
-    """Runs a Python program instead of an agent. Returns its result and the outputs. Raises the same errors as `collect_outputs`."""
+    """Runs a Python program instead of an agent. Returns its result and the outputs. Raises the errors of `collect_outputs`, `sandbox_of`
+    and `SandboxBackend.open`."""
     sandbox = await sandboxes.open(sandbox_of(task), files=task.contents())
     try:
         result = await sandbox.python(program, timeout_s=timeout_s, output_bytes=4 * task.limits.tool_output_chars)

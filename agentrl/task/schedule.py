@@ -33,7 +33,8 @@ def open_family(config: TasksConfig, *, seed: int, root: Path | None = None) -> 
 
     If the recipe lists verifiers, they replace the verifiers of every task.
 
-    Raises `PluginError` if the reference does not resolve or rejects its options, and `TaskError` if task folders contain mistakes.
+    Raises `PluginError` if the reference does not resolve or rejects its options, `TaskError` if task folders contain mistakes, and
+    `UserError` if there is no such folder or an option of it is invalid.
     """
     family = _open(config, seed=seed, root=root or Path.cwd())
     if not config.verifiers:
@@ -168,7 +169,7 @@ class GroupSchedule:
     groups use the family's tasks as if the reserved groups did not exist. `changes` may add families, and may remove or reweight tasks.
     Each change applies from a certain group on.
 
-    `task` raises `TaskError` if the family cannot create the task, and `RecipeError` if no task may be trained on.
+    `task` raises the errors of `make_task` if the family cannot create the task, and `RecipeError` if no task may be trained on.
     """
 
     family: TaskFamily
@@ -179,8 +180,8 @@ class GroupSchedule:
     _orders: dict[tuple[int, int], list[int]] = field(default_factory=dict, repr=False)
 
     def task(self, group_index: int, weights: Weights | None = None, *, slot: int | None = None) -> Task:
-        """Returns the task of a group. A task that `weights` rejects is replaced by a task at some distance in the order. If all tasks are
-        rejected, the first task is used.
+        """Returns the task of a group. A task that `weights` rejects is replaced by a task at some distance in the order. If all of up to
+        256 candidates are rejected, the first that may be trained on is used.
 
         Args:
             group_index: position of the group in the schedule.

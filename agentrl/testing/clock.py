@@ -50,7 +50,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class _Skipping(selectors.DefaultSelector):
-    """Returns at once from every wait with a deadline, and advances the time to the deadline."""
+    """Returns at once from every wait with a deadline. If nothing is ready, advances the time to the deadline."""
 
     now = 0.0
 

@@ -46,7 +46,7 @@ def byte_level_tokenizer(template: str, *, pad: str, more: Sequence[str]) -> Any
 
 
 class ScriptedPolicy:
-    """Responds to each request with the next text in a script, tokenized, with logprob -0.5 per token.
+    """Responds to each request with the script's text for its turn, tokenized and cut to `max_tokens`, with logprob -0.5 per token.
 
     If supports are requested, token t of a completion was drawn from 1 + t % top_k tokens: itself and the ids that follow.
 
@@ -63,11 +63,11 @@ class ScriptedPolicy:
 
     @classmethod
     def saying(cls, tokenizer: Any, *texts: str) -> ScriptedPolicy:
-        """Returns a policy whose turn n in every episode is `texts[n]`."""
+        """Returns a policy whose turn n in every episode is `texts[n]`. Later turns raise `IndexError`."""
         return cls(tokenizer, lambda turn, _: texts[turn])
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
-        """Returns the next text in the script."""
+        """Returns the script's text for the turn."""
         self.prompts.append(tuple(prompt_ids))
         episode, _, turn = request_id.rpartition("-")
         number, part, name = turn.partition(".")
@@ -155,7 +155,7 @@ class PacedPolicy:
         self._letter = int(tokenizer.encode("x", add_special_tokens=False)[0])
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
-        """Samples at the current speed."""
+        """Samples at the current speed. Raises `ServingError` if `dies` returns True."""
         loop = asyncio.get_running_loop()
         name = request_id.partition(".")[0]
         episode, _, number = name.rpartition("-")

@@ -48,7 +48,7 @@ class ScriptedSandbox:
     async def exec(
         self, argv: Sequence[str], *, stdin: bytes = b"", timeout_s: float, output_bytes: int = 65536, env: Mapping[str, str] | None = None
     ) -> ExecResult:
-        """Returns the function's result for a program."""
+        """Returns the function's result for the program and its arguments, joined by spaces."""
         return await self.python(" ".join(argv), timeout_s=timeout_s, output_bytes=output_bytes)
 
     async def python(self, code: str, *, timeout_s: float, output_bytes: int = 65536, session: str = "") -> ExecResult:
@@ -108,6 +108,6 @@ class ScriptedSandboxes:
         return sandbox
 
     async def close(self) -> None:
-        """Marks the backend as closed."""
+        """Closes all of its sandboxes."""
         for sandbox in self.opened:
             await sandbox.close()

@@ -54,7 +54,7 @@ def make_model(seed: int, *, hidden: int = 128, layers: int = 4, vocabulary: int
 
 
 def write_version(run_dir: Path, number: int, model: Qwen3ForCausalLM) -> PolicyVersion:
-    """Writes `model` as versions/<number>, as the learner publishes a version."""
+    """Writes `model` as versions/<number>, and returns the version, which is not registered."""
     folder = run_dir / "versions" / str(number)
     model.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)

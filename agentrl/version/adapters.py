@@ -46,7 +46,8 @@ class Adapter:
 
 
 def read_adapter(path: Path, model: Mapping[str, Shape]) -> Adapter:
-    """Returns the adapter in a file. Raises `ValueError` unless the adapter fits a model with tensors of these shapes."""
+    """Returns the adapter in a file. Raises `ValueError` if the file is not a plain LoRA adapter with a scaling in its metadata, or does
+    not fit a model with tensors of these shapes."""
     shapes = tensor_shapes([path])
     layers = {name.removeprefix(_PREFIX).removesuffix(_A) for name in shapes if name.startswith(_PREFIX) and name.endswith(_A)}
     if not layers or len(shapes) != 2 * len(layers):
@@ -59,8 +60,7 @@ def read_adapter(path: Path, model: Mapping[str, Shape]) -> Adapter:
 
 
 def merge_folder(base: Path, version: Path, target: Path) -> None:
-    """Writes the weights of `base`, merged with the adapter of `version`, to the file `target`. Raises `ValueError` if the adapter does not
-    fit."""
+    """Writes the weights of `base`, merged with the adapter of `version`, to the file `target`. Raises the errors of `read_adapter`."""
     from safetensors.torch import save_file
 
     files = sorted(base.glob("*.safetensors"))

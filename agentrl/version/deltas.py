@@ -84,7 +84,7 @@ def write_delta(parent: Path, target: Path, folder: Path, *, number: int) -> Del
 
 
 def read_delta(folder: Path) -> Delta | None:
-    """Returns the delta in a version folder; None if there is none. Raises `ValueError` if the delta is damaged."""
+    """Returns the record of the delta in a version folder; None if there is none. Raises `ValueError` if the record is damaged."""
     path = folder / DELTA_RECORD
     return codec.from_json(Delta, path.read_bytes()) if path.exists() else None
 
@@ -92,7 +92,8 @@ def read_delta(folder: Path) -> Delta | None:
 def apply_delta(folder: Path, file: Path) -> None:
     """Changes `file` in place from the parent's weights to those of the version in `folder`.
 
-    Raises `ValueError` if the delta does not match its record (`file` is unchanged), or if the result does not (`file` is unusable).
+    Raises `ValueError` if the delta has no record or does not match its record or the size of `file` (`file` is unchanged), or if a chunk
+    or the result is damaged (`file` is unusable).
     """
     delta = read_delta(folder)
     if delta is None:
@@ -135,9 +136,10 @@ def delta_chain(folder: Path) -> list[Path]:
 
 
 def materialize(folder: Path) -> Path:
-    """Returns `folder/model.safetensors`. If the file is missing, builds it atomically from the version's delta.
+    """Returns `folder/model.safetensors`. If the file is missing, builds it atomically from the version's delta. If there is no delta
+    either, returns the path of the missing file.
 
-    Raises `ValueError` if a delta in the chain is missing or damaged.
+    Raises `ValueError` if a delta in the chain is missing or damaged, or if the file cannot be written.
     """
     whole = folder / WEIGHTS
     delta = None if whole.exists() else read_delta(folder)
@@ -156,7 +158,8 @@ def materialize(folder: Path) -> Path:
 
 
 def verify_weights(folder: Path, sha256: str) -> None:
-    """Raises `ValueError` unless the weights in `folder`, complete or as a chain of deltas, have this checksum. Writes nothing."""
+    """Raises `ValueError` unless the weights in `folder`, complete or as a chain of deltas, have this checksum, and `OSError` if a file
+    cannot be read. Writes nothing."""
     links = delta_chain(folder)
     for link in reversed(links[1:]):
         delta = read_delta(link)
@@ -177,7 +180,8 @@ def base_folders(folder: Path) -> list[Path]:
 
 
 def write_complete(folder: Path, target: Path) -> None:
-    """Writes the complete weights of the version in `folder` to the file `target`. Raises `ValueError` if a delta is missing or damaged."""
+    """Writes the complete weights of the version in `folder` to the file `target`. Raises `ValueError` if a delta is missing or damaged, or
+    if a file cannot be read or written."""
     try:
         _build(delta_chain(folder), target)
     except OSError as error:

@@ -71,8 +71,8 @@ class LeagueTable:
 
     Args:
         folder: the run folder.
-        size: maximum number of members. Version 0 and the newest member are never removed to make room. Other members are removed so that
-            the numbers of the remaining members are spread evenly.
+        size: maximum number of members, at least 2. Version 0 and the newest member are never removed to make room. Other members are
+            removed so that the numbers of the remaining members are spread evenly.
 
     Raises `StoreError` for a damaged file.
     """
@@ -84,7 +84,7 @@ class LeagueTable:
         if self._path.exists():
             try:
                 self._load(json.loads(read_bytes(self._path, most=_LARGEST)))
-            except (ValueError, KeyError, TypeError, RecursionError) as error:
+            except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
                 raise StoreError(f"{self._path} is damaged: {str(error)[:200]}\n  fix: remove the file; ratings restart from 0") from error
 
     def _load(self, data: Mapping[str, Any]) -> None:
@@ -103,7 +103,7 @@ class LeagueTable:
         write_atomically(self._path, json.dumps({"members": self.members, "results": rows}).encode())
 
     def add(self, version: int) -> tuple[int, ...]:
-        """Adds a newer version, and returns the members that are removed for it."""
+        """Adds `version` if it is newer than all members, and returns the members that are removed to make room."""
         if version > self.members[-1]:
             self.members.append(version)
         left = []
@@ -114,7 +114,7 @@ class LeagueTable:
         return tuple(left)
 
     def remove(self, member: int) -> None:
-        """Removes a member whose weights no longer exist."""
+        """Removes a member whose weights no longer exist. Raises `ValueError` if there is no such member."""
         self.members.remove(member)
 
     def record(self, version: int, opponent: int, gain: float) -> None:

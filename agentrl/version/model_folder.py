@@ -37,7 +37,8 @@ _OTHER_MODEL = "use a model without recurrent layers, logit scaling or soft-capp
 
 
 def check_model_files(folder: Path, *, chat_template: bool = True, key: str = "policy.model") -> None:
-    """Raises `UserError` unless `folder` contains a complete Hugging Face model: configuration, weights, tokenizer, and a `chat_template`.
+    """Raises `UserError` unless `folder` contains a complete, undamaged Hugging Face model: configuration, weights, tokenizer and, if
+    `chat_template` is True, a chat template.
 
     `key`: key of the recipe, for messages.
     """
@@ -109,7 +110,7 @@ def _matches_nothing(expression: str) -> bool:
 
 
 def check_safetensors(path: Path) -> None:
-    """Raises `UserError` unless the file has the length that its header specifies."""
+    """Raises `UserError` unless the file has a valid header and the length that the header specifies."""
     again = "download or copy it again, or save the model again with save_pretrained"
     try:
         with untrusted_files.open_file(path) as file:
@@ -133,7 +134,7 @@ def check_safetensors(path: Path) -> None:
 
 
 def check_model(folder: Path, recipe: Recipe | None = None) -> None:
-    """Raises `UserError` for a model that cannot be trained, or whose context does not fit the recipe."""
+    """Raises `UserError` for a model that cannot be trained, or whose context or vocabulary does not fit the recipe, if one is given."""
     try:
         _check_model(folder, recipe)
     except UserError:
@@ -214,13 +215,14 @@ def _check_index(folder: Path) -> None:
 
 
 def has_chat_template(folder: Path) -> bool:
-    """Whether a model folder has a chat template."""
+    """Whether a model folder has a chat template. Raises the errors of `read_json`."""
     names = ("chat_template.jinja", "chat_template.json")
     return any((folder / name).is_file() for name in names) or bool(read_json(folder / "tokenizer_config.json").get("chat_template"))
 
 
 def write_chat_template(folder: Path, text: str) -> None:
-    """Replaces the chat template of a model folder."""
+    """Replaces the chat templates of a model folder with one. Raises the errors of `read_json`, and `OSError` if a file cannot be
+    written."""
     (folder / "chat_template.json").unlink(missing_ok=True)
     shutil.rmtree(folder / "additional_chat_templates", ignore_errors=True)
     settings = read_json(folder / "tokenizer_config.json")
@@ -248,7 +250,8 @@ def _largest_token(path: Path) -> int | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Returns the JSON object in a file in a model folder. Raises `UserError` if the file does not contain a valid JSON object."""
+    """Returns the JSON object in a file in a model folder. Raises `UserError` if the file does not contain a valid JSON object, and
+    `OSError` if the file cannot be opened."""
     try:
         content = json.loads(untrusted_files.read_bytes(path, most=_LARGEST_JSON))
     except (ValueError, RecursionError) as error:

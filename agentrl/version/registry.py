@@ -56,7 +56,8 @@ class FolderRegistry:
     The kernel releases the lock when a process dies. Each record is replaced atomically, so `get` needs no lock. Methods block, so call
     them in a thread if there is an event loop.
 
-    Raises `StoreError` if a record is damaged, a change is illegal, or the lock cannot be acquired within `lock_timeout_s`.
+    Raises `StoreError` if a file is damaged or cannot be read or written, a change is illegal, a version to change is not registered, the
+    registry is closed, or the lock cannot be acquired within `lock_timeout_s`.
     """
 
     def __init__(self, folder: Path, *, lock_timeout_s: float = LOCK_WAIT_S) -> None:
@@ -142,8 +143,8 @@ class FolderRegistry:
         crash.
 
         The learner will publish different weights under these numbers. If the serving version is among the deleted versions, the newest
-        remaining version that was not rolled back becomes the serving version, so `latest(SERVING, PROMOTED)` never returns a deleted
-        version.
+        remaining version that was not rolled back becomes the serving version (a promoted version keeps its state), so `latest(SERVING,
+        PROMOTED)` never returns a deleted version.
         """
         with self._locked(fcntl.LOCK_EX):
             lost = [number for number in self._numbers() if number > newest]

@@ -34,7 +34,7 @@ def recent_steps(steps: Iterable[int], now: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RollbackRequest(Record):
-    """A request to roll back from `version` to the weights of `to`."""
+    """A request to roll back from `version` to the weights of `to`. Raises `ValueError` if `to` is not an older version."""
 
     version: int
     sha256: str
@@ -50,7 +50,7 @@ class RollbackRequest(Record):
 
 
 def request_rollback(versions: Path, request: RollbackRequest) -> None:
-    """Writes the request durably and replaces an earlier request. Raises `StoreError`."""
+    """Writes the request durably and replaces an earlier request. Raises `StoreError` if the file cannot be written."""
     try:
         write_atomically(versions / ROLLBACK_FILE, codec.to_json(request) + b"\n", durable=True)
     except OSError as error:
@@ -58,7 +58,7 @@ def request_rollback(versions: Path, request: RollbackRequest) -> None:
 
 
 def withdraw_request(versions: Path) -> None:
-    """Removes the request. Idempotent. Raises `StoreError`."""
+    """Removes the request. Idempotent. Raises `StoreError` if the file cannot be deleted."""
     try:
         (versions / ROLLBACK_FILE).unlink(missing_ok=True)
         fsync_path(versions)

@@ -39,7 +39,7 @@ class TensorChange:
 
     @property
     def relative(self) -> float:
-        """The norm of the difference relative to the norm before; infinite if only the norm before is 0."""
+        """The norm of the difference relative to the norm before; 0 if nothing changed; infinite if only the norm before is 0."""
         if not self.difference:
             return 0.0
         return self.difference / self.before if self.before else math.inf
@@ -56,7 +56,8 @@ def compare_weights(before: Path, after: Path) -> Iterator[TensorChange]:
     """Yields the change of each tensor between two version folders, in the order of the tensors' names.
 
     Versions may be complete, deltas, or adapters. If one version is an adapter, the adapters are compared, and a version that has no
-    adapter counts as an adapter of zeros. Raises `ValueError` if weights are missing or damaged, or if the tensors do not match.
+    adapter counts as an adapter of zeros. Raises `ValueError` if weights are missing or damaged, if a dtype cannot be compared, or if the
+    tensors do not match.
     """
     adapters = [(folder / ADAPTER).is_file() for folder in (before, after)]
     with ExitStack() as stack:

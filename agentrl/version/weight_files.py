@@ -13,7 +13,8 @@ from agentrl.version import deltas
 
 
 def checked_weight_paths(folder: Path, sizes: Mapping[str, int], *, below: Path, first_folder: Path) -> list[Path]:
-    """Returns the paths of the files in `folder` that `sizes` lists. Raises `ValueError` if a file is not complete.
+    """Returns the paths of the files in `folder` that `sizes` lists. Raises `ValueError` if a file is missing, incomplete or outside
+    `folder`, if `sizes` is empty, or if `folder` is not allowed.
 
     `folder` must be below `below` (the run's versions folder) or be `first_folder`, with which the server started.
     """

@@ -59,8 +59,8 @@ def episode_data(source: RunSource, index: int, attempt: int, *, offset: int = 0
 
 
 def evaluated_data(source: RunSource, episode_id: str) -> Data:
-    """Returns an episode from an evaluation. Episodes from evaluations are never used for training. Raises `Missing` if the run or the
-    episode does not exist, `UserError` if the run has no index, and `StoreError` if the store cannot be read."""
+    """Returns an episode from an evaluation, with its first `MAX_TURNS` turns. Such an episode is never used for training. Raises `Missing`
+    if the run or the episode does not exist, `UserError` if the run has no index, and `StoreError` if the store cannot be read."""
     notes = source.refresh()
     record = source.index().episode(episode_id)
     if record is None:
@@ -90,7 +90,8 @@ def episode_tree(
     """Returns the trajectories of an episode, with at most `MAX_TURNS` turns in total, starting at number `offset`.
 
     Args:
-        samples: the sample of each trajectory; empty if the episode is not from training.
+        budget: limits the characters of the result.
+        samples: the sample of each trajectory, or None for one that was not trained; empty if the episode is not from training.
     """
     first, trajectories = 0, []
     for number, trajectory in enumerate(episode.trajectories):
@@ -162,7 +163,7 @@ class Budget:
         self.left = left
 
     def cut(self, text: str) -> Data:
-        """Returns the start of a string and the number of characters that were cut off."""
+        """Returns the start of a string, at most 40,000 characters, and the number of characters that were cut off. Reduces the budget."""
         shown = text[: max(0, min(_TEXT, self.left))]
         self.left -= len(shown)
         return {"text": shown, "cut": len(text) - len(shown)}
@@ -303,7 +304,7 @@ def _number(value: float | bool) -> float | bool | None:
 
 
 def _why_not(training: GroupTraining, sample: Sample | None, reason: str, *, consumed: bool) -> str:
-    """Returns the reason why the tokens of a turn were not trained; empty if they were trained."""
+    """Returns the reason why the tokens of a turn were not trained; empty if they were trained or the reason is unknown."""
     if reason:
         return explain(reason)
     if training.reason:

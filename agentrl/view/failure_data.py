@@ -35,7 +35,8 @@ _PHASES = ("before", "after", "train")
 
 
 def failures_data(source: RunSource, query: Query) -> dict[str, Any]:
-    """Returns the counts of a run's failures, and a page of the traces that match the filters, the newest first."""
+    """Returns the counts of a run's failures, and a page of the traces that match the filters, the newest first.
+    Raises `UserError` if the run has no captured failures, `RequestError` for an invalid filter, and `StoreError` as `Collection` does."""
     with _open(source.path) as collection:
         wanted = TraceFilter(
             tag=query.text("tag"),
@@ -58,8 +59,8 @@ def failures_data(source: RunSource, query: Query) -> dict[str, Any]:
 
 
 def clusters_data(source: RunSource, query: Query) -> dict[str, Any]:
-    """Returns clusters of similar failures. A separate process computes the clusters, and the memory of this process is freed when it
-    exits."""
+    """Returns the largest clusters of similar failures. A separate process computes the clusters, so that its memory is freed at the
+    end. Raises `StoreError` if the process fails or takes longer than 45 s."""
     filters = [f"--{name}={value}" for name in ("tag", "kind", "phase") if (value := query.text(name))]
     # -P: modules must not be imported from the current folder, which may come from a third party
     command = [sys.executable, "-P", "-m", "agentrl", "failures", "cluster", str(source.path), "--json", *filters]
@@ -75,7 +76,8 @@ def clusters_data(source: RunSource, query: Query) -> dict[str, Any]:
 
 
 def trace_data(source: RunSource, name: str) -> dict[str, Any]:
-    """Returns a trace, and the outcomes of the same task in other phases. Raises `Missing`."""
+    """Returns a trace, and the outcomes of the same task in other phases. Raises `Missing` if there is no such trace,
+    `UserError` if the run has no captured failures, and `StoreError` if the trace is too large or cannot be read."""
     with _open(source.path) as collection:
         row = next(iter(collection.rows(TraceFilter(ids=(name,)))), None)
         if row is None:

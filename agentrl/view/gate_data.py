@@ -17,7 +17,7 @@ _GATE_CASES = 20
 
 
 def verdict_rows(source: RunSource, notes: list[str]) -> list[Line]:
-    """Returns the verdicts of the gate, the newest first."""
+    """Returns the 200 newest verdicts of the gate, the newest first; empty if there is no gate. Unreadable files are added to `notes`."""
     folder = source.path / "gate"
     try:
         numbers = sorted((int(path.name) for path in folder.iterdir() if path.name.isdecimal() and len(path.name) < 12), reverse=True)
@@ -35,8 +35,8 @@ def verdict_rows(source: RunSource, notes: list[str]) -> list[Line]:
 
 
 def gate_data(source: RunSource, version: int) -> dict[str, Any]:
-    """Returns the verdict on a version, with both transcripts of the regressed cases. Raises `Missing` if there is no verdict on this
-    version, and `StoreError` if the verdict cannot be read."""
+    """Returns the verdict on a version, with both transcripts of the first 20 regressed cases. Raises `Missing` if there is no verdict
+    on this version, and `StoreError` if the verdict cannot be read."""
     verdict = read_verdict(source.path, version)
     if verdict is None:
         raise Missing(f"the gate has no verdict on version {version}", fix="choose a version under Gate on the run's page")

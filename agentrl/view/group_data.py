@@ -35,7 +35,8 @@ def step_data(source: RunSource, step: int, *, offset: int = 0) -> Data:
     """Returns a learner step (steps are counted from 1): its metrics, its groups, and the mean scores by kind of task compared with the
     previous step.
 
-    Raises `Missing` if the step has neither metrics nor groups.
+    Contains at most `MAX_GROUPS` groups, starting at number `offset`. Raises `Missing` if the run was removed, or if the step has neither
+    metrics nor groups.
     """
     notes = source.refresh()
     metrics = source.metrics.row(step)
@@ -69,7 +70,8 @@ def step_data(source: RunSource, step: int, *, offset: int = 0) -> Data:
 
 
 def newest_groups(source: RunSource, *, before: int | None) -> Data:
-    """Returns the newest groups, in any state, with an index below `before`; None means no bound."""
+    """Returns the `MAX_GROUPS` newest groups, in any state, with an index below `before`; None means no bound. If the store cannot be read,
+    a note gives the reason. Raises `Missing` if the run was removed."""
     notes = source.refresh()
     try:
         entries = source.store().newest_entries(before=before, limit=MAX_GROUPS)
@@ -233,7 +235,7 @@ def score_data(scored: ScoredEpisode, *, chars: int = _MAX_CHARS) -> Data:
 
 
 def failures_data(scored: ScoredEpisode, *, chars: int = _MAX_CHARS) -> list[Data]:
-    """Returns the failures of an episode."""
+    """Returns the first 12 failures of an episode, with messages of at most `chars` characters."""
     return [
         {
             "stage": failure.stage[:60],

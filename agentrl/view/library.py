@@ -49,7 +49,7 @@ class RunLibrary:
         self._lock = Lock()
 
     def entries(self) -> list[RunEntry]:
-        """Returns the runs sorted by name. Links that lead outside the folder are not followed."""
+        """Returns the `MAX_RUNS` newest runs, sorted by name. Links that lead outside the folder are not followed."""
         paths = [self.root] if self.is_single else find_runs(self.root, most=MAX_RUNS)
         entries = (RunEntry(id=_run_id(path.name), name=_shown(path.name), path=path) for path in paths)
         return sorted(entries, key=lambda run: run.name)
@@ -84,7 +84,7 @@ class RunLibrary:
             is_child = _run_id(name) == run_id and "/" not in name and name not in (".", "..")
             if is_child and path.resolve().is_relative_to(self.root) and path.is_dir() and is_run(path):
                 return RunEntry(id=run_id, name=_shown(name), path=path)
-        except (OSError, ValueError):  # no run has such an id
+        except (OSError, ValueError, RuntimeError):  # no run has such an id; `resolve` raises RuntimeError for a loop of links
             pass
         return None
 

@@ -60,8 +60,8 @@ class Live:
         self._stopped.set()
 
     async def events(self, run: str, *, is_closed: Callable[[], bool] = lambda: False) -> AsyncIterator[bytes]:
-        """Yields server-sent events: the newest events of the run, and an event whenever its newest step, its groups or its state change.
-        If the run is removed, the last event reports it.
+        """Yields server-sent events: the events that the run records from now on, and an event at the start and whenever the newest step,
+        the groups or the state of the run change. If the run is removed, the last event reports it.
 
         Args:
             is_closed: returns whether the page was closed. The server cannot distinguish a closed connection from one whose client is
@@ -135,7 +135,8 @@ class Live:
 
 
 def events_data(source: RunSource) -> dict[str, Any]:
-    """Returns the newest events and the newest notable events, the newest first. Both lists are empty if the run has no events."""
+    """Returns the newest events and the newest notable events, the newest first. Both lists are empty if the run has no events,
+    or if they cannot be read; then a note gives the reason."""
     try:
         newest = _read_back(source.path, _EVENTS_BACK)
         notable = [event for event in _read_back(source.path, _NOTABLE_BACK) if isinstance(event, NOTABLE)]

@@ -48,19 +48,23 @@ class Operation:
     work: Callable[[RunSource, Body, str], dict[str, Any]]
 
     def run(self, source: RunSource, body: Body, user: str) -> dict[str, Any]:
-        """Performs the operation and records it. Raises `UserError` if a field is invalid or the operation cannot be performed, and
-        `StoreError` if a file of the run cannot be read."""
+        """Performs the operation and records it. If only the record cannot be written, the message of the result says so. Raises
+        `UserError` if a field is invalid or the operation cannot be performed, and `StoreError` if a file of the run cannot be read."""
         with source.lock:
             _check_output(source, source.path / LOG_FILE)
             _check_text(body)
             try:
                 result = self.work(source, body, user)
-                at = datetime.now(UTC).isoformat(timespec="seconds")
-                append_lines(source.path / LOG_FILE, [json_line({"at": at, "by": user, "operation": self.name, **body, "result": result})])
             except OSError as error:  # a full disk, a read-only folder, or a name that is too long
                 raise UserError(
                     f"{self.name} failed: {error.strerror}", fix="check the disk and the write permission of the folder"
                 ) from error
+            at = datetime.now(UTC).isoformat(timespec="seconds")
+            try:
+                append_lines(source.path / LOG_FILE, [json_line({"at": at, "by": user, "operation": self.name, **body, "result": result})])
+            except OSError as error:
+                log.warning("%s of run %s by %s is not recorded in %s: %s", self.name, source.name, user, LOG_FILE, error)
+                result["message"] += f", but this is not recorded in {LOG_FILE}: {error.strerror}"
         log.info("%s of run %s by %s", self.name, source.name, user)
         return result
 

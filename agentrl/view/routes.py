@@ -45,7 +45,7 @@ class Query:
 
     def number(self, name: str, default: int | None = None) -> int | None:
         """Returns an integer parameter from the path or the query; `default` if it is missing. Raises `RequestError` if the value is not an
-        integer."""
+        integer of at most 15 characters."""
         value = self.path.get(name) or self.text(name)
         if not value:
             return default

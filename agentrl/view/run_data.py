@@ -31,7 +31,7 @@ _MAX_ENTRIES = 200  # maximum number of entries in a table in summary.json
 
 
 def run_data(source: RunSource) -> dict[str, Any]:
-    """Returns the data that the page of a run shows initially."""
+    """Returns the data that the page of a run shows initially. Raises `Missing` if the run was removed."""
     notes = source.refresh()
     recipe, metrics = source.recipe_data(), source.metrics
     steps, total = metrics.steps, recipe.get("steps") if is_finite(recipe.get("steps")) else None
@@ -75,8 +75,8 @@ def curves_data(source: RunSource, keys: Sequence[str]) -> dict[str, Any]:
 
 
 def reward_drops(points: Sequence[tuple[int, float]]) -> list[dict[str, float]]:
-    """Returns the steps with the largest falls of the reward, the largest first. A fall counts if it is at least a third of the standard
-    deviation of the reward's changes between consecutive steps."""
+    """Returns up to 8 steps with the largest falls of the reward, the largest first. A fall counts if it is at least a third of the
+    standard deviation of the reward's changes between consecutive steps."""
     changes = [(step, value, value - before) for (_, before), (step, value) in pairwise(points)]
     if len(changes) < 2:
         return []
@@ -165,7 +165,8 @@ CURVES = ("reward_mean", "heldout", "entropy", "kl_behaviour", "clip_fraction", 
 
 
 def compare_runs(sources: Sequence[RunSource]) -> dict[str, Any]:
-    """Returns the comparison as JSON data, with the runs in the given order."""
+    """Returns the comparison as JSON data, with the runs in the given order. Raises `Missing` if a run was removed, and `UserError` if
+    there are fewer than two."""
     notes = []
     for source in sources:
         with source.lock:

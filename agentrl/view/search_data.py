@@ -20,8 +20,8 @@ _LIMIT = 50
 
 
 def search_data(source: RunSource, query: Query) -> dict[str, Any]:
-    """Returns a page of the matching episodes. Raises `RequestError` if a filter is invalid, `UserError` if the run has no index, and
-    `StoreError` if the index cannot be read."""
+    """Returns a page of the matching episodes. Raises `RequestError` or `UserError` if a filter is invalid, `UserError` if the run has no
+    index, `Missing` if it was removed, and `StoreError` if the index cannot be read."""
     notes = source.refresh()
     fields: dict[str, Any] = {name: text for name in TEXTS if (text := query.text(name))}
     fields |= {name: number for name in NUMBERS if (number := query.number(name)) is not None}

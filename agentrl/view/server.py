@@ -189,7 +189,7 @@ class ViewServer:
 
 
 def json_response(body: Any) -> Response:
-    """Returns a JSON response. NaN and infinities, which browsers cannot read, become null."""
+    """Returns a JSON response. NaN and infinities, which browsers cannot read, become null, and half surrogate pairs become `?`."""
     from starlette.responses import Response
 
     try:

@@ -69,7 +69,7 @@ class RunSource:
         return recipe, why
 
     def store(self) -> StoreReader:
-        """Returns the reader of the store, which is opened on first use. Raises `StoreError`."""
+        """Returns the reader of the store, which is opened on first use. Raises `StoreError` if there is no readable store."""
         path = self.path / "experience.sqlite"
         try:
             status = os.stat(path)
@@ -83,7 +83,8 @@ class RunSource:
         return self._store[0]
 
     def index(self) -> EpisodeIndex:
-        """Returns the index of episodes, which is opened on first use. Raises `StoreError`, and `UserError` if the run has no index."""
+        """Returns the index of episodes, which is opened on first use. Raises `UserError` if the run has no index, and `StoreError` if
+        there is no readable store."""
         self.store()  # closes the index if the file was replaced
         if self._index is None:
             self._index = EpisodeIndex(self.path)

@@ -70,8 +70,8 @@ def train_group(source: RunSource, entry: LedgerEntry, group: Group) -> GroupTra
         notes.append("A critic computed the advantages, which are not recorded. The rewards that it read are shown instead.")
     if objective.kl == "k1_reward":
         notes.append("These advantages do not include the KL penalty, which was subtracted from the scores and is not recorded.")
-    others, more = _others(source, entry, recipe)
     try:
+        others, more = _others(source, entry, recipe)
         fit = batch_advantages([*others, group], objective, min_group_size=recipe.rollout.group.min_size)[-1]
         assembled = assemble(entry.step or 0, [*others, group], recipe)
     except (AgentRLError, ValueError, ArithmeticError) as error:
@@ -145,7 +145,7 @@ def sample_of(training: GroupTraining, episode_id: str, trajectory: Trajectory, 
 
 def recorded_tokens(source: RunSource, step: int | None, training: GroupTraining, sample: Sample | None) -> tuple[TokenRecord | None, str]:
     """Returns the values that the learner computed for the trained tokens of a sample, with an empty reason, or None and the reason why the
-    values are unknown."""
+    values are unknown (empty if the sample was not trained)."""
     if step is None or sample is None:
         return None, ""
     part = next(number for number, one in enumerate(training.samples[sample.episode_id]) if one is sample)

@@ -83,8 +83,8 @@ def _character_size(first: int) -> int:
 
 
 def read_vocabulary(path: Path, *, inside: Path) -> Vocabulary:
-    """Reads a `tokenizer.json`. Raises `FileNotFoundError` if the file does not exist, and `ValueError` if the file is too large or has no
-    vocabulary."""
+    """Reads a `tokenizer.json`. Raises `OSError` (`FileNotFoundError` if it does not exist) if the file cannot be opened, and `ValueError`
+    if it is outside `inside`, is too large or has no vocabulary."""
     try:
         data = json.loads(read_bytes(path, most=MAX_BYTES, inside=inside))
         special, tokens = {}, {}

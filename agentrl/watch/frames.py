@@ -181,7 +181,8 @@ def transcript_frame(transcript: Transcript, size: Size) -> list[Text]:
 
 
 def plot(values: Sequence[float], width: int, height: int) -> list[str]:
-    """Returns a curve as `height` rows of braille characters over the full width. Each character shows two values."""
+    """Returns a curve as `height` rows of braille characters over the full width. Each character shows two values. Ignores
+    values that are not finite; the rows are blank if there are no others."""
     points = _stretched([value for value in values if math.isfinite(value)], 2 * width)
     if not points or width < 1:
         return [" " * max(0, width)] * height

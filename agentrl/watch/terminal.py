@@ -56,7 +56,7 @@ class Screen(Protocol):
 
 
 def print_frame(screen: Screen, console: Console) -> None:
-    """Prints one frame of a screen, without the line that lists the keys."""
+    """Prints one frame of a screen, of at most 40 lines and without the line that lists the keys, and closes the screen."""
     screen.refresh()
     lines = screen.lines(Size(console.width, _PRINTED_ROWS))[:-1]
     while lines and not lines[-1].plain.strip():
@@ -68,10 +68,10 @@ def print_frame(screen: Screen, console: Console) -> None:
 
 
 def show(first: Screen, console: Console, *, keys: int | None = None) -> None:
-    """Shows a screen, and the screens that it opens, until q or ctrl-C is pressed or the input ends.
+    """Shows a screen, and the screens that it opens, until q or ctrl-C is pressed or the input ends. Closes them at the end.
 
     Args:
-        keys: file descriptor of the terminal from which keys are read; None reads no keys.
+        keys: file descriptor of the terminal from which keys are read; None reads no keys, so only ctrl-C ends the display.
     """
     stack = [first]
     try:
@@ -148,6 +148,6 @@ def _reading_keys(keys: int | None) -> Iterator[None]:
 def keyboard() -> int | None:
     """Returns the file descriptor of standard input if it is a terminal, otherwise None."""
     try:
-        return sys.stdin.fileno() if sys.stdin.isatty() else None
+        return sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else None  # None if descriptor 0 was closed
     except (OSError, ValueError):
         return None

@@ -66,7 +66,7 @@ class Programs(vf.Taskset[ProgramTask, ProgramConfig]):
 
 
 def _written(trace: vf.Trace) -> str:
-    """Returns the program in the model's first tool call."""
+    """Returns the program in the model's first tool call; "?" if the call has none, and "" if there is no call."""
     for message in trace.assistant_messages:
         for call in message.tool_calls or []:
             try:

@@ -25,7 +25,8 @@ _OVER = re.compile(r"\b(done|refunded|cancel+ed|changed|sorry|cannot|can't|not p
 
 
 def customer(brief: str, transcript: Sequence[tuple[str, str]]) -> str:
-    """Returns the next message of a customer who answers questions and leaves when the request is granted or declined."""
+    """Returns the next message of a customer who answers questions about the e-mail address and the new address, leaves when the request is
+    granted or declined or after `PATIENCE` replies, and otherwise repeats the request."""
     wish = _after(brief, "You want: ")
     last, replies = transcript[-1][1], sum(speaker == USER for speaker, _ in transcript)
     if "mail" in last.lower():

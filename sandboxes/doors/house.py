@@ -48,7 +48,8 @@ class Doors(Environment):
 
     @classmethod
     def expert(cls, observation: str) -> str:
-        """Returns the door in the newest note or, if a note must be written, the door with the gold."""
+        """Returns the door in the newest note or, if a note must be written, the door with the gold. Without a note, returns the first
+        door."""
         return observation[0] if observation[0] in DOORS and observation != "no notes" else DOORS[0]
 
 

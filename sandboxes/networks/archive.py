@@ -37,7 +37,8 @@ class Archive:
         return key in self.states
 
     def add(self, networks: Iterable[Sequence[Comparator]]) -> int:
-        """Adds every state that these networks (one per episode) reach. Returns the increase in the number of states."""
+        """Adds every state that these networks (one per episode) reach. Returns the number of new states, including those beyond
+        `MAX_STATES`, which are removed."""
         before = len(self.states)
         for network in networks:
             for key, entry in dict(self._reached(network)).items():
@@ -56,9 +57,10 @@ class Archive:
             outputs = outputs.after(pair)
             yield outputs.key, Entry(network=tuple(network[:size]), unsorted=outputs.unsorted)
 
-    def draw(self, generator: random.Random) -> Entry:
-        """Returns a state to start from. Rarely reached states are more likely. If all states are sorted, returns the empty network."""
-        open_states = [entry for _, entry in sorted(self.states.items()) if entry.unsorted]
+    def draw(self, generator: random.Random, *, budget: int) -> Entry:
+        """Returns a state to start from, with fewer than `budget` comparators. Rarely reached states are more likely. If there is no such
+        unsorted state, returns the empty network."""
+        open_states = [entry for _, entry in sorted(self.states.items()) if entry.unsorted and len(entry.network) < budget]
         if not open_states:
             return Entry(network=())
         return generator.choices(open_states, [1 / (1 + entry.visits) for entry in open_states])[0]
@@ -78,7 +80,7 @@ class Archive:
 
     @classmethod
     def load(cls, path: Path) -> Archive:
-        """Reads an archive. Raises `ValueError` if the file is not an archive."""
+        """Reads an archive. Raises `ValueError` if the file is not an archive, and `OSError` if it cannot be read."""
         try:
             data = json.loads(read_bytes(path, most=_MAX_BYTES, inside=path.parent))
             channels = int(data["channels"])

@@ -2,7 +2,8 @@
 
     python sandboxes/networks/checker.py "1-2 3-4 1-3 2-4 2-3"
 
-Prints whether the network sorts, its number of comparators, and the smallest known number. Exits with 1 if the network does not sort.
+Prints whether the network sorts, its number of comparators, and the smallest known number. Exits with 1 if the network does not sort, and
+with 2 if the argument is invalid or the network has more than 9 channels.
 """
 
 from __future__ import annotations

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.environment import Environment
+from agentrl.errors import UserError
 from agentrl.records import Step
 from sandboxes.networks.archive import Archive, Entry
-from sandboxes.networks.state import Comparator, Outputs, comparators, label, parse
+from sandboxes.networks.state import MAX_CHANNELS, Comparator, Outputs, comparators, label, parse
 
 
 class SortingNetwork(Environment):
@@ -22,7 +23,7 @@ class SortingNetwork(Environment):
     states that are new.
 
     Args:
-        channels: number of inputs.
+        channels: number of inputs, from 2 to 10.
         budget: maximum number of comparators, including those of the initial network.
         archive: file of an `Archive`. An episode starts from a state in the archive with the probability `restarts`.
         restarts: probability that an episode starts from a state in `archive`.
@@ -32,6 +33,10 @@ class SortingNetwork(Environment):
     rewards = (0.0, 3.0)
 
     def __init__(self, channels: int = 6, budget: int = 16, archive: str = "", restarts: float = 0.5, novelty: float = 0.2) -> None:
+        if not 2 <= channels <= MAX_CHANNELS or budget < 1:
+            raise UserError(
+                f"channels={channels} must be from 2 to {MAX_CHANNELS}, and budget={budget} at least 1", fix="correct tasks.family.options"
+            )
         self.instructions = f"Sort {channels} channels. Add one comparator per turn."
         self.actions = tuple(map(label, comparators(channels)))
         self._channels, self._budget = channels, budget
@@ -42,7 +47,7 @@ class SortingNetwork(Environment):
         """Returns the initial observation: the empty network, or a network from the archive."""
         generator, start = random.Random(seed), Entry(network=())
         if self._archive is not None and generator.random() < self._restarts:
-            start = self._archive.draw(generator)
+            start = self._archive.draw(generator, budget=self._budget)
         self._network: list[Comparator] = list(start.network)
         self._outputs = Outputs.of(self._channels, self._network)
         self._reached: list[str] = []

@@ -48,7 +48,7 @@ class Outputs:
 
     @classmethod
     def of(cls, channels: int, network: Iterable[Comparator] = ()) -> Outputs:
-        """Returns the outputs of a network."""
+        """Returns the outputs of a network. Raises `ValueError` if `channels` is not 2 to `MAX_CHANNELS`."""
         if not 2 <= channels <= MAX_CHANNELS:
             raise ValueError(f"channels must be between 2 and {MAX_CHANNELS}, got {channels}")
         outputs = cls(channels, frozenset(range(1 << channels)))

@@ -58,7 +58,7 @@ class Reasoning:
             turn_tokens: maximum number of completion tokens in one turn.
             episode_tokens: maximum number of prompt and completion tokens in an episode.
 
-        Raises `UserError` if a dataset is excluded, or if a dataset, a level or a key does not exist.
+        Raises `UserError` if an option is invalid, if a dataset is excluded, or if a dataset, a level or a key does not exist.
         """
         if tool not in ASKED:
             raise UserError(f"tasks.family.options.tool is {tool!r}", fix=f"use {' or '.join(ASKED)}")
@@ -89,7 +89,8 @@ class Reasoning:
         return None if split in self._rounds else 0
 
     def task(self, split: Split, index: int) -> Task:
-        """Returns the task at an index. Raises `UserError` if the index is outside the split."""
+        """Returns the task at an index. Raises `UserError` if the index is outside the split, and `TaskError` if the dataset yields no
+        problem for it."""
         if index < 0 or split not in self._rounds:
             raise UserError(f"reasoning has no task {index} in split {split}", fix="set tasks.family.options.heldout_kinds")
         source, number = self._rounds[split].at(index)

@@ -68,7 +68,7 @@ def problem(source: Source, *, seed: int, heldout: bool, number: int, but: froze
     Args:
         but: digests of questions to skip, such as those in prompts.
 
-    Raises `TaskError` if the generator yields no problem for this split in `ATTEMPTS` draws.
+    Raises `TaskError` if the generator yields no problem for this split in `ATTEMPTS` draws, fails, or yields a problem without an answer.
     """
     first = _first_seed(source.name, seed, heldout)
     for attempt in range(ATTEMPTS):
@@ -132,7 +132,7 @@ def _cached_entry(origin: str) -> Mapping[str, Any]:
 
 
 def dataset(source: Source, seed: int) -> Any:
-    """Returns a dataset object from the package. Raises `UserError` if the name, the level or a key is unknown."""
+    """Returns a dataset object from the package. Raises the errors of `check`."""
     return _dataset(source.name, source.level, json.dumps(dict(source.keys), sort_keys=True), seed)
 
 
@@ -142,7 +142,7 @@ def _dataset(name: str, level: int | None, keys: str, seed: int) -> Any:
 
 
 def check(source: Source) -> None:
-    """Raises `UserError` if the package is missing or does not contain the dataset."""
+    """Raises `UserError` if the package is missing or does not contain the dataset, or if the dataset rejects its level or a key."""
     _create(source, seed=0, size=1)
 
 

@@ -32,7 +32,8 @@ def program(kind: str, question: str) -> str | None:
 
 
 def telling(candidates: Sequence[Problem], count: int) -> tuple[Problem, ...]:
-    """Returns the problems whose questions together contain the most distinct characters, then the most distinct pairs of characters.
+    """Returns up to `count` problems whose questions together contain the most distinct characters, then the most distinct pairs of
+    characters.
 
     If candidates are equal, the candidate whose length is nearest to the median is chosen. All digits count as one character, and all
     letters count as another character. Questions longer than twice the median are excluded.

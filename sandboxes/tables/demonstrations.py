@@ -56,7 +56,7 @@ def demonstrate(task: Task, rng: Random, *, careful: float = CAREFUL, guess: flo
 
 
 def run_template(code: str, files: Mapping[str, str]) -> str:
-    """Returns the output of a program from this package on these files, or the end of its traceback.
+    """Returns the output of a program from this package on these files or, if a file or a key is missing, the end of its traceback.
 
     Do not use this function for other programs, because they run without a sandbox.
     """

@@ -59,6 +59,8 @@ class Tables:
                 think before it acts.
             episode_tokens: maximum number of tokens in an episode.
             network: hosts that programs in the sandbox may reach, separated by commas, such as "127.0.0.1:8790"; empty means none.
+
+        Raises `UserError` if a kind is unknown, and `ValueError` if a limit or a host is invalid.
         """
         self.seed = seed
         self.wild = wild
@@ -71,7 +73,8 @@ class Tables:
         return REAL_TASKS if split is Split.HELDOUT_REAL else None
 
     def task(self, split: Split, index: int) -> Task:
-        """Returns the task at an index. Raises `UserError` if the index is outside the split or a real table's package is missing."""
+        """Returns the task at an index. Raises `UserError` if the index is outside the split or a real table's package is missing, and
+        `TaskError` if no table yields a question."""
         end = self.size(split)
         if index < 0 or (end is not None and index >= end):
             raise UserError(

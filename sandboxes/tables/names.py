@@ -77,7 +77,7 @@ def belongs(word: str) -> Split:
 
 
 class Names:
-    """Random names for one table, from words that belong to `split`. The methods never return the same name twice.
+    """Random names for one table, from words that belong to `split`. `column`, `stem`, `sibling` and `value` never return a name twice.
 
     Plain names have one or two words, as in most tables. Wild names are longer, more often invented, and in every style. The base policy's
     demonstrations use wild names, so that the policy learns to copy any text.
@@ -131,7 +131,7 @@ class Names:
         return list(chosen)
 
     def serials(self, count: int) -> list[str]:
-        """Returns `count` distinct codes that differ in their number, such as `p17` and `p204`."""
+        """Returns `count` distinct codes (at most 99) that differ in their number, such as `p17` and `p204`."""
         head = self.rng.choice((self._code, self.word))().rstrip("0123456789-_")
         head = self.rng.choice((head.lower(), head)) + self.rng.choice(("", "", "-", "_"))
         return [f"{head}{number}" for number in self.rng.sample(range(1, self.rng.choice((100, 1000))), count)]

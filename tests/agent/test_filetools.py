@@ -192,3 +192,15 @@ def test_a_search_that_runs_out_of_time_counts_the_file_with_its_match(tmp_path:
     monkeypatch.setattr(files, "Search", SlowSearch)
     report = files.search("first", ".", "", False, 1000).splitlines()
     assert report == ["a.txt:1: first", "1 matches in 1 of 1 files; not searched: what remained when the time was up"]
+
+
+def test_a_search_that_stops_at_the_maximum_reports_the_files_that_it_did_not_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.txt").write_text("x\n" * files.MAX_MATCHES)
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b/c.txt").write_text("x\n")
+    monkeypatch.chdir(tmp_path)
+    assert files.search("x", ".", "a*", False, 1000).endswith("narrow it with path, files or a longer pattern")
+    report = files.search("x", ".", "", False, 1000).splitlines()[-1]
+    assert report.startswith("1000 matches in 1 of 1 files") and report.endswith("not searched: files after the first 1000 matches")

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 
 from agentrl.agent import load_tools, tool
+from agentrl.agent.invoke import run_calls
 from agentrl.agent.tools import Bounds
 from agentrl.errors import InfrastructureError, PluginError
 from agentrl.protocols import Sandbox
-from agentrl.records import Limits, Task
+from agentrl.records import Limits, Task, ToolCall
 from agentrl.testing import ScriptedPolicy
 from tests.agent.test_tools import call
 
@@ -134,3 +138,19 @@ def test_programs_of_a_sandbox_never_run_concurrently() -> None:
 async def both(box: Sandbox) -> str:
     """Use a sandbox."""
     return box.id
+
+
+async def test_results_of_concurrent_calls_are_recorded_if_another_agent_loses_the_sandbox() -> None:
+    tools = load_tools((f"{__name__}:fetch",))
+    episode: Any = SimpleNamespace(
+        sandbox_lost=True,
+        running=lambda sandbox: nullcontext(),
+        clip_output=str,
+        turn_count=1,
+        id="e",
+        tools=None,
+        task=SimpleNamespace(id="t", limits=Limits()),
+    )
+    calls = [ToolCall(name="fetch", arguments={"name": name}) for name in "ab"] + [ToolCall(name="nosuch", arguments={})]
+    results, answer = await run_calls(episode, tools, calls, spent=Counter())
+    assert [result.output for result in results] == ["a", "b"] and answer is None, "no later call runs"

@@ -165,3 +165,9 @@ def test_integers_have_at_most_64_bits(text: str, number: int) -> None:
     assert loads(text.format(number)) == tomllib.loads(text.format(number))
     with pytest.raises(ValueError, match="more than 64 bits"):
         loads(text.format(number + (1 if number > 0 else -1)))
+
+
+def test_deeply_nested_json_lines_are_invalid(tmp_path: Path) -> None:
+    (tmp_path / "lines").write_text("[" * 100_000 + "]" * 100_000 + "\n")
+    with pytest.raises(ValueError, match="nested too deeply"):
+        files.read_json_lines(tmp_path / "lines")

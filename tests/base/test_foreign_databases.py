@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.base import database
-from agentrl.base.database import check_files, compress, decompress
+from agentrl.base.database import ForeignDatabase, check_files, compress, decompress
 from agentrl.config.tools import MemoryConfig
 from agentrl.errors import AgentRLError
 from agentrl.experience import SqliteStore
@@ -163,3 +163,10 @@ def test_values_of_other_types_and_long_queries_raise(tmp_path: Path, monkeypatc
     monkeypatch.setattr("agentrl.memory.store._QUERY_S", 0.05)
     with closing(NoteStore(tmp_path / "notes.sqlite", MemoryConfig())) as store, pytest.raises(AgentRLError, match=r"longer than 0\.05 s"):
         store.search("", scope="s", version=9, task_key="k")
+
+
+@pytest.mark.parametrize("suffix", ["", "-wal", "-shm", "-journal"])
+def test_a_folder_in_place_of_a_database_file_is_a_foreign_database(suffix: str, tmp_path: Path) -> None:
+    (tmp_path / f"x{suffix}").mkdir()
+    with pytest.raises(ForeignDatabase, match=f"x{suffix} is a folder"):
+        check_files(tmp_path / "x")

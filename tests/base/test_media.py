@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 import struct
 import zlib
 from pathlib import Path
@@ -13,7 +14,17 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from agentrl.base.media import MAX_SIDE, InvalidImage, MediaFolder, image_token, normalized_image, number_text, open_png, read_array
+from agentrl.base.media import (
+    MAX_SIDE,
+    MAX_STORED,
+    InvalidImage,
+    MediaFolder,
+    image_token,
+    normalized_image,
+    number_text,
+    open_png,
+    read_array,
+)
 from agentrl.errors import InfrastructureError
 
 PIXELS = np.arange(5 * 7 * 3, dtype=np.uint8).reshape(5, 7, 3)
@@ -154,3 +165,18 @@ def test_only_models_with_a_vision_tower_have_an_image_token(tmp_path: Path) -> 
         (tmp_path / "config.json").write_text(text)
         assert image_token(tmp_path) == token
     assert image_token(tmp_path / "absent") is None
+
+
+@pytest.mark.parametrize("kind", ["large", "folder", "pipe"])
+def test_a_path_that_is_no_image_file_is_an_infrastructure_error(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "media" / "0123456789.png"
+    path.parent.mkdir()
+    if kind == "large":
+        with path.open("wb") as file:
+            file.truncate(MAX_STORED + 1)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        os.mkfifo(path)
+    with pytest.raises(InfrastructureError, match="cannot be read"):
+        MediaFolder(tmp_path).read("0123456789")

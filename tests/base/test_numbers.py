@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from agentrl.base.numbers import LONGEST_NUMBER, is_near, is_whole, parse_number, same_number
+from agentrl.base.numbers import LONGEST_NUMBER, is_near, is_whole, parse_number, same_number, student_t_quantile
 
 whole_numbers = st.integers(-(10**25), 10**25)
 tolerances = st.floats(0, 0.5)
@@ -132,3 +132,9 @@ def test_default_tolerance_is_0_and_fractions_are_exact() -> None:
     assert not is_near(1.4, 1.5, relative=0) and not is_near(Fraction(7, 5), Fraction(3, 2), relative=0)
     assert is_near(Fraction(13, 10), 1.0, relative=0.3), "1.3 - 1.0 is more than 0.3 in floats"
     assert is_near(1.0, Fraction(5, 4), relative=0.2)
+
+
+@pytest.mark.parametrize(("freedom", "level"), [(0, 0.95), (-1, 0.95), (3, 1.0), (3, math.nan)])
+def test_an_undefined_quantile_raises(freedom: int, level: float) -> None:
+    with pytest.raises(ValueError, match="has no quantile"):
+        student_t_quantile(freedom, level=level)

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.base import run_lock
-from agentrl.base.run_lock import DRIVER, drive_folder, hold_shared_lock
+from agentrl.base.run_lock import DRIVER, PARTS, drive_folder, hold_shared_lock
 from agentrl.errors import RunFolderBusy, UserError
 from agentrl.session.folder import claim_run_folder
 
@@ -179,3 +179,26 @@ def test_a_folder_with_an_impossible_path_is_an_error(folder: str, why: str) -> 
     with pytest.raises(UserError, match=why) as error, drive_folder(Path(folder), command="mine"):
         pytest.fail("there is no such folder")
     assert str(error.value).isascii()
+
+
+@pytest.mark.parametrize("kind", ["link", "link to nothing", "hard link", "folder", "pipe"])
+@pytest.mark.parametrize("name", [DRIVER, PARTS])
+def test_a_lock_file_that_is_a_link_or_no_file_raises_and_nothing_is_overwritten(name: str, kind: str, tmp_path: Path) -> None:
+    victim, run = tmp_path / "victim", tmp_path / "run"
+    victim.write_text("mine")
+    run.mkdir()
+    lock = run / name
+    {
+        "link": lambda: lock.symlink_to(victim),
+        "link to nothing": lambda: lock.symlink_to(tmp_path / "absent"),
+        "hard link": lambda: lock.hardlink_to(victim),
+        "folder": lock.mkdir,
+        "pipe": lambda: os.mkfifo(lock),
+    }[kind]()
+    with pytest.raises(UserError, match=rf"{name} is not a regular file") as error, drive_folder(run, command="mine", wait_s=0.1):
+        pytest.fail("the folder is driven")
+    assert f"remove {lock}" in error.value.fix
+    if name == PARTS:
+        with pytest.raises(UserError, match="is not a regular file"):
+            hold_shared_lock(run)
+    assert victim.read_text() == "mine" and not (tmp_path / "absent").exists()

@@ -181,3 +181,8 @@ def group(*scores: float) -> Group:
         for n, value in enumerate(scores)
     )
     return Group(index=0, task_id="t", task_key="k", episodes=episodes)
+
+
+@pytest.mark.parametrize("scores", [(1.0, math.nan), (math.nan, 1.0), (1.0, math.nan, 1.0), (math.nan, math.nan)])
+def test_nan_equals_nothing_in_any_position(scores: tuple[float, ...]) -> None:
+    assert not all_equal(scores)

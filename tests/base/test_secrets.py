@@ -277,3 +277,14 @@ def test_more_secret_variables_are_withheld_from_child_processes(name: str) -> N
 def test_more_keys_are_recognized_as_secrets(key: str) -> None:
     assert list(secrets.literal_secret_errors({key: "abc"}))
     assert not list(secrets.literal_secret_errors({"eos_token": "</s>", "max_tokens": "5", "tokenizer": "abc"}))
+
+
+def test_a_secret_of_more_than_64_kib_raises_instead_of_being_truncated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "secret"
+    for content in ("a" + "\u00e9" * (33 << 10), "a" * (64 << 10) + "\nmore"):
+        path.write_text(content)
+        with pytest.raises(UserError, match="larger than 64 KiB"):
+            secrets.read_secret(f"file:{path}")
+    monkeypatch.setenv("MINE", "\u00e9" * (33 << 10))
+    with pytest.raises(UserError, match="MINE contains no secret"):
+        secrets.read_secret("env:MINE")

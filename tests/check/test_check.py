@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from typer.testing import CliRunner
 
-from agentrl.check import cheats
-from agentrl.check.check import _Prover, check_family
+from agentrl.check import cheats, purity
+from agentrl.check.check import _Prover, check_family, prove_tasks
 from agentrl.check.purity import FamilySource
 from agentrl.check.report import GOLD, IMAGE, NOTHING, CaseResult, CheckReport, Finding, Proof, _wrong_cases, render
 from agentrl.check.verifiers import retry_sandbox_errors
 from agentrl.cli import app
 from agentrl.config import SandboxConfig, TasksConfig
 from agentrl.errors import SandboxError
-from agentrl.records import Task
+from agentrl.records import Split, Task
 from agentrl.reward import TaskScorer
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
+from tests.check import bad_families
+from tests.check.bad_families import Good
 from tests.driving import Family as Driving
 from tests.driving import make_task
 
@@ -192,3 +194,61 @@ async def test_family_that_exits_in_gold_fails_its_case() -> None:
     prover = _Prover(family=Leaves(), sandboxes=ScriptedSandboxes(printing("42")), scorer=TaskScorer(), parallel=1)
     result = await prover.case(make_task(0), GOLD)
     assert (result.ok, result.value) == (False, None) and "gold() failed: SystemExit: 0" in result.detail
+
+
+class Uncreatable(Good):
+    """No task can be created."""
+
+    def task(self, split: Split, index: int) -> Task:
+        raise KeyError("region")
+
+
+class Empty(Good):
+    """No split has a task."""
+
+    def size(self, split: Split) -> int | None:
+        return 0
+
+
+@pytest.mark.parametrize(("kind", "problem"), [(Uncreatable, "KeyError: 'region'"), (Empty, "split train has no tasks")])
+async def test_a_family_without_training_tasks_fails_the_check(kind: type[Good], problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bad_families, kind.__name__, kind, raising=False)
+    monkeypatch.setattr("agentrl.check.splits.SAMPLE", 4)
+    monkeypatch.setattr(
+        "agentrl.check.purity._draw_in_subprocess", lambda source, draws: [purity._draw(source.open(), draw) for draw in draws]
+    )
+    source = FamilySource(tasks=TasksConfig(family=f"tests.check.bad_families:{kind.__name__}"), root=ROOT)
+    report = await check_family(source, SandboxConfig(backend="bubblewrap"), count=2, quiet=True)
+    assert not report.ok and report.cases == () and problem in render(report)
+
+
+async def test_a_check_continues_after_a_first_task_that_cannot_be_created(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Late(Good):
+        def task(self, split: Split, index: int) -> Task:
+            if (split, index) == (Split.TRAIN, 0):
+                raise KeyError("region")
+            return super().task(split, index)
+
+    async def scripted(*_: object, **__: object) -> ScriptedSandboxes:
+        return ScriptedSandboxes(printing("42"))
+
+    monkeypatch.setattr(bad_families, "Late", Late, raising=False)
+    monkeypatch.setattr("agentrl.check.check.open_sandboxes", scripted)
+    monkeypatch.setattr("agentrl.check.splits.SAMPLE", 4)
+    monkeypatch.setattr(
+        "agentrl.check.purity._draw_in_subprocess", lambda source, draws: [purity._draw(source.open(), draw) for draw in draws]
+    )
+    source = FamilySource(tasks=TasksConfig(family="tests.check.bad_families:Late"), root=ROOT)
+    report = await check_family(source, SandboxConfig(backend="bubblewrap"), count=2, quiet=True)
+    assert {result.task for result in report.cases} == {"sums-train-1", "sums-heldout-0", "sums-heldout-1"}
+    assert not report.ok and "1 task cannot be created: KeyError: 'region'" in render(report)
+
+
+async def test_a_failure_of_the_sandboxes_is_raised_without_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Dead(ScriptedSandboxes):
+        async def open(self, *_: object, **__: object) -> NoReturn:
+            raise SandboxError("the daemon is gone")
+
+    monkeypatch.setattr("agentrl.check.verifiers.RETRIES", 0)
+    with pytest.raises(SandboxError, match="the daemon is gone"):
+        await prove_tasks(Good(), [Good().task(Split.TRAIN, 0)], Dead(printing("")), root=ROOT)

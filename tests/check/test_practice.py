@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from typer.testing import CliRunner
@@ -12,12 +13,15 @@ from typer.testing import CliRunner
 from agentrl.check.practice import PracticeReport, generate_practice
 from agentrl.cli import app
 from agentrl.config import SandboxConfig
+from agentrl.errors import SandboxError, SandboxUnavailable
 from agentrl.failure.case import Case, Suite, save_case
 from agentrl.failure.overlap import WithheldTasks, load_withheld
 from agentrl.failure.practice import load_practice
 from agentrl.protocols import SandboxBackend
-from agentrl.records import Split, Task
+from agentrl.records import SandboxSpec, Split, Task
 from agentrl.sandbox import open_sandboxes
+from agentrl.testing import ScriptedSandboxes
+from agentrl.testing.sandboxes import printing
 from sandboxes.tables import Tables
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,3 +85,20 @@ def test_the_command_writes_practice_that_a_run_accepts(tmp_path: Path) -> None:
     assert report["tasks"] == 6 and report["refused"] == [] and report["cases"]["c3"] == {"alike": 1, "harder": 1, "easier": 1}
     tasks = load_practice(tmp_path / "suite", withheld=load_withheld(["suite"], root=tmp_path))
     assert [practice.task.data["kind"] for practice in tasks] == ["average"] * 3 + ["extreme"] * 3
+
+
+async def test_a_failure_of_the_sandboxes_is_raised_and_never_a_rejection(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Dead(ScriptedSandboxes):
+        async def open(self, *_: object, **__: object) -> NoReturn:
+            raise SandboxError("the daemon is gone")
+
+    class Absent(ScriptedSandboxes):
+        async def prepare(self, spec: SandboxSpec) -> None:
+            raise SandboxUnavailable("no daemon answers")
+
+    monkeypatch.setattr("agentrl.check.verifiers.RETRIES", 0)
+    for family in (Plain(), FAMILY):  # without and with variants
+        with pytest.raises(SandboxError, match="the daemon is gone"):
+            await generate(family, Dead(printing("")), FAMILY.task(Split.HELDOUT, 0))
+        with pytest.raises(SandboxUnavailable, match="no daemon answers"):
+            await generate(family, Absent(printing("")), FAMILY.task(Split.HELDOUT, 0))

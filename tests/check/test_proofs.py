@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from agentrl.agent.run_tools import declared_tools, pin_tools
-from agentrl.check.access import image_files
+from agentrl.check.access import image_files, prove_unreadable
 from agentrl.check.purity import FamilySource, prove_purity, split_sizes
 from agentrl.check.report import Proof
 from agentrl.check.splits import prove_splits
@@ -351,3 +351,32 @@ async def test_sandboxed_mcp_servers_are_checked_and_host_servers_are_never_call
     assert (proof.findings, proof.looked_at) == ((), "1 tool: mcp:it"), "a call would have ended it"
     (missing,) = (await prove_tools([mcp_task], backend)).findings
     assert "mcp:it does not load" in missing.what and "declare the server in the recipe" in missing.what
+
+
+class Shifted(Good):
+    """The first training task cannot be created, and the third has another split."""
+
+    def task(self, split: Split, index: int) -> Task:
+        if (split, index) == (Split.TRAIN, 0):
+            raise KeyError("region")
+        task = super().task(split, index)
+        return replace(task, split=Split.HELDOUT) if (split, index) == (Split.TRAIN, 2) else task
+
+
+def test_a_misplaced_task_keeps_its_index_after_a_task_that_cannot_be_created(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bad_families, "Shifted", Shifted, raising=False)
+    (finding,) = [finding for finding in splits_proof("Shifted", monkeypatch).findings if "drawn from train" in finding.what]
+    assert finding.tasks == ("train 2",)
+
+
+def test_error_output_that_is_not_utf8_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "executable", f"{tmp_path}/python")
+    (tmp_path / "python").write_text("#!/bin/sh\nprintf '\\377 is not text' >&2\nexit 3\n")
+    (tmp_path / "python").chmod(0o755)
+    assert "\ufffd is not text" in failures(purity_proof("Good"))[0]
+
+
+async def test_only_tasks_with_a_sandbox_are_counted_as_searched() -> None:
+    tasks = [sample_task(), sample_task(id="without", sandbox=None)]
+    proof = await prove_unreadable(tasks, {}, ScriptedSandboxes(printing("[{}, null, 0]")))
+    assert proof.looked_at == "files and prompts of 1 task, and 0 files of 1 image"

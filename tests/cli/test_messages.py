@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from agentrl import __version__, cli
-from agentrl.cli import app
+from agentrl.cli import app, judging
 from agentrl.config import PolicyConfig, Recipe, TasksConfig
 from agentrl.errors import UserError
 from agentrl.observe import RunTracker
@@ -114,3 +114,9 @@ def test_a_user_id_without_a_name_can_label(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("getpass.getuser", nameless)
     result = CliRunner().invoke(app, ["label", str(tmp_path)])
     assert isinstance(result.exception, UserError), "the folder has no run, which is the only problem"
+
+
+def test_a_closed_standard_input_has_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    with judging._keys() as keys:
+        assert list(keys) == []

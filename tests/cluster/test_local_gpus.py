@@ -35,7 +35,7 @@ def test_judge_servers_get_the_remaining_gpus_or_share_those_of_the_servers(monk
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert judges(judged) == gpus
     shared = make_recipe("file").but({"judge_servers": {"a": {"model": "m", "gpu_memory_utilization": 0.6}}, "device": "cuda"})
-    with pytest.raises(UserError, match=r"need 1\.1 times its memory"):
+    with pytest.raises(UserError, match=r"servers server, judge-a share a GPU and together need 1\.1 times its memory"):
         devices(shared)
 
 
@@ -58,6 +58,18 @@ def test_several_servers_get_a_gpu_each_after_the_learners(monkeypatch: pytest.M
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     with pytest.raises(UserError, match=r"serving\.replicas=3 with learner\.ranks=2 needs 5 GPUs, but only 4 are visible"):
         devices(several)
+
+
+@pytest.mark.usefixtures("on_gpus")
+def test_only_servers_on_the_same_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    judge = {"judge_servers": {"a": {"model": "m", "gpu_memory_utilization": 0.9}}, "gate": {"suite": "evals/x", "server": "own"}}
+    for device_key in ("cuda", "auto"):
+        recipe = make_recipe("file").but({**judge, "device": device_key})
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+        assert devices(recipe) == {"learner": "4", "server": "4", "gate": "5", "judge-a": "6"}
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+        with pytest.raises(UserError, match=r"servers server, judge-a share a GPU and together need 1\.4 times"):
+            devices(recipe)
 
 
 def test_several_servers_share_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

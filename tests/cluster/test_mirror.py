@@ -347,13 +347,33 @@ def test_a_request_that_was_still_arriving_when_its_learner_was_replaced_is_reje
     assert not (driver.folder / "updates").exists() and not list((driver.folder / "versions" / "000000").iterdir())
 
 
-NAMES = ["../../etc/passwd", "/etc/passwd", ".hidden", "a/../b", "version.json", "a\0b", "a//b", "", "x" * 300, "a/b/c/d/e", "a\nb"]
+NAMES = [
+    "../../etc/passwd",
+    "/etc/passwd",
+    ".hidden",
+    "a/../b",
+    "version.json",
+    "a\0b",
+    "a//b",
+    "",
+    "x" * 300,
+    "a/b/c/d/e",
+    "a\nb",
+    " a",
+    "-rf",
+    "a\\b",
+]
 
 
 @pytest.mark.parametrize("name", NAMES, ids=ascii)
 def test_an_invalid_version_file_name_raises(name: str) -> None:
     with pytest.raises(ValueError, match="is not a valid file name"):
         FileChunks(name=name, size=0, chunks=())
+
+
+@pytest.mark.parametrize("name", ["my notes (1).md", "1_Pooling/config.json", "\u8bf4\u660e.md", "_extra", "[a]@b,c~.txt"], ids=ascii)
+def test_files_that_occur_in_model_folders_have_valid_names(name: str) -> None:
+    FileChunks(name=name, size=0, chunks=())
 
 
 def test_hostile_requests_read_and_write_nothing(tmp_path: Path, driver: Driver) -> None:

@@ -8,7 +8,7 @@ import pytest
 from agentrl.config import CriticConfig, LoraConfig, PolicyConfig, Recipe, TasksConfig, load
 from agentrl.config import recipe as recipe_module
 from agentrl.config.section import Needs, Section, key_docs, named_section_of, section_of
-from agentrl.errors import RecipeError
+from agentrl.errors import RecipeError, UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F"))
@@ -103,6 +103,10 @@ def test_a_saved_recipe_is_read_back_equal(tmp_path: Path) -> None:
     path = tmp_path / "recipe.json"
     path.write_text(BASE.model_dump_json())
     assert load(path) == BASE
+    for text in ("{", "[" * 100_000, "\xff"):
+        path.write_text(text, encoding="latin-1")
+        with pytest.raises(UserError, match=r"recipe\.json is damaged"):
+            load(path)
 
 
 def test_every_key_of_a_recipe_is_documented() -> None:

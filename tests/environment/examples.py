@@ -240,6 +240,8 @@ class _RemoteEnvironment:
         self.how = how
 
     async def reset(self) -> Any:
+        if self.how == "start":
+            raise RuntimeError("no level")
         return "text" if self.how == "reset" else Observation(text="Go.")
 
     async def step(self, action: str) -> Any:
@@ -255,6 +257,20 @@ class _RemoteEnvironment:
     async def close(self) -> None:
         if self.how == "close":
             raise RuntimeError("lost")
+
+
+class Unusable(Remote):
+    """An opener that cannot be created."""
+
+    def __init__(self) -> None:
+        raise RuntimeError("no licence")
+
+
+class Nameless(Remote):
+    """An opener of environments without the attribute `instructions`."""
+
+    async def open(self, spec: Any) -> Any:
+        return object()
 
 
 class Guesses(Guess):

@@ -46,3 +46,11 @@ async def test_faults_in_opening_and_closing_are_infrastructure_faults() -> None
         await environment.close()
     environment = await open_environment(EnvironmentSpec(ref=REF, options={"how": "reset"}))
     assert (await environment.reset()).text == "text"  # text is converted
+
+
+@pytest.mark.parametrize(
+    ("opener", "message"), [("Unusable", "opening .*Unusable: RuntimeError: no licence"), ("Nameless", "instructions")]
+)
+async def test_an_opener_or_environment_that_cannot_be_created_is_a_fault(opener: str, message: str) -> None:
+    with pytest.raises(EnvironmentFault, match=message):
+        await open_environment(EnvironmentSpec(ref=f"tests.environment.examples:{opener}"))

@@ -34,6 +34,7 @@ async def serve(channel, config):
 
 async def echo(params, caller): return params
 async def pid(params, caller): return os.getpid()
+async def number(params, caller): return float(params["value"])
 async def fail(params, caller): raise Fault(params["blame"], "it is " + params["blame"])
 async def raises(params, caller): raise {{"KeyError": KeyError, "SystemExit": SystemExit}}[params["what"]]("gone")
 async def block(params, caller): time.sleep(params["s"])
@@ -65,7 +66,7 @@ async def send(params, caller):
     caller._channel._writer.write(eval(params["line"]))
     await asyncio.sleep(30)
 
-main(describe, serve, echo, pid, fail, raises, block, child, keep, ask, die, sleep, late, send)
+main(describe, serve, echo, pid, number, fail, raises, block, child, keep, ask, die, sleep, late, send)
 """
 
 Start = Callable[..., Host]
@@ -103,6 +104,14 @@ async def test_a_fault_of_the_host_has_the_blame_that_it_reports(start: Start, b
     with pytest.raises(InfrastructureError, match="KeyError"):
         await host.call("no such method", {}, timeout_s=20)
     assert await host.call("echo", {"alive": 1}, timeout_s=20) == {"alive": 1}
+    await host.close()
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+async def test_a_result_that_is_not_strict_json_is_an_error_at_once(start: Start, value: str) -> None:
+    host = start()
+    with pytest.raises(InfrastructureError, match="ValueError: Out of range float values"):
+        await host.call("number", {"value": value}, timeout_s=20)
     await host.close()
 
 
@@ -274,6 +283,7 @@ def test_a_description_is_read_whatever_the_script_prints(start: Start) -> None:
         ("raise Fault('task', 'no such task')", "fake: no such task"),
         ("raise ValueError('bad')", "ValueError: bad"),
         ("sys.exit(4)", "SystemExit"),
+        ("json.dump({'error': 'no licence'}, open(sys.argv[2], 'w')); os._exit(0)", "fake: no licence"),
         ("print('out', flush=True); os._exit(4)", "(?s)status 4 and did not describe the tasks.*out"),
         ("time.sleep(60)", "took more than 0.5 s"),
     ],

@@ -16,7 +16,7 @@ import pytest
 
 from agentrl.config import PolicyConfig, Recipe, TasksConfig
 from agentrl.config.recipe import HOSTED_AGENT
-from agentrl.environment import open_environment, venvs
+from agentrl.environment import inspect_tasks, open_environment, venvs
 from agentrl.environment.host import INSIDE, HostSpec
 from agentrl.environment.hosted import MAX_ANSWER, HostedAgent, host_of, score_of
 from agentrl.errors import PluginError, ServingError
@@ -24,15 +24,15 @@ from agentrl.gateway import posted_reward
 from agentrl.plugins import references
 from agentrl.plugins.parts import ENVIRONMENTS, EnvironmentKind
 from agentrl.plugins.references import resolve
-from agentrl.records import Blame, EnvironmentSpec, Episode, Limits, Score, Task
+from agentrl.records import Blame, EnvironmentSpec, Episode, Limits, SandboxSpec, Score, Task
 from agentrl.records.sampling import Sampling
 from agentrl.rollout import EpisodeRunner
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 from tests.chats import chat_of, shared_tokenizer
-from tests.episodes import task
+from tests.episodes import make_runner, task, tokenizer
 
-__all__ = ["task"]
+__all__ = ["make_runner", "task", "tokenizer"]
 
 SCRIPT = f"""
 import asyncio, json, sys, urllib.request
@@ -201,3 +201,29 @@ async def test_the_table_of_environments_has_the_hosts() -> None:
     assert recipe.but({"tasks.family": {"ref": "fake:x", "options": {"solver": "agentrl"}}}).agent.ref == "turns"
     with pytest.raises(PluginError, match="'fake:x' drives the model, so the turn loop cannot play it"):
         await open_environment(EnvironmentSpec(ref="fake:x"))
+
+
+class SlowSandboxes(ScriptedSandboxes):
+    """A backend that takes a moment to open a sandbox."""
+
+    async def open(self, *arguments: Any, **options: Any) -> Any:
+        await asyncio.sleep(0.01)
+        return await super().open(*arguments, **options)
+
+
+class ScoringHost:
+    """A host whose scorer sends two concurrent requests."""
+
+    async def call(self, method: str, params: Any, *, timeout_s: float, serve: Any) -> Any:
+        request = {"argv": ["true"], "stdin": "", "timeout_s": 1.0, "output_bytes": 100}
+        results = await asyncio.gather(*(serve("exec", request) for _ in range(2)))
+        return {"value": len(results)}
+
+
+async def test_concurrent_requests_of_a_scorer_share_one_sandbox(task: Task, tokenizer: Any, make_runner: Any, monkeypatch: Any) -> None:
+    episode = await make_runner(ScriptedPolicy.saying(tokenizer, "1")).run(task, episode_id="e")
+    monkeypatch.setattr(inspect_tasks, "host_of", lambda spec: ScoringHost())
+    scored = replace(task, data={"inspect": {"ref": "inspect:x"}}, sandbox=SandboxSpec(image="none"))
+    sandboxes = SlowSandboxes(printing(""))
+    assert (await inspect_tasks.score_ended(scored, episode, sandboxes)).value == 2.0
+    assert [sandbox.closed for sandbox in sandboxes.opened] == [True]

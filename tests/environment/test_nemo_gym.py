@@ -11,7 +11,7 @@ import pytest
 
 from agentrl.environment.nemo_gym import FAILURE_KINDS
 from agentrl.environment.remote import RemoteOpener
-from agentrl.errors import EnvironmentFault, TaskError
+from agentrl.errors import EnvironmentFault, PluginError, TaskError
 from agentrl.records import Blame
 from tests.environment.scenarios import call, counter_row
 from tests.environment.test_remote import begin, counts
@@ -102,3 +102,9 @@ async def test_gymnasium_servers_are_closed_if_they_support_it(opener: RemoteOpe
         await played.close()
     assert (step.observation.text, step.reward, step.truncated, step.terminated) == ("{}\nThere.", 0.5, True, False)
     assert server.closed == ["session=0"]
+
+
+async def test_an_unknown_protocol_is_an_error(opener: RemoteOpener) -> None:
+    async with http_server(NemoGym()) as url:
+        with pytest.raises(PluginError, match=r"options\.protocol: 'gym' is not a protocol .*\n  fix: use tools or gymnasium"):
+            await begin(opener, url, "nemo-gym", row=counter_row(1), protocol="gym")

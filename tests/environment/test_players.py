@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from agentrl.agent import ChatFormat
 from agentrl.agent.players import Players
 from agentrl.config.recipe import ObjectiveConfig, TasksConfig
 from agentrl.environment import close_environments, episode_return
@@ -219,6 +220,23 @@ async def test_a_cut_move_and_a_reached_limit_forfeit_the_game(tokenizer: Any) -
     episode = await play(task_of(KUHN, limits={"turns": 2}), policy, tokenizer)
     assert episode.stop_reason == "turn_limit"
     assert (await episode_return(task, episode)).parts == {"first": -2.0, "second": 2.0}
+
+
+async def test_an_unreadable_move_forfeits_the_game(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text that cannot be read must not be better than losing."""
+    runner, parse = runner_of(policy_of(tokenizer, **{"-": "p", "p": "b"}), tokenizer), ChatFormat.parse
+
+    def parse_passes(chat: ChatFormat, token_ids: Any, *arguments: Any) -> Any:
+        parsed = parse(chat, token_ids, *arguments)
+        if parsed.answer == "b":
+            raise ValueError("no such token")
+        return parsed
+
+    monkeypatch.setattr(ChatFormat, "parse", parse_passes)
+    episode = await runner.run(task_of(KUHN), episode_id="e")
+    assert not episode.left_out and episode.stop_reason == "forfeited"
+    assert [(failure.kind, failure.blame) for failure in episode.failures] == [("not_taken", Blame.POLICY)]
+    assert (await episode_return(task_of(KUHN), episode)).parts == {"first": 2.0, "second": -2.0}
 
 
 @pytest.mark.parametrize(

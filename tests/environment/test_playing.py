@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from agentrl.environment import close_environments
 from agentrl.environment.returns import episode_return
 from agentrl.errors import UserError
 from agentrl.plugins.parts import Part
-from agentrl.records import Blame, Episode, Split, Task
+from agentrl.records import Blame, EnvironmentSpec, Episode, Split, Task
 from agentrl.records.sampling import Sampling
 from agentrl.rollout import EpisodeRunner
 from agentrl.task import open_family
@@ -131,6 +132,13 @@ async def test_an_environment_that_the_agent_cannot_play_is_an_error_before_the_
             await check_environment(task, chat_of(tokenizer), agent)
     (failure,) = (await play(game, tokenizer, "b"))[0].failures
     assert "fix: set rollout.agent=players" in failure.message and failure.blame is Blame.TASK
+
+
+@pytest.mark.parametrize(("ref", "options"), [("Remote", {"how": "open"}), ("Remote", {"how": "start"}), ("Unusable", {})])
+async def test_a_user_supplied_environment_that_does_not_start_is_an_error_before_the_run(tokenizer: Any, ref: str, options: Any) -> None:
+    spec = EnvironmentSpec(ref=f"tests.environment.examples:{ref}", options=options)
+    with pytest.raises(UserError, match=r"does not start: (?s:.*)no (connection|level|licence)\n  fix: correct the environment"):
+        await check_environment(replace(task_of("Guess"), environment=spec), chat_of(tokenizer))
 
 
 async def test_an_error_at_the_end_does_not_change_the_score(tokenizer: Any) -> None:

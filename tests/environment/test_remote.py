@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import httpx  # noqa: F401  # its import takes longer than the deadlines of these tests
 import pytest
 
-from agentrl.environment.remote import RemoteEnvironment, RemoteOpener
+from agentrl.environment.remote import RemoteEnvironment, RemoteOpener, number
 from agentrl.errors import EnvironmentFault, PolicyFault, TaskError
 from agentrl.records import EnvironmentSpec
 from tests.environment.scenarios import call
@@ -281,3 +282,9 @@ async def test_an_answer_ends_an_episode_with_a_final_tool(opener: RemoteOpener)
             await environment.step("forty-two")
         await environment.close()
     assert bodies == [{"name": "submit", "input": {"text": "forty-two"}}]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 10**400, None, "1"])
+def test_a_number_is_finite(value: Any) -> None:
+    with pytest.raises(EnvironmentFault, match=r"the reward is .*, not a finite number"):
+        number(value, "the reward")

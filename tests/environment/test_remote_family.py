@@ -79,12 +79,25 @@ def test_a_bad_data_set_is_an_error_of_the_recipe(tmp_path: Path, content: str) 
         sizes("nemo-gym:http://127.0.0.1:1", tasks=str(rows))
 
 
-@pytest.mark.parametrize("prompt", [None, 3, [], [{"type": "function_call"}], [{"role": "tool", "content": "x"}]])
-def test_a_row_without_a_prompt_of_text_is_a_broken_task(tmp_path: Path, prompt: Any) -> None:
+IMAGE = {"role": "user", "content": [{"type": "input_image", "image_url": "data:image/png;base64,AAAA"}]}
+
+
+@pytest.mark.parametrize("prompt", [None, 3, [], [{"type": "function_call"}], [{"role": "tool", "content": "x"}], [IMAGE]])
+@pytest.mark.parametrize("instructions", [{}, {"instructions": "Be brief."}])
+def test_a_row_without_a_prompt_of_text_is_a_broken_task(tmp_path: Path, prompt: Any, instructions: dict[str, str]) -> None:
     rows = tmp_path / "rows.jsonl"
-    rows.write_text(json.dumps({"responses_create_params": {"input": prompt}}) + "\n")
+    rows.write_text(json.dumps({"responses_create_params": {"input": prompt, **instructions}}) + "\n")
     with pytest.raises(TaskError, match="row 1"):
         family("nemo-gym:http://127.0.0.1:1", tasks=str(rows)).task(Split.TRAIN, 0)
+
+
+def test_instructions_are_the_system_message(tmp_path: Path) -> None:
+    parts = [{"type": "input_text", "text": "What?"}, *IMAGE["content"]]
+    rows = tmp_path / "rows.jsonl"
+    parameters = {"input": [{"role": "user", "content": parts}], "instructions": "Be brief."}
+    rows.write_text(json.dumps({"responses_create_params": parameters}) + "\n")
+    prompt = family("nemo-gym:http://127.0.0.1:1", tasks=str(rows)).task(Split.TRAIN, 0).prompt
+    assert [(message.role, message.content) for message in prompt] == [("system", "Be brief."), ("user", "What?")]
 
 
 @pytest.mark.parametrize(

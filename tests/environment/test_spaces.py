@@ -97,6 +97,12 @@ def test_an_observation_of_any_space_has_a_text() -> None:
             text_of(unknown, observed)
 
 
+@pytest.mark.filterwarnings("ignore:.*Casting input x")
+def test_a_list_in_a_space_of_arrays_has_a_text() -> None:
+    for space in (g.Box(0.0, 1.0, (2,)), g.MultiDiscrete([2, 2]), g.MultiBinary(2)):
+        assert is_inside(space, [0, 1]) and text_of(space, [0, 1]) in ("[0, 1]", "[0.0, 1.0]")
+
+
 def test_an_unknown_space_and_a_large_observation_are_blamed_on_the_task() -> None:
     for unknown in (g.Graph(g.Discrete(2), None), MissionSpace(), g.Dict({"go": MissionSpace()})):
         with pytest.raises(TaskError, match="no JSON form"):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.environment import building, venvs
+from agentrl.environment import building, venvs, verifiers_tasks
 from agentrl.errors import InfrastructureError, UserError
 from tests.environment.wheels import wheel
 
@@ -64,6 +64,11 @@ def test_an_environment_is_chosen_by_its_name_or_by_a_package_that_only_it_conta
     (root / venvs.LOCKS / "six.lock").unlink()
     with pytest.raises(UserError, match="in the environments other, worlds"):
         venvs.environment_of(root, "six")
+    verifiers = venvs.Lock(name="verifiers", requires=("verifiers",), python="3.11", platform="x", pins=())
+    (root / venvs.LOCKS / "verifiers.lock").write_text(verifiers.to_text())
+    assert verifiers_tasks._environment(root, "included") == "verifiers"
+    with pytest.raises(UserError, match="in the environments other, worlds"):
+        verifiers_tasks._environment(root, "six")
     with pytest.raises(UserError, match="agentrl env add absent"):
         venvs.environment_of(root, "absent")
     with pytest.raises(UserError, match="agentrl env sync worlds"):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from agentrl.errors import UserError
-from agentrl.evaluation.chat_agent import ChatAgent, ChatAnswer, NoPolicy
+from agentrl.evaluation.chat_agent import ChatAgent, ChatAnswer, ChatEndpoint, NoPolicy
 from agentrl.evaluation.open_policy import prepare_evaluation
 from agentrl.evaluation.policies import RequestOptions, find_policy
 from agentrl.evaluation.suites import SuiteEvaluation, evaluate_suites
@@ -195,6 +195,18 @@ async def test_invalid_calls_are_answered_with_an_error(suite: Suite) -> None:
     replies = [item for item in server.requests[1]["body"]["messages"] if item["role"] == "tool"]
     assert [item["tool_call_id"] for item in replies] == ["call_0", "call_1", "call_2"]
     assert [item["content"] == "97" for item in replies] == [False, True, False] and "needs a function" in replies[0]["content"]
+
+
+def test_replaced_ids_of_calls_are_new() -> None:
+    endpoint = ChatEndpoint(url="http://127.0.0.1:1/v1", model="m")
+    for given, ids in {
+        ("call_1", None): ["call_1", "call_0"],
+        (None, "call_0", None): ["call_1", "call_0", "call_2"],
+        ("call_0", "call_0", "a", "a"): ["call_0", "call_1", "a", "call_2"],
+    }.items():
+        message = {"content": None, "tool_calls": [{"id": each, "function": {"name": "python", "arguments": "{}"}} for each in given]}
+        answer = endpoint._read(json.dumps({"choices": [{"message": message}]}).encode(), [])
+        assert [call.id for call in answer.calls] == ids
 
 
 async def test_an_attempt_is_scored_if_the_server_rejects_the_models_text(suite: Suite) -> None:

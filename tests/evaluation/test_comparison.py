@@ -71,3 +71,5 @@ def test_coverage_of_the_interval_and_error_rate_of_the_verdict(cases: int, repe
 def test_cases_without_a_flip_still_plan_enough_cases() -> None:
     result = compare({f"c{n}": [1.0] for n in range(8)}, {f"c{n}": [1.0] for n in range(8)})
     assert result is not None and result.cases_needed(0.1) == cases_needed(0.1, math.sqrt(0.09)) > 60
+    with pytest.raises(ValueError, match=r"the difference -2 is outside \[-1, 1\]"):
+        result.cases_needed(-2.0)

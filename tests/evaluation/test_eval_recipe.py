@@ -10,8 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 from agentrl.cli import app
+from agentrl.config import EvalConfig, PolicyConfig, Recipe, TasksConfig
 from agentrl.errors import UserError
 from agentrl.evaluation import results
+from agentrl.evaluation.open_policy import held_out_suite
 from tests.evaluation.suite_parts import OVERRIDES
 
 RECIPE = """
@@ -84,6 +86,20 @@ def test_a_scripted_policy_is_evaluated_on_a_recipes_tasks(project: Path) -> Non
     stored = results.load_results(project / "r" / "suite")
     assert (stored.about.suite, stored.about.recipe, stored.about.cases) == ("own", "own", 4)
     assert "blue" in (project / "r" / "suite" / "episodes.jsonl").read_text(), "a tool of the family was called with its task"
+
+
+def test_a_split_with_few_tasks_contributes_all_of_them(project: Path) -> None:
+    few = FAMILY.replace("return None", 'return {"heldout": 1, "heldout_real": 0}.get(split, 9)').replace('"own"', '"few"')
+    (project / "few_family.py").write_text(few.replace("return Task(", "assert index < self.size(split)\n        return Task("))
+    recipe = Recipe(
+        name="few",
+        policy=PolicyConfig(model="nowhere/at-all"),
+        tasks=TasksConfig(family="./few_family.py:Own"),
+        evaluation=EvalConfig(heldout=2, heldout_real=1),
+    )
+    assert [case.id for case in held_out_suite(recipe, project).cases] == ["heldout-0000"]
+    with pytest.raises(UserError, match="no held-out tasks"):
+        held_out_suite(recipe.but({"evaluation.heldout": 0}), project)
 
 
 def test_a_failed_case_is_a_result_and_not_an_error(project: Path) -> None:

@@ -7,11 +7,15 @@ import os
 import subprocess
 import sys
 import tomllib
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from agentrl.evaluation import results
+from agentrl.evaluation.pytest_cases import BackgroundEvaluation
 from tests.evaluation.suite_parts import HERE, OVERRIDES, make_case, make_suite
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -85,6 +89,24 @@ WRONG = [
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_case_that_finishes_just_after_the_timeout_has_its_outcome(fails: bool) -> None:
+    class FinishesLate(Future[Any]):
+        def result(self, timeout: float | None = None) -> Any:
+            if timeout is not None and not self.done():
+                self.set_exception(TimeoutError("of the evaluation")) if fails else self.set_result("its outcome")
+                raise TimeoutError
+            return super().result(timeout)
+
+    evaluation = BackgroundEvaluation(cast(Any, SimpleNamespace(suites=())))
+    evaluation._thread, evaluation._outcomes["s", "c"] = cast(Any, "started"), FinishesLate()
+    if fails:
+        with pytest.raises(TimeoutError, match="of the evaluation"):
+            evaluation.outcome("s", "c")
+    else:
+        assert evaluation.outcome("s", "c") == "its outcome"
+
+
 def test_wrong_options_are_an_error_before_anything_starts(project: Path) -> None:
     make_suite(project / "s", make_case("good"))
     for (_, message), (code, out) in zip(WRONG, run_pytests(project, *(["-q", *arguments] for arguments, _ in WRONG)), strict=True):

@@ -219,6 +219,9 @@ def test_noise_is_the_variance_of_attempts_at_the_same_case() -> None:
 def test_impossible_plans_raise() -> None:
     with pytest.raises(ValueError, match="difference of 0"):
         cases_needed(0.0, 0.5)
+    for difference in (1.5, -1.0001, math.nan):
+        with pytest.raises(ValueError, match=r"is outside \[-1, 1\]"):
+            planned_spread(difference, 0.5)
 
 
 @pytest.mark.slow

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -13,7 +14,7 @@ from agentrl.cli import app
 from agentrl.errors import UserError
 from agentrl.evaluation.suite_code import check_project, check_suite_code
 from agentrl.failure.case import Case, Suite
-from agentrl.records import SandboxSpec
+from agentrl.records import EnvironmentSpec, Limits, Message, SandboxSpec, Split, Task
 from tests.evaluation.suite_parts import HERE, OVERRIDES, make_case, make_suite
 
 EVIL = "from pathlib import Path\nPath(__file__).with_name('ran').touch()\ndef v(task, episode): return 1.0\n"
@@ -34,7 +35,7 @@ def suite_of(project: Path, case: Case) -> Suite:
     return make_suite(project / "evals" / "theirs", case)
 
 
-def a_case(*, image: str = "none", **changes: tuple[str, ...]) -> Case:
+def a_case(*, image: str = "none", **changes: Any) -> Case:
     case = make_case("a")
     return replace(case, task=replace(case.task, sandbox=SandboxSpec(image=image), **changes))
 
@@ -91,6 +92,121 @@ def test_the_project_precedes_the_current_directory(project: Path, monkeypatch: 
     monkeypatch.chdir(project / "evals" / "theirs")
     monkeypatch.syspath_prepend("")
     check_suite_code(suite_of(project, a_case(verifiers=("evil:v", "json:loads", "agentrl.records:Score"))), project)
+
+
+THEIRS, INSPECT, DIALOGUE = "./evals/theirs/evil.py:v", "inspect:rewards/mine.py@t", "agentrl.environment.dialogue:Dialogues"
+FIELDS: dict[str, tuple[Any, bool]] = {  # field -> a value that refers to code or an image, and whether the case must be rejected
+    "id": (THEIRS, False),
+    "family": (THEIRS, False),  # a case is evaluated without its family
+    "prompt": ((Message(role="user", content=THEIRS),), False),
+    "tools": ((THEIRS,), True),
+    "sandbox": (SandboxSpec(image="../image"), True),
+    "verifiers": ((THEIRS,), True),
+    "data": ({"answer": THEIRS}, False),  # truth; for `data.inspect` see below
+    "split": (Split.TRAIN, False),
+    "files": ({"evil.py": THEIRS}, False),  # in the sandbox
+    "binary_files": ({"evil.py": "eA=="}, False),
+    "outputs": (("evals/theirs/evil.py",), False),
+    "limits": (Limits(), False),
+    "environment": (EnvironmentSpec(ref=THEIRS), True),
+}
+SPEC_FIELDS: dict[str, tuple[Any, bool]] = {
+    "ref": (THEIRS, True),
+    "options": ({"user": THEIRS}, True),
+    "seed": (7, False),
+    "context_turns": (7, False),
+    "resume": ("restart", False),
+    "pass_threshold": (0.5, False),
+}
+SANDBOX_FIELDS: dict[str, tuple[Any, bool]] = {
+    "image": ("../image", True),
+    **dict.fromkeys(("memory_mb", "processes", "cpus", "disk_mb", "open_files"), (7, False)),
+    "runtime": ("evals/theirs/evil.py", False),  # Docker accepts only the names of runtimes
+    "network": (("pypi.org:443",), False),  # an address, not a program
+}
+
+
+@pytest.mark.parametrize(("record", "cases"), [(Task, FIELDS), (EnvironmentSpec, SPEC_FIELDS), (SandboxSpec, SANDBOX_FIELDS)])
+def test_every_field_of_a_task_is_checked_or_refers_to_no_code(record: type, cases: dict[str, tuple[Any, bool]], project: Path) -> None:
+    assert {field.name for field in fields(record)} == set(cases), "decide whether check_suite_code must check the new field"
+    for name, (value, rejected) in cases.items():
+        task = replace(make_case("a").task, environment=EnvironmentSpec(ref=DIALOGUE))
+        inner = {EnvironmentSpec: task.environment, SandboxSpec: task.sandbox}.get(record)
+        key = "environment" if record is EnvironmentSpec else "sandbox"
+        changed = replace(task, **({name: value} if inner is None else {key: replace(inner, **{name: value})}))
+        suite = Suite(folder=project / "evals" / "theirs", name="s", cases=(Case(id="a", task=changed),))
+        if rejected:
+            with pytest.raises(UserError, match=r"code in the suite's folder|outside the project"):
+                check_suite_code(suite, project)
+        else:
+            check_suite_code(suite, project)
+
+
+@pytest.mark.parametrize(
+    ("ref", "options", "why"),
+    [
+        ("../evil.py:Env", {}, "outside the project"),
+        ("evals.theirs.evil:Env", {}, "suite's folder"),
+        ("a-b/evil:Env", {}, "not a module"),
+        ("gymnasium:evals.theirs.evil:Env-v0", {}, "suite's folder"),
+        ("inspect:evals/theirs/evil.py@t", {}, "suite's folder"),
+        ("inspect:../evil.py@t", {}, "outside the project"),
+        ("inspect:evals.theirs.evil@t", {}, "suite's folder"),
+        ("verifiers:evals/theirs", {}, "suite's folder"),
+        ("verifiers:Evals.Theirs.evil", {}, "suite's folder"),
+        (INSPECT, {"solver": "evals.theirs.evil@s"}, "suite's folder"),
+        (INSPECT, {"variables": {"PYTHONPATH": "evals/theirs"}}, "suite's folder"),
+        (INSPECT, {"variables": {"LD_PRELOAD": "x.so ./evals/theirs/x.so"}}, "suite's folder"),
+        (INSPECT, {"variables": {"PYTHONWARNINGS": "error::evals.theirs.evil.W"}}, "suite's folder"),
+        (INSPECT, {"environment": "../evals/theirs/venv"}, "suite's folder"),
+        (DIALOGUE, {"user": "policy", "backend": "evals.theirs.evil:B"}, "suite's folder"),
+        (DIALOGUE, {"user": "../evil.py:u"}, "outside the project"),
+        (DIALOGUE, {"user": "evals/theirs/ev\nil.py:u"}, "suite's folder"),
+        ("gymnasium:CartPole-v1", {"formatter": ["./evals/theirs/evil.py:f"]}, "suite's folder"),
+    ],
+)
+@pytest.mark.parametrize("scored", [False, True])
+def test_an_environment_of_foreign_code_raises(ref: str, options: dict[str, Any], why: str, scored: bool, project: Path) -> None:
+    """With `scored`, the shipped verifier `agentrl.environment.inspect_tasks:score_ended` opens the environment in the task's data."""
+    spec = {"environment": EnvironmentSpec(ref=ref, options=options)}
+    if scored and not ref.startswith("inspect:"):
+        return
+    case = a_case(**({"data": {"inspect": {"ref": ref, "options": options}}} if scored else spec))
+    with pytest.raises(UserError, match=why):
+        check_suite_code(suite_of(project, case), project)
+
+
+@pytest.mark.parametrize(
+    ("ref", "options"),
+    [
+        ("gymnasium:CartPole-v1", {"action_names": ["left", "right"]}),
+        ("openenv:http://localhost:8000/x", {"reset": {"task": "a/b.py"}}),
+        ("rewards.mine:Game", {"path": "/data/levels.json"}),
+        ("inspect:rewards/mine.py@t", {"solver": "rewards.mine@s", "model_roles": {"grader": "openai/gpt-5"}, "variables": {"K": "env:K"}}),
+        ("verifiers:reverse-text", {"environment": "verifiers"}),
+        (
+            DIALOGUE,
+            {"user": "rewards.mine:user", "brief": "You: a user. Say 4/5!\nEdit evil.py, ./x.py or theirs.", "opening": "a / . .. b"},
+        ),
+    ],
+)
+def test_an_environment_of_the_project_is_allowed(
+    ref: str, options: dict[str, Any], project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    suite = suite_of(project, a_case(environment=EnvironmentSpec(ref=ref, options=options)))
+    check_suite_code(suite, project)
+    spaced = replace(suite, folder=project / "evals" / "the irs")
+    with pytest.raises(UserError, match="a separator or white space"):
+        check_suite_code(spaced, project)
+    check_suite_code(replace(spaced, cases=(make_case("a"),)), project)
+
+
+def test_an_option_found_in_the_current_directory_raises(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    suite = suite_of(project, a_case(environment=EnvironmentSpec(ref=DIALOGUE, options={"user": "evil:u"})))
+    check_suite_code(suite, project)
+    monkeypatch.chdir(suite.folder)
+    with pytest.raises(UserError, match="code in the suite's folder"):
+        check_suite_code(suite, project)
 
 
 FOREIGN = ("/etc", "../image", "sandboxes/../../image")

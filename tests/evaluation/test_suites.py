@@ -24,11 +24,13 @@ from agentrl.evaluation.policies import NamedPolicy, PolicySource, find_policy, 
 from agentrl.experience.episode_index import EpisodeIndex
 from agentrl.experience.episode_query import EpisodeQuery
 from agentrl.failure.case import Baseline, load_suite, save_case
+from agentrl.records import EpisodeState
 from agentrl.reward import TaskScorer
 from agentrl.session.folder import RunStart
 from agentrl.session.preflight import PreflightResult
 from agentrl.testing import ScriptedPolicy, byte_tokenizer
 from tests.evaluation.suite_parts import HERE, OVERRIDES, make_case, make_suite
+from tests.failure.traces import python, scored, turn
 from tests.gate import test_gate
 
 POLICY = f"{HERE}:policy"
@@ -90,6 +92,13 @@ def test_every_case_has_a_status_that_decides_the_exit_code(project: Path) -> No
     assert len(stored.attempts) == 10 and stored.scores()["flaky"] == [1.0, 0.0, 1.0, 0.0]
     assert results.load_results(project / "r" / "suites" / "two").scores() == {"broken": [None], "good": [1.0]}
     assert load(project / "r" / "recipe.json").policy.model == POLICY, "the run folder records its command"
+    attempts = project / "r" / "suites" / "one" / "attempts.jsonl"
+    complete = attempts.read_bytes()
+    attempts.write_bytes(complete.rstrip(b"\n"))
+    assert results.load_results(attempts.parent) == stored, "a last record without a line break is complete"
+    attempts.write_bytes(complete[:-9])
+    with pytest.raises(UserError, match="is not an evaluation of a suite"):
+        results.load_results(attempts.parent)
     assert load_suite(first.folder) == first and load_suite(second.folder) == second, "cases are unchanged"
 
     details = CliRunner().invoke(app, ["failures", "show", str(project / "r"), bad["shown"]["episode"]])
@@ -161,6 +170,27 @@ def test_pinning_keeps_cases_changed_in_the_meantime(project: Path) -> None:
     current = {case.id: case for case in load_suite(suite.folder).cases}
     assert sorted(current) == ["flaky", "good"] and current["good"].note == "edited"
     assert current["good"].baseline is not None and current["flaky"].baseline is None
+
+
+def test_a_case_that_starts_elsewhere_is_not_pinned(project: Path) -> None:
+    suite = make_suite(project / "s", make_case("good"))
+    (case,) = suite.cases
+    episode = scored(turn(python("print(97)", "97")), answer="97").episode
+    start = EpisodeState(
+        episode_id="e",
+        task_key=case.task.key,
+        attempt=0,
+        trajectories=(replace(episode.trajectories[0], stop_reason=""),),
+        prompt_ids=((1,),),
+    )
+    evaluation = cast(
+        Any, SimpleNamespace(suite=suite, results=SimpleNamespace(about=SimpleNamespace(model="m", version=1, sha256="", at="now")))
+    )
+    evaluation.outcomes = [SimpleNamespace(case=case, mean=1.0, scores=(1.0,))]
+    save_case(suite.folder, replace(case, start=start))
+    assert suites.pin_baselines([evaluation]) == 0 and load_suite(suite.folder).cases[0].baseline is None
+    evaluation.outcomes[0].case = replace(case, start=start)
+    assert suites.pin_baselines([evaluation]) == 1
 
 
 @pytest.mark.parametrize(

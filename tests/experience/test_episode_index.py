@@ -329,6 +329,16 @@ def older_store(folder: Path, groups_to_store: list[Group]) -> None:
         db.commit()
 
 
+def test_groups_without_episodes_are_not_copied(tmp_path: Path) -> None:
+    with closing(SqliteStore(tmp_path / "experience.sqlite", keep_steps=1)) as store:
+        for step in range(3):
+            store.put(Group(index=step, task_id="t", task_key="k", episodes=(episode(f"e{step}", score=Score(value=1.0)),)))
+            store.commit(step, {step: GroupUse(tokens_trained=2)}, "c")
+        assert copy_episodes(tmp_path, store) == 1
+    with EpisodeIndex(tmp_path) as index:
+        assert [record.group.index for record in index.records(index.numbers(EpisodeQuery()))] == [2]
+
+
 def test_the_episodes_of_an_older_store_are_copied_and_the_store_does_not_change(tmp_path: Path) -> None:
     stored = [Group(index=n, task_id="t", task_key="k", episodes=(episode(f"e{n}", score=Score(value=1.0)),)) for n in range(40)]
     older_store(tmp_path, stored)

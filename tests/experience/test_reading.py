@@ -73,7 +73,12 @@ def test_the_reader_changes_no_file_and_sees_the_writes_of_another_process(tmp_p
     reader = StoreReader(path)
     before = reader.change_mark()
     store.put(make_group(1))
-    assert reader.change_mark() != before and reader.groups([1]) == (make_group(1),)
+    after = reader.change_mark()
+    assert after != before and after == reader.change_mark() and reader.groups([1]) == (make_group(1),)
+    store.put(make_group(5))
+    late = reader.change_mark()
+    store.put(make_group(3))
+    assert reader.change_mark() != late, "a group that finishes after a group with a larger index"
     with pytest.raises(StoreError):
         reader.put(make_group(2))
     reader.close()

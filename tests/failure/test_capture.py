@@ -179,6 +179,27 @@ def test_frequent_failures_are_deleted_before_rare_or_tagged_ones(tmp_path: Path
         assert len(collection) == 5, "the limit applies after a restart"
 
 
+def test_limits_hold_in_a_phase_that_another_process_started(tmp_path: Path) -> None:
+    traces = [replace(trace(*STEPS, answer="97"), id=f"t{number}", phase="train") for number in range(5)]
+    for change in ("add", "replace", "tag"):
+        folder = tmp_path / change
+        with Collection(folder, keep=2, make=True) as first, Collection(folder, keep=2, make=True) as second:
+            assert second.add(traces[:2]) == 2
+            if change == "replace":
+                first.add(traces[:1])
+            elif change == "tag":
+                first.tag("t0", (Tag(name="looped", by="rules"),))
+            first.add(traces[2:4])
+            assert len(first) == 2 and first._size_of("train").tags.total() == 2
+            assert first._size_of("train").bytes == sum(row.bytes for row in first.rows())
+
+
+def test_an_unknown_trace_is_the_users_error(tmp_path: Path) -> None:
+    with Collection(tmp_path, make=True) as collection, pytest.raises(UserError, match="has no trace x") as error:
+        collection.tag("x", (Tag(name="looped", by="rules"),))
+    assert "failures list" in error.value.fix
+
+
 def test_bytes_are_bounded_and_a_huge_trace_is_not_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Collection(tmp_path, keep_bytes=4000, make=True) as collection:
         for number in range(40):

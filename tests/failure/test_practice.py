@@ -77,6 +77,18 @@ def test_mutants_have_the_same_prompt_and_other_numbers() -> None:
     assert list(mutate_task(replace(task, files={"a.txt": "no number, but id-7 and 2024-01-05\n"}), seed=0)) == []
 
 
+def test_mutants_are_endless_and_replace_numbers_one_to_one() -> None:
+    task = replace(FAMILY.task(Split.TRAIN, 2), files={"a.txt": "total 5\n"})
+    for seed in range(20):
+        mutants = list(islice(mutate_task(task, seed=seed), 30))
+        assert len(mutants) == 30 and all(mutant.files != task.files for mutant in mutants)
+    numbers = [*map(str, range(10)), *(f"0{digit}" for digit in range(10)), "0.1", "0.2", "7.5"]
+    crowded = replace(task, files={"a.txt": " ".join(numbers)})
+    for mutant in islice(mutate_task(crowded, seed=0), 30):
+        replaced = mutant.files["a.txt"].split()
+        assert len(set(replaced)) == len(numbers) and [len(text) for text in replaced] == [len(text) for text in numbers]
+
+
 def test_a_gold_solution_that_depends_on_the_answer_is_rejected() -> None:
     class PrintsAnswer(Tables):
         def gold(self, task: Task) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -206,6 +207,17 @@ def test_a_sub_agents_failure_precedes_its_parents_next_turn() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [(".5", "0.5"), ("$.50", "0.5"), ("'.5'.", "0.5"), ("-.5", "-0.5"), (".5%", "0.5"), ("5.", "5"), ("...5", "5"), (". 5", "5")],
+)
+def test_a_leading_point_belongs_to_the_number(text: str, value: str) -> None:
+    assert patterns.parse_number(text) == Fraction(value)
+    assert patterns.is_right_answer(text, value, 0.0) and not patterns.is_right_answer(text, "7", 0.0)
+    assert not patterns.is_right_answer(".5", "5", 0.0) and not patterns.is_right_answer("5", ".5", 0.0)
+    assert patterns.contains_answer(".5", "it is .5 m", 0.0) and not patterns.contains_answer(".5", "it is 5 m", 0.0)
+
+
 def test_rules_take_linear_time() -> None:
     """On texts that would take a backtracking expression exponential time."""
     texts = ["1" * 15_000 + "x", "1," * 8_000 + "x", "-" * 15_000, "a-" * 7_000, '"' * 15_000, "tool " * 3_000, "(" * 15_000, "\n" * 15_000]

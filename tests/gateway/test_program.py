@@ -20,7 +20,7 @@ from agentrl.config import PolicyConfig, Recipe, TasksConfig
 from agentrl.errors import ServingError, UserError
 from agentrl.gateway import ExternalProgram, Gateway, posted_reward
 from agentrl.gateway.request import RequestError
-from agentrl.gateway.rewards import POSTED_REWARDS
+from agentrl.gateway.rewards import POSTED_REWARDS, PostedRewards
 from agentrl.records import Blame, Episode, ExecResult, Limits, Message, SandboxSpec, Task
 from agentrl.records.sampling import Sampling
 from agentrl.rollout import EpisodeRunner
@@ -231,6 +231,13 @@ async def test_a_sandbox_that_cannot_reach_the_gateway_is_the_tasks_fault(run: R
         ({"files": {"agent.py": "nowhere.py"}}, "nowhere.py: No such file"),
         ({"port": 0}, "host and port"),
         ({"models": []}, "models must be"),
+        ({"command": ["a\0b"]}, r"command: 'a\\x00b' contains a character that no program can receive(.|\n)*fix: remove"),
+        ({"environment": {"A=B": "1"}}, r"environment: 'A=B' is not the name of a variable(.|\n)*fix: use"),
+        ({"environment": {"": "1"}}, "environment: '' is not the name"),
+        ({"environment": {"A": "x\0"}}, "environment: .* contains a character"),
+        ({"files": {"/abs/a.py": "README.md"}}, r"files: '/abs/a.py' is not a plain path(.|\n)*fix: use"),
+        ({"files": {"../a.py": "README.md"}}, "files: '../a.py' is not a plain path"),
+        ({"files": {"x" * 256: "README.md"}}, "files: .* is not a plain path"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -294,6 +301,39 @@ except urllib.error.HTTPError as error:
     score = await posted_reward(task, episode)
     assert (score.value, score.parts) == (0.5, {"speed": 1.0})
     assert (await posted_reward(task, replace(episode, id="unknown"))).value is None
+
+
+async def test_the_reward_of_a_served_session_is_never_evicted(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentrl.gateway.rewards.MAX_SESSIONS", 3)
+    monkeypatch.setattr("agentrl.gateway.rewards.WAIT_S", 0.01)
+
+    def answer(_: str) -> str:
+        for number in range(5):
+            POSTED_REWARDS.open(f"newer {number}")
+        POSTED_REWARDS.post("e", {"value": 0.5})
+        return "1"
+
+    episode = await run("ask('one?'); print(1)", answer, reward_key_file=str(tmp_path / "key"))
+    assert not episode.failures and POSTED_REWARDS.of("e").value == 0.5
+
+
+async def test_the_oldest_ended_session_is_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentrl.gateway.rewards.MAX_SESSIONS", 3)
+    rewards = PostedRewards()
+
+    def present() -> list[str]:
+        return [name for name in "abcdef" if "no session" not in rewards.of(name).reason]
+
+    for session in "abc":
+        rewards.open(session)
+    rewards.open("a")  # a retry of the same episode
+    rewards.open("d")
+    assert present() == ["a", "c", "d"]
+    with rewards.serving("c"), rewards.serving("a"), rewards.serving("d"):
+        rewards.open("e")
+        assert present() == ["a", "c", "d", "e"]
+    rewards.open("f")
+    assert present() == ["d", "e", "f"]
 
 
 async def test_concurrent_sessions_have_separate_keys_and_an_ended_session_is_reported(tokenizer: Any, run_episode: Any) -> None:

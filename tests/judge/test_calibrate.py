@@ -9,12 +9,16 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
 from agentrl.errors import UserError
-from agentrl.judge.labels import preference_pairs, read_labels
+from agentrl.judge import Comparison
+from agentrl.judge.calibrate import calibrate as measure
+from agentrl.judge.labels import AnswerItem, LabelledAnswer, preference_pairs, read_labels
+from agentrl.judge.query import JudgeAnswer
 from agentrl.judge.reward_model import save_record
 from agentrl.reward import TaskScorer
 from agentrl.testing import ChatServer, ScriptedAnswer
@@ -238,6 +242,27 @@ def test_pairs_reveal_position_bias(project: Path) -> None:
     with ChatServer(script(0.0)) as server:
         _, fair, _ = calibrate(project, server, "pairs")
     assert fair["more"]["position_bias"]["value"] == 0.5 and fair["abstained"] == 0  # type: ignore[index]
+
+
+class PerfectComparer:
+    async def compare(self, problem: str, first: str, second: str) -> Comparison:
+        return Comparison(better="first" if "Paris" in first else "second", shown=("A", "B"), answer=JudgeAnswer())
+
+
+async def test_few_pairs_have_both_labels_and_one_pair_is_not_enough(tmp_path: Path) -> None:
+    def labelled(task: int, *answers: str) -> list[LabelledAnswer]:
+        items = [AnswerItem(id=answer, question=f"Capital {task}?", answer=answer, task_id=f"t{task}") for answer in answers]
+        return [LabelledAnswer(item=item, votes={"anna": "Paris" in item.answer}) for item in items]
+
+    settings: dict[str, Any] = {"reference": "mine:judge", "labels_sha256": "", "root": tmp_path}
+    for task in range(20):
+        two = labelled(task, "Paris", "Lyon", "Nice")
+        report = await measure(PerfectComparer(), two, **settings)
+        assert report.calibration.agreement.value == 1.0 and report.calibration.right_right == report.calibration.wrong_wrong == 1
+        apart = [*labelled(task, "Paris", "Lyon"), *labelled(task + 1, "Paris", "Nice")]
+        assert (await measure(PerfectComparer(), apart, **settings)).calibration.wrong_wrong == 1
+        with pytest.raises(UserError, match="only one pair of a correct and a wrong answer"):
+            await measure(PerfectComparer(), two[:2], **settings)
 
 
 @pytest.mark.slow

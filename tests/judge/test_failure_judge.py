@@ -103,6 +103,8 @@ def test_tags_of_judges_and_people_survive_unsure_rules() -> None:
     assert merge_tags((rest,), (rest, judged, person)) == (judged, rest, person)
     assert merge_tags((sure,), (rest, judged, person)) == (sure, person)
     assert merge_tags((Tag(name="gave_up", by="judge:a"), rest), (judged, rest))[0].name == "gave_up"
+    other = Tag(name="gave_up", by="judge:b")
+    assert merge_tags((other, rest), (judged, rest, person)) == (other, judged, rest, person), "another judge's tag is kept"
     same_name = Tag(name="wrong_answer", by="judge:a")
     assert merge_tags((same_name, rest), (judged, rest)) == (same_name, rest), "a judge's own class may have this name"
 

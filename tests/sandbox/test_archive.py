@@ -183,6 +183,13 @@ def test_entries_that_lead_out_or_are_not_files_are_refused(entries, tmp_path):
     assert not [path for path in (tmp_path / "top").rglob("*") if path.name.startswith(("evil", "null", "pipe"))]
 
 
+@pytest.mark.parametrize("target", [b"missing", b"missing/b"])
+def test_hard_link_to_a_missing_file_makes_an_archive_invalid(target, tmp_path):
+    with pytest.raises(Refused, match="not an archive of a working directory: a hard link to 'missing") as caught:
+        unpack(ArchiveReader(io.BytesIO(archive_of(Entry(b"a", HARD_LINK, target=target)))), str(tmp_path))
+    assert caught.value.kind == "refused"
+
+
 def test_only_permission_bits_of_a_mode_are_applied(tmp_path):
     unpack(
         ArchiveReader(io.BytesIO(archive_of(Entry(b"suid", FILE, mode=0o6777, size=4), Entry(b"d", FOLDER_ENTRY, mode=0o7700)))),

@@ -1,5 +1,6 @@
 """Build contexts: content hash, limits, links, and the counting of a Dockerfile's steps."""
 
+import errno
 import os
 import socket
 import tarfile
@@ -7,7 +8,7 @@ import time
 
 import pytest
 
-from agentrl.errors import TaskError, UserError
+from agentrl.errors import SandboxError, TaskError, UserError
 from agentrl.sandbox import builds, images
 from agentrl.sandbox.builds import dockerfile_steps, read_build_context
 
@@ -112,6 +113,31 @@ def test_folder_that_changes_before_the_build_is_refused(folder):
     context = read_build_context(folder)
     (folder / "data" / "a").write_text("later")
     with pytest.raises(TaskError, match="changed while"), context.archive():
+        pass
+
+
+def test_full_disk_is_not_the_tasks_fault(folder, monkeypatch):
+    context = read_build_context(folder)
+    monkeypatch.setattr(builds.tempfile, "TemporaryFile", lambda prefix: os.fdopen(os.open("/dev/full", os.O_RDWR), "w+b"))
+    for size in (1, 1 << 20):  # smaller than a file's buffer, and larger
+        (folder / "data" / "a").write_text("1" * size)
+        with pytest.raises(SandboxError, match=r"cannot write the build context of .*: No space left on device"), context.archive():
+            pass
+
+
+def test_exhausted_descriptors_are_not_the_tasks_fault(folder, monkeypatch):
+    context = read_build_context(folder)
+
+    def fail(number):
+        raise OSError(number, os.strerror(number), "x")
+
+    for number, error in ((errno.EMFILE, SandboxError), (errno.EACCES, TaskError)):
+        with monkeypatch.context() as patch:
+            patch.setattr(builds, "_opened", lambda entry, number=number: fail(number))
+            with pytest.raises(error, match="cannot read x"):
+                read_build_context(folder)
+    monkeypatch.setattr(builds.tempfile, "TemporaryFile", lambda prefix: fail(errno.EMFILE))
+    with pytest.raises(SandboxError, match="cannot write the build context"), context.archive():
         pass
 
 

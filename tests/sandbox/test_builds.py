@@ -76,6 +76,17 @@ async def test_dockerfile_is_built_once_and_sandboxes_run_on_it(backend, write, 
     assert output == []
 
 
+async def test_sandbox_from_a_snapshot_has_the_folders_below_logs(backend, write):
+    write("RUN mkdir -p /app && echo original > /app/file")
+    first = await backend.open(SPEC)
+    assert (await first.python("open('file', 'w').write('changed')", timeout_s=60)).ok
+    second = await backend.open(SPEC, snapshot=await first.snapshot())
+    result = await second.exec(["sh", "-c", "ls /logs && touch /logs/verifier/reward.txt && cat file"], timeout_s=60)
+    assert result.stdout == "agent\nartifacts\nverifier\nchanged", result
+    await first.close()
+    await second.close()
+
+
 async def test_volumes_and_health_checks_are_ignored(backend, write):
     write("VOLUME /data /home/agent", "HEALTHCHECK --interval=1s CMD touch /tmp/seen")
     await backend.prepare(SPEC)

@@ -1,5 +1,6 @@
 """Unused images are removed; images that are in use, being built or from other caches are kept."""
 
+import errno
 import fcntl
 import os
 import subprocess
@@ -9,6 +10,7 @@ import time
 import docker as library
 import pytest
 
+from agentrl.errors import SandboxError
 from agentrl.records import SandboxSpec
 from agentrl.sandbox import docker_client, evict, images, lease, select_backend
 from agentrl.sandbox.cleanup import lease_in_name
@@ -92,6 +94,25 @@ async def test_images_of_the_daemon_are_removed_with_their_folder(cache, tmp_pat
         api.close()
 
 
+@pytest.mark.docker
+def test_dry_run_lists_what_a_real_run_removes(cache, tmp_path, monkeypatch):
+    monkeypatch.delenv("DOCKER_HOST")
+    repository = "agentrl/eviction-test-in-use"
+    (tmp_path / "empty.tar").write_bytes(b"\0" * 10240)
+    with docker_client.connection() as api:
+        api.import_image_from_file(str(tmp_path / "empty.tar"), repository=repository, tag=OLD)
+        api.tag(f"{repository}:{OLD}", repository, f"{OLD}-built")
+        container = api.create_container(f"{repository}:{OLD}", ["none"])["Id"]
+        try:
+            listed, removed = ({item.name for item in evict(days=30, dry=dry) if repository in item.name} for dry in (True, False))
+            (kept,) = (tag for image in api.images(repository) for tag in image["RepoTags"])
+            assert listed == removed == {f"{repository}:{OLD}", f"{repository}:{OLD}-built"} - {kept}
+        finally:
+            api.remove_container(container)
+            for image in api.images(repository):
+                api.remove_image(image["Id"], force=True)
+
+
 @pytest.mark.bubblewrap
 async def test_opening_a_sandbox_updates_the_last_use_of_its_image(tmp_path):
     (tmp_path / "image").mkdir()
@@ -123,6 +144,24 @@ def test_lease_of_a_dead_process_is_not_alive():
     code = "from agentrl.sandbox.lease import lease; print(lease())"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     assert other != lease.lease() and not lease.alive(other)
+
+
+def test_exhausted_descriptors_are_a_sandbox_error(monkeypatch):
+    def fail(path):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(lease.Path, "read_text", fail)
+    lease._boot.cache_clear()
+    with pytest.raises(SandboxError, match="cannot read /proc/sys/kernel/random/boot_id: Too many open files"):
+        lease.alive("00000000-1-1")
+
+
+def test_file_in_place_of_the_runtime_folder_is_a_sandbox_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 4711)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    (tmp_path / "agentrl").write_text("a file")
+    with pytest.raises(SandboxError, match="agentrl must be a folder with mode 0700"):
+        lease.runtime_folder()
 
 
 def test_reused_pid_has_another_lease():

@@ -48,6 +48,11 @@ def test_a_missing_recipe_names_the_file_and_the_fix(tmp_path):
         images.load_image(tmp_path / "none", cache=tmp_path)
 
 
+def test_too_long_name_is_a_user_error(tmp_path):
+    with pytest.raises(UserError, match=r"cannot read .*File name too long"):
+        images.load_image(tmp_path / ("x" * 300), cache=tmp_path)
+
+
 def test_without_mmdebstrap_the_error_names_the_fix(tmp_path, monkeypatch):
     image = images.load_image(write(tmp_path / "image", ""), cache=tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -17,12 +17,14 @@ class Sandbox(ScriptedSandbox):
 
     dead = False
     stopped = False
+    delay_s = 0.0
 
     async def write_all(self, files):
         if self.dead:
             raise SandboxError("dead")
         if self.stopped:
             await asyncio.sleep(30.0)
+        await asyncio.sleep(self.delay_s)
         self.files.update(files)
 
 
@@ -75,7 +77,33 @@ async def test_dead_sandboxes_are_skipped(backend):
     await pool.close()
 
 
-async def test_stopped_sandboxes_do_not_exceed_the_deadline(backend):
+async def test_caller_with_little_time_left_closes_no_ready_sandbox(backend):
+    pool = WarmPool(backend, warm=4)
+    await pool.prepare(SPEC)
+    await settle()
+    for sandbox in backend.opened:
+        sandbox.delay_s = 0.05
+    assert (await pool.open(SPEC, files={"f": b"1"}, timeout_s=0.01)).id == "s0"
+    await settle()
+    assert not any(sandbox.closed for sandbox in backend.opened)
+    await pool.close()
+
+
+async def test_only_one_stopped_sandbox_is_tried_after_the_deadline(backend, monkeypatch):
+    monkeypatch.setattr("agentrl.sandbox.pool._MIN_CHECK_S", 0.05)
+    pool = WarmPool(backend, warm=4)
+    await pool.prepare(SPEC)
+    await settle()
+    for sandbox in backend.opened:
+        sandbox.stopped = True
+    await pool.open(SPEC, files={"f": b"1"}, timeout_s=0.01)
+    await settle()
+    assert [sandbox.closed for sandbox in backend.opened[:4]] == [True, False, False, False]
+    await pool.close()
+
+
+async def test_stopped_sandboxes_do_not_exceed_the_deadline(backend, monkeypatch):
+    monkeypatch.setattr("agentrl.sandbox.pool._MIN_CHECK_S", 0.05)
     pool = WarmPool(backend, warm=2, max_open=1)
     await pool.prepare(SPEC)
     await settle()

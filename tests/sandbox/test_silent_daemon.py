@@ -15,7 +15,18 @@ import pytest
 from agentrl.config import SandboxConfig
 from agentrl.errors import SandboxError, SandboxTimeout, SandboxUnavailable
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import DockerBackend, docker, docker_client, images, list_open, open_sandboxes, prune, select_backend
+from agentrl.sandbox import (
+    DockerBackend,
+    bubblewrap,
+    docker,
+    docker_client,
+    images,
+    list_open,
+    open_sandboxes,
+    prune,
+    select_backend,
+    waiting,
+)
 from tests.commands import agentrl
 
 SPEC = SandboxSpec(image="image")
@@ -72,6 +83,55 @@ def test_remote_daemon_is_not_used(monkeypatch):
     monkeypatch.setenv("DOCKER_HOST", "tcp://192.0.2.1:2375")
     with in_time():
         list_open()
+
+
+@pytest.mark.parametrize("problem", ["", "bwrap is missing"])
+def test_auto_does_not_use_a_remote_daemon(problem, root, monkeypatch, caplog):
+    monkeypatch.setenv("DOCKER_HOST", "tcp://192.0.2.1:2375")
+    monkeypatch.setattr(bubblewrap, "unavailable_reason", lambda: problem)
+    if problem:
+        with pytest.raises(
+            SandboxUnavailable, match=r"tcp://192\.0\.2\.1:2375 is not a daemon on this machine, and bubblewrap does not work: bwrap"
+        ):
+            select_backend("auto", run_label="test", root=root)
+    else:
+        assert select_backend("auto", run_label="test", root=root).name == "bubblewrap"
+    assert "DOCKER_HOST=tcp://192.0.2.1:2375 is not a daemon on this machine; trying bubblewrap" in caplog.text
+    with pytest.raises(SandboxUnavailable, match="fix: unset DOCKER_HOST"):
+        select_backend("docker", run_label="test", root=root)
+
+
+@pytest.mark.parametrize("reply", [b"", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n"])
+def test_stalled_pull_ends(reply, silent, root, monkeypatch):
+    monkeypatch.setattr(images, "_PULL_S", 0.3)
+
+    def answer():
+        link, _ = silent.accept()
+        with link:
+            link.recv(65536)
+            link.sendall(reply)
+            ended.wait(60.0)
+
+    ended, lines = threading.Event(), []
+    threading.Thread(target=answer, daemon=True).start()
+    with in_time(20):
+        assert not images._pulled(images.load_image(root / "image"), "python:3.11-slim", lines.append)
+    ended.set()
+    assert "cannot pull python:3.11-slim" in lines[-1] and "imed out" in lines[-1], lines
+
+
+async def test_stalled_pull_is_cancelled(silent):
+    ended = threading.Event()
+
+    def pull():
+        with contextlib.suppress(SandboxError):
+            images._pull("python:3.11-slim")
+        ended.set()
+
+    with pytest.raises(TimeoutError), waiting.propagate_cancellation():
+        async with asyncio.timeout(0.2):
+            await asyncio.to_thread(pull)
+    assert await asyncio.to_thread(ended.wait, 20.0)
 
 
 @pytest.mark.sampled(2)

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentrl.errors import UserError
 from sandboxes.networks import SortingNetwork, checker
 from sandboxes.networks.archive import MAX_STATES, Archive
 from sandboxes.networks.state import Comparator, Outputs, comparators, label, parse
@@ -51,9 +52,15 @@ def test_an_episode_ends_when_the_network_sorts_and_a_smaller_one_scores_more() 
         environment.step("2-1")
 
 
+@pytest.mark.parametrize("options", [{"budget": 0}, {"channels": 1}, {"channels": 11}])
+def test_sizes_out_of_range_are_user_errors(options: dict[str, int]) -> None:
+    with pytest.raises(UserError, match="must be from 2 to 10, and budget="):
+        SortingNetwork(**options)
+
+
 def test_restarts_come_from_the_archive_and_new_states_are_rewarded(tmp_path: Path) -> None:
     archive, path = Archive(CHANNELS), tmp_path / "archive.json"
-    assert archive.best() is None and archive.draw(random.Random(0)).network == ()
+    assert archive.best() is None and archive.draw(random.Random(0), budget=9).network == ()
     assert archive.add([FOUR, FOUR[:2], []]) == 5 and archive.add([FOUR]) == 0
     assert archive.best() == tuple(FOUR) and archive.states[Outputs.of(CHANNELS, FOUR[:1]).key].visits == 3
     archive.save(path)
@@ -62,6 +69,10 @@ def test_restarts_come_from_the_archive_and_new_states_are_rewarded(tmp_path: Pa
     starts = {environment.reset(seed) for seed in range(40)}
     assert starts == {SortingNetwork(channels=CHANNELS, budget=8, archive=str(path), restarts=1.0).reset(seed) for seed in range(40)}
     assert 1 < len(starts) <= 4 and not any("unsorted 0" in start for start in starts)  # no start is a sorted state
+    environment = SortingNetwork(channels=CHANNELS, budget=2, archive=str(path), restarts=1.0)
+    for seed in range(40):  # a start leaves room for at least one comparator
+        environment.reset(seed)
+        assert environment.step("1-2")[4]["comparators"] <= 2
     environment = SortingNetwork(channels=CHANNELS, budget=2, archive=str(path), restarts=0.0)
     environment.reset(0)
     environment.step("1-2")

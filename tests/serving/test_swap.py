@@ -191,6 +191,22 @@ async def test_a_failed_load_resumes_with_the_old_version_and_aborts_nothing(tmp
         assert (server.weights.number, engine.version) == (0, "0")
 
 
+@pytest.mark.parametrize("lost", ["", deltas.DELTA_FILE])
+async def test_a_version_that_is_deleted_during_the_pause_leaves_the_old_version(tmp_path: Path, lost: str) -> None:
+    version, engine = delta(tmp_path, 5, 4), Engine()
+
+    def deletes(call: Call) -> Any:
+        if call.path == "/pause":
+            gone = tmp_path / version.folder / lost
+            shutil.rmtree(gone, ignore_errors=True) if gone.is_dir() else gone.unlink(missing_ok=True)
+        return engine(call)
+
+    async with channel(tmp_path, deletes) as (weight_channel, server, script):
+        with pytest.raises(SwapError, match=r"version 5 was not swapped in: .*No such file"):
+            await swap(weight_channel, tmp_path, version)
+        assert server.weights.number == 0 and script.paths()[-1] == "/resume"
+
+
 async def test_a_failed_pause_ends_no_weight_update(tmp_path: Path) -> None:
     version = publish(tmp_path, 5)
     async with channel(tmp_path, Engine(pause=(500, {"error": "busy"}))) as (weight_channel, _, script):

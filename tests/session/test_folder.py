@@ -104,9 +104,30 @@ def test_a_resumed_run_repeats_its_overrides_and_reports_changes(tmp_path: Path)
 
 def test_a_damaged_start_record_is_reported(tmp_path: Path) -> None:
     assert recorded_overrides(tmp_path) == ()
-    (tmp_path / "run.json").write_text("{")
-    with pytest.raises(UserError, match=r"run\.json is damaged"):
-        recorded_overrides(tmp_path)
+    for text in ("{", "[" * 100_000):
+        (tmp_path / "run.json").write_text(text)
+        with pytest.raises(UserError, match=r"run\.json is damaged"):
+            recorded_overrides(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "failures/faults.jsonl", "logs/driver.log"])
+def test_a_run_folder_with_links_to_files_is_not_driven(tmp_path: Path, name: str) -> None:
+    folder, victim = tmp_path / "run", tmp_path / "victim"
+    hold_run(folder, [])
+    victim.write_text("text without a line break")
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).symlink_to(victim)
+    (tmp_path / "disk").mkdir()
+    (folder / "moved").symlink_to(tmp_path / "disk")  # a folder on a different disk
+    with (
+        pytest.raises(UserError, match=rf"{name} is a symbolic link, and the run could write to .*victim") as caught,
+        claim_run_folder(folder, tmp_path, "x", resume=True, command="c"),
+    ):
+        pass
+    assert caught.value.fix == "replace it with a copy of the file" and victim.read_text() == "text without a line break"
+    (folder / name).unlink()
+    with claim_run_folder(folder, tmp_path, "x", resume=True, command="c"):
+        pass
 
 
 HARD = ['tasks.family.options={"a b": "it\'s $HOME"}', "policy.model=./my model", "name=a;b", "steps=3", "sandbox.backend=bubblewrap"]

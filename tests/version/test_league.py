@@ -60,7 +60,14 @@ def test_results_survive_a_restart_and_a_damaged_file_is_reported(tmp_path: Path
     table.save()
     reloaded = LeagueTable(tmp_path)
     assert reloaded.members == [0, 4] and reloaded.results == table.results and reloaded.ratings() == table.ratings()
-    for damaged in ("{", "[]", '{"members": [4, 0], "results": []}', '{"members": [0], "results": [[1, 0, -1, 0, 0]]}', "[" * 100_000):
+    for damaged in (
+        "{",
+        "[]",
+        '{"members": [4, 0], "results": []}',
+        '{"members": [0], "results": [[1, 0, -1, 0, 0]]}',
+        "[" * 100_000,
+        '{"members": [Infinity], "results": []}',
+    ):
         (tmp_path / FILE).write_text(damaged)
         with pytest.raises(StoreError, match="damaged"):
             LeagueTable(tmp_path)

@@ -216,3 +216,9 @@ async def test_a_run_in_use_keeps_its_store_while_many_others_are_opened(runs: P
             thread.submit(library.open, f"r{number:02d}").result()
         assert store.groups((0,))[0].index == 0
     library.close()
+
+
+def test_a_loop_of_links_is_no_run(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to("a")
+    library = RunLibrary(tmp_path)
+    assert library.open("a") is None and library.entries() == []

@@ -35,7 +35,8 @@ async def test_a_stream_has_changes_and_events_and_ends_when_the_run_is_removed(
     streams = Live(library)
     viewers = [streams.events("demo"), streams.events("demo")]
     for viewer in viewers:
-        assert parsed(await anext(viewer)) == ("change", {"state": "finished", "step": 5, "steps": 5, "store": [9, 10, 4, 0]})
+        name, mark = parsed(await anext(viewer))
+        assert (name, mark.pop("store")[:4]) == ("change", [9, 10, 4, 0]) and mark == {"state": "finished", "step": 5, "steps": 5}
     pending = [viewer.__anext__() for viewer in viewers]
     first = asyncio.gather(*pending)
     await asyncio.sleep(0.1)  # both have read the end of the stream

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from typer.testing import CliRunner
@@ -104,3 +105,13 @@ async def test_a_wrong_request_changes_nothing(copies: Path, name: str, body: di
     status, answer = await operate(copies, name, body)
     assert 400 <= status < 500 and answer["error"]["message"], answer
     assert not (copies / "page" / "operations.jsonl").exists() and not (copies.parent / "outside").exists()
+
+
+async def test_an_operation_whose_record_cannot_be_written_succeeds_and_says_so(copies: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> NoReturn:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("agentrl.view.operations.append_lines", full)
+    status, answer = await operate(copies, "tag", {"trace": TRACE, "tag": "wrong_unit"})
+    assert status == 200, answer
+    assert "is tagged wrong_unit, but this is not recorded in operations.jsonl: No space left on device" in answer["message"]

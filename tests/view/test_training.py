@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from dataclasses import replace
 from pathlib import Path
 
@@ -142,3 +143,13 @@ def test_rewards_of_actions_are_shown_with_their_turns(runs: Path) -> None:
     assert [turn["reward"] for turn in shown_trajectory["turns"]] == [0.5, None]
     assert shown_trajectory["turns"][0]["results"][0]["reward"] == 0.5
     source.close()
+
+
+def test_a_damaged_group_of_the_step_is_a_note(runs: Path, tmp_path: Path) -> None:
+    source = source_of(runs, tmp_path, advantage="reinforce++")
+    with sqlite3.connect(tmp_path / "experience.sqlite") as db:
+        db.execute("UPDATE groups SET body = x'00' WHERE idx = 3")
+    entry, (group,) = source.store().entry(1), source.store().groups((1,))
+    assert entry is not None
+    training = train_group(source, entry, group)
+    assert training.advantages == (None,) * 4 and "cannot be computed" in training.notes[0]

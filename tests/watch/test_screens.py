@@ -38,6 +38,7 @@ from agentrl.view import RunLibrary
 from agentrl.watch import open_screen, print_frame
 from agentrl.watch.frames import Size
 from agentrl.watch.screens import EpisodeScreen, RunScreen, RunsScreen
+from agentrl.watch.terminal import keyboard
 from tests.driving import make_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -329,3 +330,8 @@ def test_the_screens_take_no_lock_of_the_run(run: Path, tmp_path: Path) -> None:
     with drive_folder(folder, command="x"):
         screen.refresh()
     screen.close()
+
+
+def test_a_closed_standard_input_is_no_keyboard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    assert keyboard() is None

@@ -43,7 +43,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """The text around the arguments of a call, which guided decoding enforces. `%` is replaced with the tool's name."""
+    """The text around the arguments of a call, which guided decoding enforces. `%` in `begin` is replaced with the tool's name."""
 
     begin: str  # before the arguments
     end: str  # after the arguments
@@ -84,7 +84,7 @@ class Collected:
     tried: int = 0
 
     def build(self, make: Callable[[], ToolCall], *, call_id: str = "") -> None:
-        """Adds the call that `make` returns, or the error that it raises."""
+        """Adds the call that `make` returns, or the `CallError` that it raises. Only counts a call beyond `MAX_CALLS`."""
         try:
             self.add(make() if self.tried < MAX_CALLS else None, call_id=call_id)
         except CallError as error:
@@ -142,8 +142,9 @@ def name_of(schema: Any) -> Any:
 def value_of(text: str, allowed: Allowed) -> Any:
     """Returns the value of an argument that is written without quotes.
 
-    The value is a string if the schema accepts a string or the text is not JSON; otherwise it is the JSON value. If there is no schema,
-    JSON is parsed, except for a JSON string, whose quotes are part of the value. Raises `CallError` if the JSON exceeds the bounds.
+    The value is a string if the schema accepts a string or the text is not JSON; otherwise it is the JSON value. `null`, `None`, `True` and
+    `False` are not strings if the schema also lists their type. If there is no schema, JSON is parsed, except for a JSON string, whose
+    quotes are always part of the value. Raises `CallError` if the JSON exceeds the bounds and the schema does not accept a string.
     """
     kinds = allowed.kinds
     if kinds == {"string"}:

@@ -73,7 +73,7 @@ def _v3(text: str, at: int) -> tuple[tuple[str, Any], int]:
 
 
 def _until(text: str, at: int, mark: str) -> tuple[str, int]:
-    """Returns the name before a mark and the position after the mark; an empty name if the call ends before the mark."""
+    """Returns the name before a mark and the position after the mark; an empty name if there is no mark in the call."""
     end = text.find(mark, at, at + _MOST_HEAD)
     name = text[at : max(at, end)].strip()
     return ("", at) if CALL[1] in name else (name, end + len(mark))

@@ -26,8 +26,8 @@ _NAME = re.compile(r"functions\.([A-Za-z0-9_.-]+)")
 
 
 def read_harmony(text: str, schemas: Schemas) -> Reading:
-    """Parses a turn. Text on the channel `analysis` is reasoning; other text is content. If a turn has no messages, all of it is
-    content."""
+    """Parses a turn. Messages on the channel `analysis` are reasoning, and other messages without a recipient are content. If a turn starts
+    no message, all of it is content."""
     collected = Collected()
     if MESSAGE not in text:
         if START not in text and "<|channel|>" not in text:

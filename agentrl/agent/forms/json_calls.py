@@ -22,9 +22,10 @@ def read_hermes(text: str, schemas: Schemas) -> Reading:
 
 
 def read_llama3(text: str, schemas: Schemas) -> Reading:
-    """Parses a turn as calls separated by semicolons if it starts with a JSON object that has the keys "name" and "parameters".
+    """Parses a turn as calls separated by semicolons if it starts with a JSON object that has only the keys of a call: "name", "parameters"
+    or "arguments", and optionally "type" and "id".
 
-    Any other JSON is an answer, unless it follows `<|python_tag|>`.
+    Any other JSON is an answer, unless it follows `<|python_tag|>`. The text after the calls is content.
     """
     body = text.strip()
     marked = body.startswith(PYTHON_TAG)

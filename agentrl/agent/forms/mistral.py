@@ -61,7 +61,7 @@ def _thinking(text: str) -> tuple[str, str]:
 
 
 def _listed(text: str, collected: Collected) -> str:
-    """Reads the calls of a JSON list at the start of a string. Returns the text after the list."""
+    """Reads the calls of a JSON list at the start of a string. Returns the text after the list; empty if the list is invalid."""
     try:
         items, end = scan_json(text, 0)
     except CallError as error:
@@ -83,7 +83,7 @@ def _listed_call(call_id: str, item: Any) -> ToolCall:
 
 
 def _parse_head(text: str, at: int) -> tuple[str, str, int]:
-    """Returns the name and id of a call, and the position of its arguments."""
+    """Returns the name and id (empty if there is none) of a call, and the position of its arguments."""
     end = text.find(ARGS, at, at + _MOST_HEAD)
     head = text[at : max(at, end)]
     if end < 0 or CALLS in head:

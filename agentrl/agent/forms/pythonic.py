@@ -1,6 +1,6 @@
 """Pythonic calls of Llama 3.2 and 4: `[python(code="print(1)"), submit(answer=4)]` as the complete turn.
 
-The parser accepts only literals (strings, numbers, True, False, None, lists, dictionaries) and evaluates nothing.
+The parser accepts only literals (strings, numbers, lists, dictionaries, and the constants of Python and JSON) and evaluates nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _CONSTANTS = {"True": True, "False": False, "None": None, "true": True, "false":
 
 
 def read_pythonic(text: str, schemas: Schemas) -> Reading:
-    """Parses a turn that is a list of calls. Other lists, such as `[sin(x), cos(x)]`, are text."""
+    """Parses a turn that is a list of calls. A list such as `[sin(x), cos(x)]`, whose first call has a positional argument, is text
+    unless it has tags, `schemas` is empty or `schemas` contains the tool `sin`."""
     body = text.strip()
     for tag in _TAGS:
         body = body.removeprefix(tag).removesuffix(tag).strip()

@@ -1,6 +1,7 @@
 """Calls between tags, with a tag for each argument and values without quotes: GLM 4.5, Qwen3-Coder, Qwen3.5 and Qwen3.6.
 
-A value ends at the closing tag that is followed by another argument or the end of the call, so a value may contain any other tag.
+A value ends at the closing tag that is followed by another argument or the end of the call, so a string may contain any tag except the
+opening tag of an argument.
 """
 
 from __future__ import annotations

@@ -38,7 +38,8 @@ class TimeUp(BaseException):
 
 
 def parts_of(path: str) -> list[str]:
-    """Returns the parts of `path` relative to the working directory; empty for the working directory itself."""
+    """Returns the parts of `path` relative to the working directory; empty for the working directory itself. Raises `OperationError` if the
+    path is invalid or outside the working directory."""
     top = os.getcwd()
     if path == top or path.startswith(top + "/"):
         path = path[len(top) + 1 :]
@@ -51,13 +52,14 @@ def parts_of(path: str) -> list[str]:
 
 
 def printable(name: str) -> str:
-    """Returns a name or path as one printable line."""
+    """Returns the first 300 characters of a name or path as one printable line."""
     name = os.fsencode(name).decode("utf-8", "replace")
     return "".join(c if c.isprintable() else "\ufffd" for c in name[:300]) or "''"
 
 
 class OpenPath:
-    """A path with its parent folder open: `name` is the last part of the path, relative to the folder's descriptor `fd`."""
+    """A path with its parent folder open: `name` is the last part of the path, relative to the folder's descriptor `fd`. `create` creates
+    missing parent folders. The constructor raises `OperationError` if a parent folder cannot be opened."""
 
     def __init__(self, path: str, create: bool = False) -> None:
         self.path = path
@@ -73,7 +75,7 @@ class OpenPath:
             self.fd = inner
 
     def open(self, name: str, flags: int) -> int:
-        """Opens a name in the folder."""
+        """Opens a name in the folder. Raises `OperationError` if it does not exist, is a link or cannot be opened."""
         try:
             return os.open(name, flags, dir_fd=self.fd)
         except FileNotFoundError:
@@ -101,7 +103,7 @@ class OpenPath:
             return 0
 
     def read(self) -> tuple[str, int]:
-        """Returns the content of a regular file, and its mode."""
+        """Returns the text of the file, and its mode. Raises `OperationError` unless it is a regular UTF-8 file of at most `MAX_BYTES`."""
         fd = self.open(self.name, FILE)
         with open(fd, "rb") as file:
             mode = os.fstat(fd).st_mode
@@ -116,7 +118,8 @@ class OpenPath:
             raise OperationError(f"{printable(self.path)} is not UTF-8 text: read it with a program") from None
 
     def write(self, text: str, mode: int) -> None:
-        """Writes a temporary file and renames it, so that a reader sees either the old file or the new one."""
+        """Writes a temporary file and renames it, so that a reader sees either the old file or the new one. Raises `OperationError` if the
+        text has more than `MAX_BYTES` bytes."""
         data = text.encode("utf-8", "surrogateescape")
         if len(data) > MAX_BYTES:
             raise OperationError(f"the file would have more than {MAX_BYTES} bytes")
@@ -140,7 +143,7 @@ def split_lines(text: str) -> list[str]:
 
 def numbered(lines: list[str], first: int, last: int, limit: int) -> tuple[str, int]:
     """Returns as many of the lines `first` to `last` as fit into `limit` characters, with line numbers, and the number of the last line
-    shown."""
+    shown. Cuts line `first` if it does not fit."""
     parts: list[str] = []
     used, at = 0, first - 1
     while at < last:
@@ -263,7 +266,8 @@ def excerpt(path: str, text: str, first: int, last: int, limit: int) -> str:
 
 
 class Search:
-    """Collects the matches of a search up to its limits, and records what the limits excluded."""
+    """Collects the matches of a search up to its limits, and records what the limits excluded. The constructor raises `OperationError` if
+    the regular expression is invalid."""
 
     def __init__(self, pattern: str, regex: bool, files: str) -> None:
         try:
@@ -277,7 +281,7 @@ class Search:
         self.matched_files = self.searched_files = self.entries = self.read = 0
 
     def folder(self, fd: int, path: str, depth: int) -> None:
-        """Searches a folder and all folders below it."""
+        """Searches a folder and the folders below it. Skips links and `.git`."""
         if depth > MAX_DEPTH:
             self.excluded.add(f"folders deeper than {MAX_DEPTH}")
             return
@@ -291,11 +295,12 @@ class Search:
                     finally:
                         os.close(below)
                 elif is_file and fnmatch.fnmatch(name, self.files or "*"):
+                    if len(self.lines) >= MAX_MATCHES:
+                        self.excluded.add(f"files after the first {MAX_MATCHES} matches")
+                        return
                     self.file(os.open(name, FILE, dir_fd=fd), inner)
             except OSError:
                 self.excluded.add("what cannot be opened")
-            if len(self.lines) >= MAX_MATCHES:
-                return
 
     def listed(self, fd: int) -> Iterable[tuple[str, bool, bool]]:
         """Returns the sorted entries of a folder: name, whether the entry is a folder, and whether it is a regular file."""
@@ -310,7 +315,7 @@ class Search:
         return sorted(entries)
 
     def file(self, fd: int, path: str) -> None:
-        """Searches a file. Skips binary files."""
+        """Searches a file. Skips binary files, and records large files as excluded."""
         with open(fd, "rb") as file:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
@@ -351,7 +356,7 @@ class Search:
 
 
 def search(pattern: str, path: str, files: str, regex: bool, limit: int) -> str:
-    """Searches a file or folder."""
+    """Searches a file or folder. If the time is up, returns the matches so far."""
     if not pattern:
         raise OperationError("pattern is empty")
     target, results = OpenPath(path), Search(pattern, regex, files)

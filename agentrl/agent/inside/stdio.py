@@ -75,9 +75,9 @@ class StdioProgram:
     def request(self, messages: Sequence[str], number: int | None, seconds: float, max_bytes: int) -> tuple[str, bytes]:
         """Sends lines and waits for the response to request `number`. If `number` is None, waits only until the lines have been sent.
 
-        Returns `("answer", line)`, with an empty line if `number` is None. On failure, stops the program and returns `ended` (it exited),
-        `late` (no response within `seconds`) or `flood` (too much output), paired with b"". Any request from the program except `ping`
-        receives an error.
+        Returns `("answer", line)`, with an empty line if `number` is None. On failure, stops the program and returns `ended` (it exited or
+        was closed), `late` (no response within `seconds`) or `flood` (more output or unread input than `max_bytes` allows), paired with
+        b"". Any request from the program except `ping` receives an error.
         """
         with self.lock:
             deadline, taken, new_line = time.monotonic() + seconds, 0, True
@@ -115,7 +115,7 @@ class StdioProgram:
         return None
 
     def exchange(self, seconds: float) -> bytes:
-        """Waits at most `seconds`, then writes and reads as much as possible without blocking. Returns the new output."""
+        """Waits at most `seconds`, then writes and reads each pipe once, without blocking. Returns the new output on stdout."""
         poll = select.poll()
         for fd in self.open:
             poll.register(fd, select.POLLIN)
@@ -173,7 +173,7 @@ programs: dict[str, StdioProgram] = {}
 
 def request_program(name: str, argv: list[str], start: bool, messages: list[str], number: Any, seconds: float, size: int) -> None:
     """Sends a request to the program `name` in a sandbox. If `start` is set, starts or restarts the program first. Prints a JSON header,
-    then the line with the response."""
+    then the line with the response. The outcome in the header is that of `request`, `gone` (not running) or `unstartable`."""
     outcome, line, exit_code, stderr = "gone", b"", None, b""
     try:
         if start:

@@ -14,7 +14,7 @@ from agentrl.records.images import MARK, REFERENCE
 
 REVISIONS = ("2025-11-25", "2025-06-18", "2025-03-26", "2024-11-05")
 MAX_ITEMS = 64
-"""Maximum number of content items in one result. Later items are ignored."""
+"""Maximum number of content items in one result. Later items are only counted."""
 _INTERNAL = (-32603, -32000, -32001)  # JSON-RPC's internal error; "connection closed" and "request timeout" of the MCP SDKs
 _CLIENT = {"name": "agentrl", "version": "1"}
 
@@ -66,8 +66,9 @@ def revision(answer: Mapping[str, Any]) -> str:
 
 
 def outcome(answer: Mapping[str, Any], limit: int) -> ToolOutcome:
-    """Returns the result of a `tools/call` as text. Content other than text is described by its type and size, and structured content is
-    shown as JSON."""
+    """Returns the result of a `tools/call` as text, with at most `limit` characters per text item. Valid images become image references,
+    and other content is described by its type and size. Structured content is shown as JSON only if there is no other content. Raises
+    `InvalidMessage` if the content is not a list."""
     content, structured = answer.get("content", []), answer.get("structuredContent")
     if not isinstance(content, list):
         raise InvalidMessage("a result whose content is not a list")

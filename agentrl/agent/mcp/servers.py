@@ -58,7 +58,7 @@ class Server:
         return bool(self.config.command)
 
     def transport(self) -> Transport:
-        """Returns a new transport to the server."""
+        """Returns a new transport to the server. Raises `UserError` if a secret for a program on this machine does not resolve."""
         if self.config.url:
             return HTTPTransport(self.config.url, key_env=self.config.key_env)
         if self.config.command:
@@ -106,8 +106,8 @@ class ServerConnection:
         """Calls one of the server's tools.
 
         Raises:
-            ToolFault: the server failed.
-            InfrastructureError: a server outside the sandbox is not available at the first call in this episode.
+            ToolFault: the server failed, reports an outage, changed its tools or has failed too often to be restarted.
+            InfrastructureError: a server outside the sandbox does not start, or has changed its tools, at the first call in this episode.
         """
         if self.server.config.together:
             async with self._lock:
@@ -146,7 +146,8 @@ class ServerConnection:
         return f"note: the server {self.server.name} was restarted; its state is lost\n" if before else ""
 
     async def list_tools(self, sandbox: Sandbox | None) -> list[Any]:
-        """Starts the server, performs the handshake, and returns its tools. Raises `Unanswered`, `InvalidMessage` or `ServerError`."""
+        """Starts the server, performs the handshake, and returns its tools as unchecked JSON values. Raises `Unanswered` if there is no
+        response in time, `ServerError` if the response is an error, and `InvalidMessage` if it is invalid or lists too many tools."""
         until = time.monotonic() + START_TIMEOUT_S
         self._number = 1
         answer = await self._transport.request([messages.opening(1)], 1, begin=True, sandbox=sandbox, timeout_s=until - time.monotonic())
@@ -259,7 +260,7 @@ NO_TOOLS = RunTools(servers={}, bounds={})
 
 def find_tool(run: ToolSource, name: str) -> tuple[Server, str]:
     """Returns the server and the tool's name from `mcp:SERVER/TOOL`. For `mcp:SERVER`, the tool's name is empty and means all tools. Raises
-    `TaskError`."""
+    `TaskError` if the recipe does not declare the server."""
     server, _, tool = name.removeprefix(MCP_PREFIX).partition("/")
     if server not in run.servers:
         known = ", ".join(f"{MCP_PREFIX}{other}" for other in run.servers) or "none"
@@ -272,7 +273,7 @@ def find_tool(run: ToolSource, name: str) -> tuple[Server, str]:
 
 def offered(server: Server, name: str) -> Sequence[ListedTool]:
     """Returns the tools of a server, or only the tool named `name` if `name` is not empty; no tools before the run starts. Raises
-    `TaskError`."""
+    `TaskError` if the server offers no such tool."""
     if server.offers is None:
         return ()
     tools = [tool for tool in server.offers if not name or tool.name == name]

@@ -59,10 +59,11 @@ class Transport(Protocol):
     """A connection to one server. The first request starts the server."""
 
     async def request(self, messages: Sequence[str], until: int | None, *, begin: bool, sandbox: Sandbox | None, timeout_s: float) -> bytes:
-        """Sends messages and returns the line with the response to request `until`. If `begin` is set, starts or restarts the server first.
+        """Sends messages and returns the line with the response to request `until`; an empty line if `until` is None. If `begin` is set,
+        starts or restarts the server first.
 
         Raises:
-            Unanswered: there is no valid response.
+            Unanswered: the server does not start or has ended, or there is no valid response within `timeout_s`.
             ServerError: the transport rejected the request.
         """
 
@@ -208,7 +209,7 @@ class HTTPTransport:
     async def _answer(self, client: httpx.AsyncClient, response: httpx.Response, until: int | None) -> bytes:
         """Returns the message with the response to request `until`. Answers requests from the server that arrive before this message.
 
-        The response may contain a limited number of bytes and pieces. Other asyncio tasks may run between two pieces.
+        Raises `Unanswered` if the response has too many bytes or pieces, or is invalid. Other asyncio tasks may run between two pieces.
         """
         kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind not in ("application/json", "text/event-stream"):

@@ -72,7 +72,7 @@ class Channel:
         answer: dict[str, Any]
         try:
             answer = {"result": await self._handlers[method](params, Caller(self, number))}
-            json.dumps(answer)
+            json.dumps(answer, allow_nan=False)  # as `send` does
         except asyncio.CancelledError:
             answer = {"error": {"blame": INFRASTRUCTURE, "message": "cancelled"}}
         except Fault as fault:
@@ -84,7 +84,7 @@ class Channel:
         await self.send({"id": number, **answer})
 
     async def request(self, owner: int, method: str, params: dict[str, Any]) -> Any:
-        """Sends a request to agentrl and returns its result. Raises `Fault`."""
+        """Sends a request to agentrl and returns its result. Raises `Fault` if agentrl reports an error."""
         number = next(self._numbers)
         waiting = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
@@ -94,7 +94,7 @@ class Channel:
             del self._waiting[number]
 
     async def send(self, message: dict[str, Any]) -> None:
-        """Sends a message. NaN is not allowed, because agentrl reads strict JSON."""
+        """Sends a message. Raises `ValueError` if it contains a number that is not finite, because agentrl reads strict JSON."""
         self._writer.write(json.dumps(message, allow_nan=False).encode() + b"\n")
         await self._writer.drain()
 
@@ -106,7 +106,7 @@ class Caller:
         self._channel, self._number = channel, number
 
     async def request(self, method: str, **params: Any) -> Any:
-        """Sends a request that belongs to the request being answered. Raises `Fault`."""
+        """Sends a request that belongs to the request being answered. Raises `Fault` if agentrl reports an error."""
         return await self._channel.request(self._number, method, params)
 
 
@@ -124,7 +124,7 @@ def _die_with(fd: int) -> None:
 
 
 def describe_error(error: BaseException) -> str:
-    """Returns the type and the message of an exception."""
+    """Returns the type and the message of an exception, cut to `MAX_TEXT` characters."""
     text = "its text cannot be read"
     with contextlib.suppress(Exception):
         text = str(error)

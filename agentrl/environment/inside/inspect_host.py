@@ -67,7 +67,7 @@ class BusyCaller:
         self._episode, self._caller = episode, caller
 
     async def request(self, method: str, **params: Any) -> Any:
-        """Sends a request. Records a fault of agentrl's sandboxes, so that no tool can hide it."""
+        """Sends a request. Records the `Fault` of a failed request before raising it, so that no tool can hide the fault."""
         with self._episode.busy():
             try:
                 return await self._caller.request(method, **params)
@@ -97,7 +97,7 @@ class Samples:
         return self._episodes[active.epoch]
 
     async def play(self, params: dict[str, Any], caller: Caller) -> Any:
-        """Runs a sample and returns its score."""
+        """Runs a sample and returns its score. Raises `Fault` if the task no longer has the sample, or if inspect abandons the sample."""
         from inspect_ai._eval.task.sample_source import enqueue_sample
         from inspect_ai.log._samples import active_samples
 
@@ -250,7 +250,7 @@ def watch_scoring(current: Callable[[], Episode]) -> None:
 
 
 async def serve(channel: Channel, config: dict[str, Any]) -> None:
-    """Runs the task until the channel closes."""
+    """Runs the task until the channel closes. Raises `RuntimeError` if inspect ends the task earlier."""
     from inspect_ai import eval_async, task_with
     from inspect_ai._eval.task.sample_source import SampleSource
     from inspect_sandbox import EpisodeSandbox

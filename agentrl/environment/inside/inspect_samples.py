@@ -22,7 +22,8 @@ _WORDS = {"c": 1.0, "p": 0.5, "i": 0.0, "n": 0.0, "yes": 1.0, "true": 1.0, "no":
 
 
 def load_attribute(reference: str) -> Any:
-    """Returns the object at `module@name` or `path/file.py@name`. Raises `Fault`."""
+    """Returns the object at `module@name` or `path/file.py@name`. Raises `Fault` if the reference is malformed, or the module cannot be
+    imported or has no such attribute."""
     module, sep, name = reference.rpartition("@")
     if not sep or not module or not name:
         package, slash, task = reference.partition("/")
@@ -53,7 +54,8 @@ def load_attribute(reference: str) -> Any:
 
 
 def load_task(config: dict[str, Any]) -> Any:
-    """Returns the inspect task that a configuration describes. Raises `Fault` if the task cannot be loaded."""
+    """Returns the inspect task that a configuration describes. Raises `Fault` if the task or its solver cannot be loaded, or if the task
+    has no scorer."""
     from inspect_ai import Task, task_with
 
     sys.path[:0] = config["path"]
@@ -95,7 +97,8 @@ def samples_of(task: Any) -> dict[str, Any]:
 
 
 def describe(config: dict[str, Any]) -> Any:
-    """Returns the task's samples, each with id, prompt, digest of the content, sandbox, and files if the solver is `agentrl`."""
+    """Returns the task's samples, each with id, prompt (cut to `MAX_INPUT` characters per message), digest of the content, sandbox, and
+    files if the solver is `agentrl`. Raises `Fault` if the task or a sample is invalid."""
     task = load_task(config)
     described = []
     for name, sample in samples_of(task).items():
@@ -146,8 +149,8 @@ def score_result(scores: dict[str, Any], chosen: str, values: dict[str, float]) 
     """Returns the value of a sample, its parts and its evidence.
 
     Each scorer's value is a part. If a scorer returns a dictionary or a list, each entry is also a part, and the scorer's value is the mean
-    of the entries. The sample's value is the part `chosen`, or the mean over its scorers if `chosen` is empty. The sample has no value if
-    the part `chosen` is not a number, or if `chosen` is empty and any scorer or entry is not a number.
+    of the entries. Entries that are None are ignored. The sample's value is the part `chosen`, or the mean over its scorers if `chosen` is
+    empty. The sample has no value if the part `chosen` is not a number, or if `chosen` is empty and any scorer or entry is not a number.
 
     Args:
         values: mapping string -> number, in addition to inspect's C, P, I, N, yes, no, true and false.

@@ -62,7 +62,7 @@ class EpisodeSandbox(SandboxEnvironment):
         timeout_retry: bool = True,
         concurrency: bool = True,
     ) -> ExecResult[str]:
-        """Runs a program. Raises the same errors as `SandboxEnvironment.exec`. A sandbox has only one user."""
+        """Runs a program. Raises the same errors as `SandboxEnvironment.exec`. `user` must be None, because a sandbox has only one user."""
         if user is not None:
             raise SandboxUserUnsupportedError(f"agentrl's sandboxes have one user, so no program can run as {user!r}")
         limit = SandboxEnvironmentLimits.MAX_EXEC_OUTPUT_SIZE
@@ -81,12 +81,13 @@ class EpisodeSandbox(SandboxEnvironment):
         return ExecResult(success=code == 0, returncode=code, stdout=result["stdout"], stderr=result["stderr"])
 
     async def write_file(self, file: str, contents: str | bytes) -> None:
-        """Writes a file and creates its folders."""
+        """Writes a file and creates its folders. Raises `OSError` if the file cannot be written."""
         result = await self._run(["sh", "-c", _WRITE, "sh", _plain(file)], contents)
         self._check(result, file)
 
     async def read_file(self, file: str, text: bool = True) -> Any:
-        """Returns the content of a file."""
+        """Returns the content of a file. Raises `OSError` if the file cannot be read, `OutputLimitExceededError` if it is too large, and
+        `UnicodeDecodeError` if `text` is set and the file is not UTF-8."""
         limit = SandboxEnvironmentLimits.MAX_READ_FILE_SIZE
         if len(file) > 4000 or any(len(name) > 255 for name in file.split("/")):
             raise FileNotFoundError(2, "No such file or directory", file)

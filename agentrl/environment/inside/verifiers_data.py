@@ -16,8 +16,8 @@ LARGEST = 1e300  # a number above it may not fit into a float
 
 
 def described(tasks: Iterable[tuple[str, str, Any]], split: str = "") -> list[dict[str, Any]]:
-    """Converts tasks (id, prompt text, data) to dictionaries for agentrl, with the data as JSON text. Raises `Fault` if the data of a task
-    are too large."""
+    """Converts tasks (id, prompt text, data) to dictionaries for agentrl, with the prompt cut to `MAX_TEXT` characters and the data as JSON
+    text. Raises `Fault` if the data of a task are too large."""
     result = []
     for name, prompt, data in tasks:
         text = json.dumps(data, default=str)
@@ -28,7 +28,8 @@ def described(tasks: Iterable[tuple[str, str, Any]], split: str = "") -> list[di
 
 
 def finite(parts: dict[str, Any]) -> dict[str, float]:
-    """Returns the parts that are finite numbers. Other parts are dropped, so that a broken metric does not invalidate the score."""
+    """Returns those of the first `MAX_PARTS` parts that are finite numbers up to `LARGEST`. Other parts are dropped, so that a broken
+    metric does not invalidate the score."""
     return {
         name[:200]: float(value)
         for name, value in list(parts.items())[:MAX_PARTS]

@@ -21,7 +21,7 @@ from load_hints import add_command, load_hint
 
 def load(config: dict[str, Any]) -> Any:
     """Returns the adapter for a package: `verifiers_tasksets.Taskset` or `verifiers_legacy.Legacy`. Raises `Fault` if the package cannot be
-    loaded."""
+    loaded, or if it needs a version of verifiers that is not installed."""
     sys.path.append(str(Path(__file__).parent))  # last, so that this folder hides no module of the package
     name = config["package"]
     package = _import(name)
@@ -79,7 +79,7 @@ ADAPTER: asyncio.Future[Any] | None = None
 
 
 def describe(config: dict[str, Any]) -> Any:
-    """Returns the tasks of a package."""
+    """Returns the tasks of a package. Raises `Fault` if there are none, or if the package or its tasks cannot be loaded."""
     tasks = load(config).describe()
     if not tasks:
         raise Fault(TASK, f"{config['package']} has no tasks")

@@ -23,7 +23,8 @@ STOPS = {"max_turns_reached": "turn_limit", "prompt_too_long": "token_limit", "t
 
 
 class Legacy:
-    """A verifiers 0.3 environment and its datasets."""
+    """A verifiers 0.3 environment and its datasets. The constructor raises `Fault` if the environment cannot be loaded, an option
+    applies only to verifiers 0.4, or a reward compares attempts."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self._size = config["size"]
@@ -32,6 +33,7 @@ class Legacy:
         Rubric._call_individual_reward_func = _strict_reward
         try:
             self._env = load_environment(config["package"], **config["args"])
+            self._own = {name: getattr(self._env, name) for name in ("max_turns", "timeout_seconds") if hasattr(self._env, name)}
             grouped = self._env.requires_group_rollouts or self._env.provides_advantages
         except BaseException as error:
             raise Fault(TASK, f"{config['package']}: {describe_error(error)}{load_hint(error)}") from error
@@ -41,7 +43,7 @@ class Legacy:
             )
 
     def describe(self) -> list[dict[str, Any]]:
-        """Returns the tasks in both datasets. Raises `Fault` if the tasks cannot be loaded."""
+        """Returns the first `size` tasks in each of the two datasets. Raises `Fault` if the tasks cannot be loaded."""
         try:
             self._env.build_eval_dataset()
             heldout = [] if self._env.eval_dataset is None else self._rows(self._env.get_eval_dataset())
@@ -65,19 +67,19 @@ class Legacy:
 
     async def play(self, params: dict[str, Any], caller: Caller) -> dict[str, Any]:
         """Plays one episode and returns its score."""
-        for name, most in (("max_turns", params["turns"]), ("timeout_seconds", params["solve_s"])):
-            own = getattr(self._env, name, None)
-            if hasattr(self._env, name) and (own is None or own <= 0 or own > most):
-                setattr(self._env, name, most)
         async with AsyncOpenAI(base_url=params["base_url"], api_key=params["key"], max_retries=2, timeout=None) as client:
             policy = OpenAIChatCompletionsClient(client)
             row = json.loads(params["data"]["task"])
+            most = {"max_turns": params["turns"], "timeout_seconds": params["solve_s"]}
+            for name, own in self._own.items():  # `run_rollout` reads `timeout_seconds` before another episode can change it
+                setattr(self._env, name, most[name] if own is None or own <= 0 else min(own, most[name]))
             output = await self._env.run_rollout(row, policy, params["model"], {}, state_columns=["stop_condition"])
         return result_of(output, turns=params["turns"])
 
 
 async def _strict_reward(self: Any, func: Any, state: Any) -> float:
-    """Computes a reward. Replaces a method in verifiers 0.3 that logs an exception from a reward function and returns 0."""
+    """Computes a reward. Raises `Fault` if the reward function raises an exception; the replaced method of verifiers 0.3 logs the exception
+    and returns 0."""
     signature, merged = inspect.signature(func), self.score_objects(state)
     if not any(parameter.kind == parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
         merged = {name: value for name, value in merged.items() if name in signature.parameters}
@@ -88,7 +90,8 @@ async def _strict_reward(self: Any, func: Any, state: Any) -> float:
 
 
 def result_of(output: Any, *, turns: int) -> dict[str, Any]:
-    """Returns the score of a rollout: its reward, with its metrics as parts."""
+    """Returns the score of a rollout: its reward, with its metrics as parts. Without a finite reward, the value is None, and the result has
+    a reason or a fault."""
     stop = STOPS.get(str(output.get("stop_condition")), "")
     if stop == "turn_limit" and (output.get("metrics") or {}).get("num_turns", 0) < turns:
         stop = ""  # the package's own limit, such as one turn

@@ -33,7 +33,7 @@ class EpisodeRuntime(SubprocessRuntime):
         self._caller = CALLERS.get(self.name)
 
     async def run(self, argv: list[str], env: dict[str, str]) -> Any:
-        """Runs a program."""
+        """Runs a program. In a sandbox, a killed program has the exit code 137, and a fault raises `SandboxError` or `TaskError`."""
         if self._caller is None:
             return await super().run(argv, env)
         done = await self._exec(argv, env=self.process_env(env))
@@ -41,7 +41,7 @@ class EpisodeRuntime(SubprocessRuntime):
         return ProgramResult(exit_code=137 if code is None else code, stdout=done["stdout"], stderr=done["stderr"] or done["reason"])
 
     async def write(self, path: str, data: bytes) -> None:
-        """Writes a file and creates its folders."""
+        """Writes a file and creates its folders. Raises `SandboxError` if the file cannot be written."""
         if self._caller is None:
             await super().write(path, data)
         elif (done := await self._exec(["sh", "-c", _WRITE, "sh", _plain(path)], data))["exit_code"] != 0:
@@ -50,11 +50,13 @@ class EpisodeRuntime(SubprocessRuntime):
     async def _read(self, path: str, max_bytes: int | None = None) -> Any:
         if self._caller is None:
             return await super()._read(path, max_bytes)
-        most = FILE_BYTES if max_bytes is None else min(max_bytes, FILE_BYTES)
+        most = FILE_BYTES + 1 if max_bytes is None else min(max_bytes, FILE_BYTES + 1)
         done = await self._exec(["sh", "-c", _READ, "sh", _plain(path), str(most)], output_bytes=2 * most)
         if done["exit_code"] != 0:
             raise SandboxError(f"read {path!r}: {done['stderr'][:500]}")
-        return base64.b64decode(done["stdout"])
+        if len(data := base64.b64decode(done["stdout"])) > FILE_BYTES:
+            raise SandboxError(f"read {path!r}: over agentrl's limit of {FILE_BYTES} bytes")
+        return data
 
     async def run_background(self, argv: list[str], env: dict[str, str], log: str) -> None:
         """Starts a program that keeps running, such as a tool server. Raises `TaskError` if the runtime is a sandbox."""

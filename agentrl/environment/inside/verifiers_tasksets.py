@@ -50,7 +50,8 @@ PLAYING: dict[str, tuple[str, Any]] = {}
 
 
 class Taskset:
-    """A taskset of verifiers 0.4 and the environment that plays it."""
+    """A taskset of verifiers 0.4 and the environment that plays it. The constructor raises `Fault` if the package cannot be loaded or
+    cannot run here."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self._name, self._size, self._sandboxed = config["package"], config["size"], config["sandboxed"]
@@ -96,7 +97,7 @@ class Taskset:
             validate_pairing(harness, self._task_class, runtime, tools=tools)
 
     def describe(self) -> list[dict[str, Any]]:
-        """Returns the tasks. Raises `Fault` if the tasks cannot be loaded."""
+        """Returns the first `size` tasks. Raises `Fault` if the tasks cannot be loaded."""
         try:
             drawn = islice(iter(self._env.taskset), self._size)
             tasks: list[dict[str, Any]] = described(
@@ -151,8 +152,8 @@ class Taskset:
 
 
 def _role(default: Any, wanted: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the configuration of a role, with `ChatHarness` if no harness is set. Raises `Fault` if the role requires a hosted
-    runtime."""
+    """Returns the configuration of a role, with `ChatHarness` in place of verifiers' default harness. Raises `Fault` if the role
+    requires a hosted runtime."""
     runtime = dict(wanted.get("runtime") or {})
     runtime.setdefault("type", config["runtime"] if default.runtime.type == "prime" else default.runtime.type)  # prime: verifiers' default
     if runtime["type"] not in RUNTIMES:
@@ -242,7 +243,8 @@ def serve_policy() -> None:
 
 
 def result_of(episode: Any, *, turns: int) -> dict[str, Any]:
-    """Returns the score of an episode: the mean reward of its trainable traces. All rewards and metrics become parts of the score."""
+    """Returns the score of an episode: the mean reward of its trainable traces. All rewards and metrics become parts of the score. If the
+    episode failed, or a reward is missing or not finite, the value is None, and the result has a fault or a reason."""
     trained = [trace for trace in episode.traces if trace.agent.trainable]
     parts: dict[str, float] = {}
     for trace in episode.traces:
@@ -259,9 +261,10 @@ def result_of(episode: Any, *, turns: int) -> dict[str, Any]:
     rewards = [trace.reward for trace in trained]
     if missing := [name for trace in trained for name, reward in trace.rewards.items() if reward is None]:
         return {**result, "reason": f"the reward {missing[0]!r} was not computed in time", "blame": INFRASTRUCTURE}
-    if not all(map(math.isfinite, rewards)):
+    value = sum(rewards) / len(rewards)
+    if not math.isfinite(value):
         return {**result, "reason": f"the reward is not finite: {rewards}", "blame": TASK}
-    return {**result, "value": sum(rewards) / len(rewards)}
+    return {**result, "value": value}
 
 
 def _fault(episode: Any, trained: list[Any]) -> dict[str, str] | None:

@@ -58,7 +58,7 @@ def recognizes(document: Any) -> bool:
 
 
 def parse(document: Any, location: Mapping[str, str]) -> Trace:
-    """Returns the trace in an ATIF document. If the document is invalid, raises a `ValueError` that describes the problem."""
+    """Returns the trace in an ATIF document. Raises `ValueError` if the document is invalid (`UserError` if the version is unsupported)."""
     data = as_object(document, "the document")
     version = data.get("schema_version")
     match = _VERSION.fullmatch(version) if isinstance(version, str) else None

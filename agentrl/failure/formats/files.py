@@ -67,7 +67,8 @@ class Document:
 def documents(path: Path) -> Iterator[Document | UnreadableDocument]:
     """Yields the documents in a file, or in all JSON files below a folder, ordered by path. Unreadable documents are yielded as errors.
 
-    Raises `UserError` if the path does not exist, or if the folder contains no JSON files or more than `MOST_FILES`.
+    Symbolic links below a folder are skipped. Raises `UserError` if the path does not exist, or if the folder contains no JSON files or
+    more than `MOST_FILES`.
     """
     if path.is_dir():
         files = _files_below(path)
@@ -88,7 +89,7 @@ def documents(path: Path) -> Iterator[Document | UnreadableDocument]:
 def decode_document(data: bytes) -> Any:
     """Returns the JSON value that UTF-8 bytes encode.
 
-    Raises `ValueError` if the bytes are not JSON in UTF-8, or if the value would need too much memory.
+    Raises `ValueError` if the bytes are empty, too many (`LARGEST`) or not JSON in UTF-8, or if the value would need too much memory.
     """
     if len(data) > LARGEST:
         raise UserError(f"is larger than {LARGEST >> 20} MiB", fix="split it: the lines of a .jsonl file are read one by one")

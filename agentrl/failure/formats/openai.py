@@ -92,7 +92,7 @@ def parse_message(item: Mapping[str, Any], what: str, gaps: Gaps) -> ImportedMes
 
 
 def documents(trace: Trace) -> Iterator[dict[str, Any]]:
-    """Yields one object with the key `messages` for each conversation in a trace."""
+    """Yields one object with the key `messages` for each non-empty conversation in a trace."""
     tools = {"tools": [dict(tool) for tool in trace.tools]} if trace.tools else {}
     for conversation in conversations_of(trace):
         if conversation.messages:

@@ -15,7 +15,7 @@ from agentrl.failure.formats.files import Document, SourceLocation, UnreadableDo
 from agentrl.failure.formats.values import as_object, as_objects, object_or_empty, printable_label, type_name
 
 SpanKey = tuple[str, str]
-"""Trace id and span id as written: hex, or base64 in exports that do not follow the specification."""
+"""Trace id and span id: lower-case hex, or base64 in exports that do not follow the specification."""
 
 _OPENINFERENCE = ("llm.", "openinference.span.kind", "session.id", "agent.name", "tool.", "tool_call.id", "input.value", "output.value")
 _KEPT = ("gen_ai.", "error.", "event.", *_OPENINFERENCE)
@@ -77,7 +77,7 @@ def entries(document: Document) -> Iterator[Span | Event | UnreadableDocument]:
 
 
 def any_value(value: Any, levels: int = _MAX_DEPTH) -> Any:
-    """Returns the plain value of an OTLP `AnyValue`. Raises `ValueError` if the `AnyValue` is invalid."""
+    """Returns the plain value of an OTLP `AnyValue`; None if it is empty or of an unknown kind. Raises `ValueError` if it is invalid."""
     if value is None or value == {}:
         return None
     if not isinstance(value, dict):

@@ -34,7 +34,7 @@ class Gaps:
         self._counts: Counter[str] = Counter()
 
     def add(self, description: str, times: int = 1) -> None:
-        """Adds `times` to the count of a gap."""
+        """Adds `times` to the count of a gap. Different gaps after the first `_MAX_GAPS` are counted together, as "other things"."""
         known = description in self._counts or len(self._counts) < _MAX_GAPS
         self._counts[description if known else "other things"] += times
 
@@ -137,7 +137,10 @@ def as_text(value: Any, what: str) -> str:
 
 
 def build_tool_call(name: Any, arguments: Any, what: str, gaps: Gaps) -> ToolCall:
-    """Builds a tool call. `arguments` is an object or its JSON text. Any other value is passed as text in the argument `UNPARSED`."""
+    """Builds a tool call. `arguments` is an object or its JSON text. Any other value is passed as text in the argument `UNPARSED`.
+
+    Missing arguments are recorded as a gap. Raises `ValueError` if the name is missing or not a string.
+    """
     if not isinstance(name, str) or not name:
         raise ValueError(f"{what} has no valid function name: the name is {type_name(name)}")
     if arguments is None or arguments == "":
@@ -153,7 +156,7 @@ def build_tool_call(name: Any, arguments: Any, what: str, gaps: Gaps) -> ToolCal
 
 
 def arguments_text(call: ToolCall) -> str:
-    """Returns the arguments of a call as JSON text, or the original text if it could not be parsed."""
+    """Returns the arguments of a call as JSON text, or the original text if that could not be parsed."""
     unparsed = call.arguments.get(UNPARSED)
     return unparsed if isinstance(unparsed, str) and len(call.arguments) == 1 else json.dumps(dict(call.arguments), ensure_ascii=False)
 

@@ -17,6 +17,7 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 from agentrl.base.scratch import ScratchFolder
@@ -134,7 +135,8 @@ class Arena:
         self._before = self._state()
 
     def check(self) -> None:
-        """Raises `Escaped` if the host or the driver changed since the last call of `check` or `remember`."""
+        """Raises `Escaped` if the host or the driver changed since the last call of `check` or `remember`, a program connected to the host,
+        or the watcher or the allowed server recorded trouble."""
         before, self._before = self._before, self._state()
         for name, now in self._before.items():
             if now != before[name]:
@@ -159,7 +161,8 @@ class Arena:
         }
 
     async def watch(self) -> None:
-        """Keeps the neighbour busy, and watches the driver's event loop, memory and descriptors, until cancelled."""
+        """Keeps the neighbour busy, and watches the driver's event loop, memory and descriptors, until cancelled or the neighbour
+        fails."""
         loop = asyncio.get_running_loop()
         memory, descriptors = _peak_mb(), len(os.listdir("/proc/self/fd"))
         while True:
@@ -216,7 +219,7 @@ async def arena(spec: SandboxSpec, neighbour: Sandbox, ways: dict[str, Any] | No
 
 
 class _Keyless(Session):
-    """A gateway session that has no episode. No attack has the key of the session."""
+    """A gateway session that has no real episode. No attack has the key of the session."""
 
     async def close(self) -> None:
         return
@@ -228,8 +231,8 @@ async def _gateway() -> AsyncIterator[int]:
     if find_spec("uvicorn") is None or find_spec("starlette") is None:
         yield 0
         return
-    gateway, nothing = Gateway(), cast(Any, None)
-    async with gateway.session(_Keyless(episode=nothing, tokens=nothing, models=())):
+    gateway, nothing, episode = Gateway(), cast(Any, None), cast(Any, SimpleNamespace(id="none"))
+    async with gateway.session(_Keyless(episode=episode, tokens=nothing, models=())):
         yield int(gateway.url.rpartition(":")[2])
 
 
@@ -250,7 +253,8 @@ class Namespace:
 
 
 async def namespace_of(sandbox: Sandbox) -> Namespace:
-    """Returns the sandbox's pid namespace. Call this function before any attack runs in the sandbox."""
+    """Returns the sandbox's pid namespace, whose `link` is empty if the sandbox cannot report it. Call this function before any attack runs
+    in the sandbox."""
     result = await sandbox.python("import os; print(os.readlink('/proc/self/ns/pid'))", timeout_s=_NEIGHBOUR_S)
     return Namespace(link=result.stdout.strip(), seen=time.clock_gettime(time.CLOCK_BOOTTIME))
 

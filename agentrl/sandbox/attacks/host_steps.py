@@ -54,7 +54,7 @@ class StepContext:
         return BackendUnderTest(self.backend, self.arena.spec).sandbox(snapshot=snapshot)
 
     async def output(self, code: str) -> str:
-        """Runs a snippet in the attacked sandbox and returns what it prints."""
+        """Runs a snippet in the attacked sandbox and returns what it prints; if it fails, the text of its result."""
         result = await self.sandbox.python(code, timeout_s=10)
         return result.stdout.strip() if result.ok else repr(result)
 

@@ -8,8 +8,8 @@ An attack is a program with settings in its docstring, a trick of a hostile serv
 description, followed by lines of the form `key: value`:
 
 - kind: the class of the attack.
-- seconds: the time limit at which the sandbox must kill the program.
-- within: the deadline for the result in seconds, if it is less than `seconds`.
+- seconds: the time limit at which the sandbox must kill the program (default: 10).
+- within: the deadline for the result in seconds, to which the suite adds 6 s (default: `seconds`).
 - ends: how the program may end: exit, timeout, memory, killed (default: exit).
 - run: `snippet` runs the program in the warm interpreter instead of a new one, `session` runs it in a session.
 - host: the host's step after the program (see `agentrl.sandbox.attacks.host_steps`).

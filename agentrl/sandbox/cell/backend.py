@@ -59,7 +59,7 @@ class CellBackend(ChannelBackend):
     `ChannelBackend`.
 
     Each sandbox is opened in the cell with the fewest sandboxes of this driver. If a cell dies, its sandboxes raise `SandboxError`, and
-    later sandboxes are opened in other cells.
+    later sandboxes are opened in other cells. Raises `UserError` if `key` has fewer than 16 characters or an address is invalid.
     """
 
     name = "cell"
@@ -79,8 +79,8 @@ class CellBackend(ChannelBackend):
         self._problem = "no address"
 
     async def prepare(self, spec: SandboxSpec) -> None:
-        """Checks that a cell responds and has the image. Raises `SandboxUnavailable` if no cell responds within `reach_s` seconds or a cell
-        refuses the request."""
+        """Checks that a cell responds and has the image. Raises `SandboxUnavailable` if no cell responds within `reach_s` seconds, a cell
+        refuses the request, or `spec` names a container runtime, and `UserError` if the image is missing or invalid."""
         if spec.runtime:
             raise SandboxUnavailable(f"sandbox runtime {spec.runtime!r} needs Docker", fix="leave runtime empty")
         async with self._preparing[spec.image]:
@@ -196,8 +196,8 @@ class CellBackend(ChannelBackend):
         self._avoid(cell, problem, min(AVOID_S * 2 ** min(cell.failures - 1, 10), MOST_AVOID_S))
 
     async def _resolve(self) -> None:
-        """Resolves the host names of the cells, at most every 5 s. Removes cells whose addresses are no longer listed. Records the error if
-        a name cannot be resolved."""
+        """Resolves the host names of the cells, at most every 5 s. Removes cells whose addresses are no longer listed, unless no address
+        is. Records the error if a name cannot be resolved."""
         loop = asyncio.get_running_loop()
         if loop.time() < self._resolved_at + _RESOLVE_S:
             return
@@ -231,7 +231,7 @@ class CellBackend(ChannelBackend):
 
 
 class TunnelListener:
-    """The driver's end of a sandbox with an allow-list.
+    """The driver's end of a sandbox with an allow-list. After five consecutive failures to reach the cell, the sandbox has no network.
 
     A connection to the cell waits until a program connects, and the proxy serves that program. So the rules for sandboxes on this machine
     apply, and `127.0.0.1` in an allow-list means this machine.

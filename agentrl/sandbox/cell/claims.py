@@ -53,7 +53,7 @@ _NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?")
 
 class KubernetesApi:
     """Calls the Kubernetes API. The defaults are for a process in a pod, which has the API's address, a token and the certificate
-    authority."""
+    authority. Raises `UserError` if `url` is empty outside a pod, or if the certificate authority cannot be read."""
 
     def __init__(self, url: str = "", *, token: str = "", authority: str = "") -> None:
         host, port = os.environ.get("KUBERNETES_SERVICE_HOST", ""), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
@@ -121,7 +121,8 @@ class _Claim:
 
 
 class ClaimBackend(CellBackend):
-    """Opens sandboxes in cells that it claims from the warm pool `pool`: at most `cells` cells with `slots` sandboxes each."""
+    """Opens sandboxes in cells that it claims from the warm pool `pool`: at most `cells` cells with `slots` sandboxes each. Raises
+    `UserError` if an option is invalid."""
 
     name = "agent-sandbox"
     reach_s = READY_S + PAUSE_S
@@ -198,7 +199,7 @@ class ClaimBackend(CellBackend):
             self._claiming = None
 
     async def _renew(self, claim: _Claim) -> None:
-        """Extends the lease of a claim until the claim is dropped or its pod is lost."""
+        """Extends the lease of a claim until the claim is dropped. Drops it if its pod is no longer ready or 10 renewals in a row fail."""
         failures = 0
         while claim in self._claims and failures < LEASE_S / RENEW_S:
             await asyncio.sleep(RENEW_S)

@@ -153,6 +153,7 @@ class _Running:
 
 class Cell(ClosesOnce):
     """Opens sandboxes for drivers that have `key`: at most `sandboxes` at a time, and only while `memory_mb` is enough for their limits.
+    By default, `memory_mb` is the container's memory minus `OWN_MEMORY_MB`. Raises `UserError` if `key` has fewer than 16 characters.
 
     `replaceable`: drivers may send a replacement for the exec server, as the attack suite does. The replacement starts with the rights that
     the exec server needs to isolate itself, so a driver that sends one controls the cell and the sandboxes of all other drivers.
@@ -328,8 +329,8 @@ def _open_control_groups() -> None:
 
 
 def run_cell(key: str, listen: str, *, sandboxes: int = MAX_SANDBOXES, memory_mb: int = 0) -> None:
-    """Runs `serve_cell`. If this process is process 1 of a container, runs `serve_cell` in a child process and reaps the orphaned processes
-    of sandboxes."""
+    """Runs `serve_cell`. If this process is process 1 of a container, runs `serve_cell` in a child process, reaps the orphaned processes of
+    sandboxes, and exits with the child's status."""
     child = os.fork() if os.getpid() == 1 else 0
     if not child:
         asyncio.run(serve_cell(key, listen, sandboxes=sandboxes, memory_mb=memory_mb))

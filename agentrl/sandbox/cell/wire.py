@@ -64,7 +64,8 @@ class OpenRequest(Record):
 
 
 def parse_address(text: str, *, least_port: int = 1) -> tuple[str, int]:
-    """Returns (host, port) from `HOST:PORT`. Raises `UserError` if the text does not have this form."""
+    """Returns (host, port) from `HOST:PORT`, in which an IPv6 address may be in brackets. Raises `UserError` if the text does not have this
+    form, or if the port is not from `least_port` to 65535."""
     host, _, port = text.rpartition(":")
     host = host.strip("[]")
     if not host or not port.isdecimal() or not least_port <= int(port) < 65536:
@@ -103,7 +104,8 @@ async def receive_exactly(sock: socket.socket, size: int) -> bytes:
 
 
 async def receive(sock: socket.socket) -> dict[str, Any]:
-    """Returns the next message. Raises `CellProtocolError` if the message is invalid. The caller sets the deadline."""
+    """Returns the next message. Raises `CellProtocolError` if the message is invalid or the connection is closed. The caller sets the
+    deadline."""
     (size,) = _LENGTH.unpack(await receive_exactly(sock, _LENGTH.size))
     if size > MAX_MESSAGE:
         raise CellProtocolError(f"a message has {size} bytes; at most {MAX_MESSAGE} are allowed")
@@ -126,7 +128,7 @@ def packed(message: Message) -> bytes:
 
 async def admit(sock: socket.socket, key: bytes) -> tuple[dict[str, Any], bytes]:
     """In the cell: returns (request of a driver that has the key, proof for the reply). Raises `CellProtocolError` if the driver does not
-    have the key."""
+    have the key, sends an invalid request, or closes the connection. The caller sets the deadline."""
     own = secrets.token_bytes(NONCE_BYTES)
     await asyncio.get_running_loop().sock_sendall(sock, own)
     other = await receive_exactly(sock, NONCE_BYTES)
@@ -144,7 +146,8 @@ async def greeting(sock: socket.socket) -> bytes:
 async def request(sock: socket.socket, key: bytes, other: bytes, message: Message, body: bytes = b"") -> dict[str, Any]:
     """In the driver: sends a request after the cell's greeting `other`, and returns the reply.
 
-    Raises `CellProtocolError` if the cell does not have the key or the reply is invalid.
+    Raises `CellProtocolError` if the cell closes the connection, does not have the key, or sends an invalid reply, `SandboxError` if the
+    message is too large, and `OSError` if the connection is lost.
     """
     own = secrets.token_bytes(NONCE_BYTES)
     await asyncio.get_running_loop().sock_sendall(sock, own + _proof(key, b"driver", other, own) + packed(message) + body)

@@ -27,7 +27,8 @@ _CHECK_S = 120.0
 
 
 async def check_conformance(backend: SandboxBackend, spec: SandboxSpec, *, only: str = "") -> list[ConformanceResult]:
-    """Runs the checks whose name contains `only`, one after the other. A check fails if it raises an exception or takes too long."""
+    """Runs the checks whose name contains `only`, one after the other. A check fails if it raises an exception or takes more
+    than two minutes. Raises the errors of `backend.prepare`."""
     await backend.prepare(spec)
     bench = BackendUnderTest(backend, spec)
     results = []

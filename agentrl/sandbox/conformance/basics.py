@@ -391,8 +391,8 @@ os.symlink('/tmp/target', 'out'); open('/tmp/target', 'w').write('kept')
 
 
 async def check_snapshot_round_trip(bench: BackendUnderTest, sandbox: Sandbox) -> None:
-    """Checks that a sandbox opened from a snapshot has the same files, including unreadable files, and that an oversized snapshot is
-    rejected."""
+    """Checks that a sandbox opened from a snapshot has the same files, including unreadable files, and that oversized snapshots and
+    invalid archives are rejected."""
     fill = """
 import os
 os.makedirs('a/b'); os.symlink('f', 'a/b/l'); os.mkfifo('pipe')

@@ -57,7 +57,7 @@ async def run_python(sandbox: Sandbox, code: str, *, timeout_s: float = 20.0, ou
 
 
 async def expect_output(sandbox: Sandbox, code: str, expected: str) -> None:
-    """Raises `ConformanceError` unless `code` succeeds and prints `expected`."""
+    """Raises `ConformanceError` unless `code` succeeds and prints `expected`, apart from surrounding white space."""
     result = await run_python(sandbox, code)
     expect(result.exit_code == 0 and result.stdout.strip() == expected, result)
 

@@ -53,5 +53,6 @@ def server_options(spec: SandboxSpec) -> dict[str, Any]:
 
 
 def socket_mounts(folder: Path, spec: SandboxSpec) -> dict[str, Path]:
-    """Returns a mapping path in the sandbox -> path on the host for the socket through which the exec server hands over its listener."""
+    """Returns a mapping path in the sandbox -> path on the host for the socket through which the exec server hands over its listener. Empty
+    if there is no allow-list."""
     return {_LINK_INSIDE: folder / LINK} if spec.network else {}

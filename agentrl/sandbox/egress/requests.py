@@ -139,7 +139,8 @@ class AllowList:
         return address is not None and self._listed(address, port)
 
     async def connect(self, host: str, port: int) -> socket.socket:
-        """Connects to `host`. Raises `Refusal`. The caller sets the deadline."""
+        """Connects to `host`. Raises `Refusal` if the list does not cover `host`, the name has no allowed address, or none of the first
+        four answers. The caller sets the deadline."""
         if not any(entry.covers(host, port) for entry in self._network):
             raise Refusal(HTTPStatus.FORBIDDEN, "not on the sandbox's allow-list")
         allowed = [address for address in await self._addresses(host, port) if self._may(address, port)]
@@ -185,14 +186,15 @@ class AllowList:
 
 
 def resolve(host: str, port: int) -> list[str]:
-    """Returns the addresses of a name, in the system's order of preference. Blocking."""
+    """Returns the addresses of a name, in the system's order of preference. Blocking. Raises `OSError` or `UnicodeError` if there are
+    none."""
     return list(dict.fromkeys(str(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)))
 
 
 def is_public(address: Address) -> bool:
     """Whether `address` is on the public internet: not loopback, private, link-local (metadata), shared, multicast or reserved.
 
-    If an IPv6 address embeds an IPv4 address (mapped, 6to4, Teredo, NAT64), the embedded address must be public too.
+    If an IPv6 address embeds an IPv4 address (mapped, compatible, 6to4, Teredo, NAT64), the embedded address must be public too.
     """
     embedded: list[ipaddress.IPv4Address | None] = []
     if isinstance(address, ipaddress.IPv6Address):

@@ -126,7 +126,8 @@ def exit_status(stop: SystemExit) -> int:
 
 
 def finish(status: int) -> int:
-    """Shuts this interpreter down: waits for threads, runs exit handlers, flushes the output. Returns the exit status."""
+    """Shuts this interpreter down: waits for threads, runs exit handlers, flushes the output. Returns `status`, or 120 if it is 0 and the
+    output cannot be flushed."""
     try:
         if "threading" in sys.modules:
             sys.modules["threading"]._shutdown()
@@ -215,7 +216,8 @@ def run_session(code: bytes) -> int:
 
 
 def _run_input(code: bytes, name: str, names: dict[str, Any]) -> int:
-    """Runs `code`, and prints the value of a final expression like an interactive interpreter. Returns 1 after an exception."""
+    """Runs `code`, and prints the value of a final expression like an interactive interpreter. Returns 1 after an
+    exception and 0 otherwise. Raises `SystemExit` if the code does."""
     try:
         tree = compile(code, name, "exec", _ast.PyCF_ONLY_AST, dont_inherit=True)
         assert isinstance(tree, _ast.Module)

@@ -22,7 +22,7 @@ _HOLE = bytes(4096)
 
 
 def send_file(link: Link, request: Request, body: Body) -> Answer:
-    """Sends the content of a regular file."""
+    """Sends the content of a regular file. Raises `Refused` if there is no such file or it has more than `max_bytes` bytes."""
     with FolderPath() as folders:
         folder, name = folders.parent(request["path"])
         fd = _open_regular(name, folder)
@@ -36,7 +36,7 @@ def send_file(link: Link, request: Request, body: Body) -> Answer:
 
 
 def write_files(link: Link, request: Request, body: Body) -> Answer:
-    """Writes files."""
+    """Writes files, and creates their folders. Raises `Refused` if a path is invalid or there is no room; files before it are written."""
     with FolderPath() as folders:
         for path, size in request["files"]:
             write_file(*folders.parent(path, create=True), body, size)
@@ -61,7 +61,10 @@ class FolderPath:
         os.close(self.fds[0])
 
     def parent(self, path: str, create: bool = False) -> tuple[int, str]:
-        """Returns (descriptor of the folder that contains `path`, last name in `path`). The descriptor is valid until the next call."""
+        """Returns (descriptor of the folder that contains `path`, last name in `path`). The descriptor is valid until the next call.
+
+        Raises `Refused` if `path` is not plain or leads through a link or a file, or if a folder is missing and `create` is False.
+        """
         *folders, name = path.split("/")
         if len(folders) >= MAX_DEPTH or any(part in ("", ".", "..") for part in (*folders, name)):
             raise Refused("refused", f"path {path!r} is not a plain relative path")
@@ -107,7 +110,7 @@ def _open_regular(name: str, folder: int) -> int:
 
 def write_file(folder: int, name: str, body: Readable, size: int, mode: int = 0o644, mtime: int | None = None) -> None:
     """Replaces `name` with a new file that contains the next `size` bytes of `body`. If `name` is a link, the link is replaced, not
-    followed."""
+    followed. Raises `Refused` if `name` is a folder, `body` ends early, or there is no room."""
     try:
         os.unlink(name, dir_fd=folder)
     except FileNotFoundError:

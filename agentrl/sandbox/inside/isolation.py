@@ -64,7 +64,7 @@ class Groups:
 
     def open_up(self) -> None:
         """Makes the control groups of a container writable, because runtimes mount them read-only. On version 2, also moves this process to
-        a subgroup."""
+        a subgroup. Raises `OSError`."""
         for folder in self.folders():
             mount(None, folder, None, MS_REMOUNT | MS_BIND | _PLAIN | MS_NOEXEC)
         if self.unified:
@@ -73,7 +73,7 @@ class Groups:
             _write(f"{self.top}/cgroup.subtree_control", "+memory +pids +cpu")
 
     def create(self, name: str, bounds: Request) -> None:
-        """Creates the group `name` with the limits `bounds`. Raises `OSError` on failure."""
+        """Creates the group `name` with the limits `bounds`. Raises `OSError` on failure, which may leave part of the group."""
         for folder in self.folders(name):
             os.mkdir(folder)
         for controller, file, value, required in self._settings(bounds):
@@ -82,7 +82,7 @@ class Groups:
                 _write(path, value)
 
     def add(self, name: str, pid: int = 0) -> None:
-        """Moves a process, this one by default, to the group `name`."""
+        """Moves a process, this one by default, to the group `name`. Raises `OSError` if the process has exited."""
         for folder in self.folders(name):
             _write(f"{folder}/cgroup.procs", pid)
 

@@ -89,7 +89,7 @@ class Program:
             self.stdin = None
 
     def take(self, fd: int) -> bool:
-        """Reads the output that is available in the pipe `fd`. Returns whether the stream has ended."""
+        """Reads up to `CHUNK` bytes of the output in the pipe `fd`, without waiting. Returns whether the stream has ended."""
         try:
             data = os.read(fd, CHUNK)
         except BlockingIOError:

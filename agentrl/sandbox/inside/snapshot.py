@@ -9,7 +9,7 @@ tree, and no entry leads out of the tree.
 
 An archive is a simple tar file (POSIX.1-1988 headers, pax records for long names), written and read as a stream. An archive contains
 regular files, folders, links and hard links. The standard library's `tarfile` takes longer to import than most archives take to write, and
-is lenient by design. Archives that are read are untrusted: this module rejects anything that it would not write.
+is lenient by design. Archives that are read are untrusted: this module rejects headers and entries of kinds that it would not write.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ class Packer:
 
 @contextlib.contextmanager
 def _opened(folder: int, name: str, flags: int, needed: int) -> Iterator[tuple[int, os.stat_result | None]]:
-    """Yields (descriptor, status) of an entry, or (-1, None) if the entry no longer exists. During the block, the owner of the entry has
-    the mode bits `needed`."""
+    """Yields (descriptor, status) of an entry, or (-1, None) if the entry was removed or replaced. During the block, the owner of the entry
+    has the mode bits `needed`."""
     try:
         fd, info = _open_anyway(folder, name, flags, needed)
     except OSError as error:
@@ -180,7 +180,7 @@ def _mtime(info: os.stat_result) -> int:
 
 def unpack(archive: ArchiveReader, top: str) -> None:
     """Unpacks `archive` into the folder `top`. Raises `Refused` if the archive is invalid, does not fit, or contains a path that leads out
-    of the folder."""
+    of the folder, and `OSError` if an entry cannot be created, for example because it exists."""
     unfinished: list[tuple[str, Entry]] = []
     count = 0
     with FolderPath(top) as folders, FolderPath(top) as sources:
@@ -211,8 +211,12 @@ def _create(entry: Entry, archive: ArchiveReader, folder: int, name: str, source
     elif entry.kind == LINK:
         os.symlink(os.fsdecode(entry.target), name, dir_fd=folder)
     elif entry.kind == HARD_LINK:
-        first, first_name = sources.parent(os.fsdecode(entry.target))
-        os.link(first_name, name, src_dir_fd=first, dst_dir_fd=folder, follow_symlinks=False)
+        target = os.fsdecode(entry.target)
+        try:
+            first, first_name = sources.parent(target)
+            os.link(first_name, name, src_dir_fd=first, dst_dir_fd=folder, follow_symlinks=False)
+        except (Refused, FileNotFoundError):
+            raise _invalid(f"a hard link to {target!r}, which is not a file in the archive") from None
     else:
         write_file(folder, name, archive, entry.size, entry.mode & _PERMISSIONS, entry.mtime)
 
@@ -239,7 +243,8 @@ class Entry:
 
 
 class ArchiveWriter:
-    """Sends an archive to the host in pieces of `READ_BYTES`. Raises `Refused` if the archive becomes larger than `sink` allows."""
+    """Sends an archive to the host in pieces of at least `READ_BYTES`. Raises `Refused` if the archive becomes larger than `sink`
+    allows."""
 
     def __init__(self, sink: Sink) -> None:
         self.sink = sink
@@ -300,7 +305,7 @@ def _block_of(entry: Entry) -> bytes:
 
 
 class ArchiveReader:
-    """Reads an archive from a stream. Raises `Refused` for anything that `ArchiveWriter` does not write."""
+    """Reads an archive from a stream. Raises `Refused` for headers and entries of kinds that `ArchiveWriter` does not write."""
 
     def __init__(self, source: Readable) -> None:
         self.source = source

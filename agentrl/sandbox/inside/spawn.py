@@ -67,7 +67,7 @@ class Pipes:
 
 
 class WaitingChild:
-    """A child that waits for its work, which is probably of the kind `likely`. Raises `OSError` if the child cannot be forked."""
+    """A child that waits for its work, which is probably of the kind `likely`. Raises `OSError` if no process or descriptor is free."""
 
     def __init__(self, users: Users, likely: str) -> None:
         self.pipes = Pipes()
@@ -85,7 +85,8 @@ class WaitingChild:
         control.close()
 
     def reuse(self) -> bool:
-        """Sends the pipes of the next program to a child that has launched a program. Returns False if the child cannot receive them."""
+        """Sends the pipes of the next program to a child that has launched a program. Returns False if the child cannot receive them.
+        Raises `OSError` if no descriptor is free."""
         self.pipes = Pipes()
         try:
             socket.send_fds(self.control, [b"\0"], self.pipes.theirs)
@@ -108,8 +109,8 @@ def work(kind: str, argument: Any, has_stdin: bool = False) -> bytes:
 
 
 def can_launch(users: Users) -> bool:
-    """Whether waiting children launch programs. Without a second user, waiting children become the programs instead, because programs could
-    signal them."""
+    """Whether waiting children launch programs instead of becoming them. False if there is no second user (programs could signal the
+    children), on architectures that `_SET_IDS` lacks, and if a program may open fewer than `_FEWEST_FILES` files."""
     return users.server != users.agent and bool(_SET_IDS) and users.open_files >= _FEWEST_FILES
 
 
@@ -204,7 +205,7 @@ class Launcher:
 
 
 def _set_ids(real: int, effective: int, saved: int) -> None:
-    """Sets the user and group ids of this thread only."""
+    """Sets the user and group ids of this thread only. Exits this process on failure."""
     for number in _SET_IDS:
         if LIBC.syscall(number, real, effective, saved) != 0:
             os._exit(70)  # it must not continue as the wrong user

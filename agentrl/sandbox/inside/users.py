@@ -77,7 +77,7 @@ def prctl(option: int, value: int) -> None:
 
 
 def set_capabilities(numbers: Sequence[int]) -> None:
-    """Sets the permitted and effective capabilities of this process to `numbers`. None of these capabilities is inheritable."""
+    """Sets the permitted and effective capabilities of this process to `numbers`, and clears the inheritable ones. Raises `OSError`."""
     mask = sum(1 << number for number in numbers)
     if LIBC.capset(struct.pack("=Ii", _CAPABILITY_VERSION_3, 0), struct.pack("=6I", mask, mask, 0, 0, 0, 0)) != 0:
         raise last_error("capset")
@@ -178,7 +178,8 @@ class FilterProgram(ctypes.Structure):
 
 
 def restrict(options: Request) -> None:
-    """Applies the limits, the set of cores and the system call filter to this process and all processes that it starts."""
+    """Applies the limits, the set of cores and the system call filter to this process and all processes that it starts. Raises
+    `OSError` or `ValueError` if the kernel rejects one of them."""
     for name, value in options["limits"].items():
         resource.setrlimit(getattr(resource, name), (value, value))
     resource.setrlimit(resource.RLIMIT_NOFILE, (SERVER_FILES, max(SERVER_FILES, options["open_files"])))
@@ -217,7 +218,7 @@ class Watch:
         self.rest_s = 0.0  # minimum time until the next check
 
     def over_limit(self) -> bool:
-        """Whether programs of this sandbox hold more locks and sockets than the limits on uncharged resources allow."""
+        """Whether programs of this sandbox hold more than `MAX_SOCKETS` sockets or more than `MAX_LOCKS` locks."""
         start = time.monotonic()
         sockets = sockets_in(_content(self.sockets)) + sockets_in(_content(self.sockets6))
         over = sockets > MAX_SOCKETS or self.too_many_locks()
@@ -225,15 +226,16 @@ class Watch:
         return over
 
     def too_many_locks(self) -> bool:
-        """Whether this pid namespace holds too many locks. Skips locks of open files, because the kernel lists such locks of all
-        sandboxes."""
+        """Whether this pid namespace holds more than `MAX_LOCKS` locks. Skips locks of open files, because the kernel lists such locks of
+        all sandboxes."""
         count = at = 0
         while count <= MAX_LOCKS and (data := _content(self.locks, at)):
             count, at = count + data.count(b"\n") - data.count(b"OFDLCK"), at + len(data)
         return count > MAX_LOCKS
 
     def has_others(self, waiting: int) -> bool:
-        """Whether this process has a child other than `waiting`. Orphaned processes in the sandbox become its children."""
+        """Whether this process has a child other than `waiting`; True if that is unknown. Orphaned processes in the sandbox become its
+        children."""
         return any(int(pid) != waiting for pid in _content(self.children).split()) if self.children >= 0 else True
 
 

@@ -65,7 +65,8 @@ class Link:
         return read_exactly(self.sock.fileno(), size)
 
     def request(self) -> Request:
-        """Returns the header of the next request. The body of `header["body"]` bytes must be read afterwards."""
+        """Returns the header of the next request. The body of `header["body"]` bytes must be read afterwards. Exits this process if the
+        header is too long."""
         header_size, body_size = PREFIX.unpack(self.read(PREFIX.size))
         if header_size > _MAX_HEADER:
             os._exit(1)

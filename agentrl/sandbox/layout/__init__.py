@@ -1,8 +1,9 @@
 """Applies the WORKDIR and ENV of a Dockerfile in sandboxes, which have a read-only root and the working directory /home/agent.
 
-The last build step of such an image (`agentrl.sandbox.layout.arrange`) moves the files in the WORKDIR (/app if there is none) to
+The last build step of such an image (`agentrl.sandbox.layout.arrange`) moves the files in the WORKDIR (/app if it is unset or /) to
 /opt/agentrl/start, replaces the WORKDIR with a link to /home/agent, and links /logs, /tests and /solution to folders below /tmp. Each new
-sandbox copies the moved files to its working directory (`agentrl.sandbox.layout.begin`).
+sandbox creates the folders below /logs and, unless it is opened from a snapshot, copies the moved files to its working directory
+(`agentrl.sandbox.layout.begin`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from agentrl.protocols import Sandbox
 from agentrl.sandbox.inside.users import ENVIRONMENT, HOME
 
 _FOLDER = Path(__file__).parent
-_ARRANGE, BEGIN = ((_FOLDER / f"{name}.py").read_text(encoding="utf-8") for name in ("arrange", "begin"))
+_ARRANGE, _BEGIN = ((_FOLDER / f"{name}.py").read_text(encoding="utf-8") for name in ("arrange", "begin"))
 DEFAULT = "/app"
 _BEGIN_S = 60.0
 _MAX_VARIABLES = 128
@@ -36,8 +37,8 @@ _RESERVED = ("HOME", "USER", "LOGNAME", "TMPDIR", "PWD", "OLDPWD", "HOSTNAME", "
 
 
 def environment(declared: Sequence[str], workdir: str) -> dict[str, str]:
-    """Returns the variables for a sandbox's programs from the `NAME=value` lines of an image. Raises `ValueError` if there are too many
-    variables or characters."""
+    """Returns the variables for a sandbox's programs from the `NAME=value` lines of an image, without reserved variables, and with a PATH
+    in which an agent cannot plant programs. Raises `ValueError` if there are too many variables or characters."""
     pairs = dict(line.partition("=")[::2] for line in declared if "=" in line)
     variables = {name: value for name, value in pairs.items() if name not in _RESERVED and not name.startswith("LD_")}
     if len(variables) > _MAX_VARIABLES or sum(map(len, (*variables, *variables.values()))) > _MAX_CHARACTERS:
@@ -49,7 +50,8 @@ def environment(declared: Sequence[str], workdir: str) -> dict[str, str]:
 
 
 def working_directory(declared: str) -> str:
-    """Returns the working directory for the WORKDIR `declared` of an image. Raises `ValueError` if a sandbox cannot use that directory."""
+    """Returns the working directory for the WORKDIR `declared` of an image; `DEFAULT` if it is empty or `/`. Raises `ValueError` if a
+    sandbox cannot use that directory."""
     path = posixpath.normpath(declared or "/")
     if path == "/":
         return DEFAULT
@@ -84,10 +86,10 @@ def lay_out_image(api: docker.APIClient, tag: str, dockerfile: Path, timeout_s: 
         printed += [line for line in lines if line.strip() and not line.startswith(_BUILDER_LINES)]
 
 
-async def fill_workdir(sandbox: Sandbox) -> None:
-    """Copies the image's files to the working directory of a new sandbox. Raises `TaskError` if the files do not fit, and `SandboxError`
-    after any other failure."""
-    result = await sandbox.python(BEGIN, timeout_s=_BEGIN_S)
+async def prepare_folders(sandbox: Sandbox, *, restored: bool) -> None:
+    """Creates the folders below /logs of a new sandbox and, unless its files were `restored` from a snapshot, copies the image's files to
+    its working directory. Raises `TaskError` if the files do not fit, and `SandboxError` after any other failure."""
+    result = await sandbox.python(_BEGIN + ("" if restored else "fill_workdir()\n"), timeout_s=_BEGIN_S)
     if result.ok:
         return
     if "No space left" in result.stderr:

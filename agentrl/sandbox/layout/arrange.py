@@ -29,7 +29,7 @@ class Unfit(Exception):
 
 
 def check_bounds(top: str) -> None:
-    """Raises `Unfit` if the files below `top` do not fit in a working directory."""
+    """Raises `Unfit` if the files below `top` do not fit in a working directory, or are not files, folders and links."""
     size = count = 0
     for folder, folders, files in os.walk(top):
         if folder.count("/") - top.count("/") > MAX_DEPTH:
@@ -44,7 +44,7 @@ def check_bounds(top: str) -> None:
 
 
 def make_readable(top: str) -> None:
-    """Makes all files readable for every user, because programs in a sandbox are never root."""
+    """Makes all files and folders readable for every user, because programs in a sandbox are never root."""
     for folder, _, files in os.walk(top):
         os.chmod(folder, stat.S_IMODE(os.stat(folder).st_mode) | 0o755)
         for path in (os.path.join(folder, name) for name in files):
@@ -54,7 +54,8 @@ def make_readable(top: str) -> None:
 
 
 def move_workdir(workdir: str) -> None:
-    """Moves the files in the working directory to START, and replaces the directory with a link to HOME."""
+    """Moves the files in the working directory to START, and replaces the directory with a link to HOME unless it is HOME. Raises `Unfit`
+    if the directory or its files are unsuitable."""
     os.makedirs(START, exist_ok=True)
     real = os.path.realpath(workdir)
     if os.path.isdir(real):
@@ -73,7 +74,7 @@ def move_workdir(workdir: str) -> None:
 
 
 def link_scratch(path: str) -> None:
-    """Makes `path` a link to a folder below /tmp, unless it is already a link in the image."""
+    """Makes `path` a link to a folder below /tmp, unless it is already a link in the image. Raises `Unfit` if it contains files."""
     if os.path.islink(path):
         return
     if os.path.lexists(path):
