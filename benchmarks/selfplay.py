@@ -3,8 +3,9 @@
     python benchmarks/selfplay.py RUN...                             the versions of existing runs
     python benchmarks/selfplay.py --train runs/kuhn --seeds 0 1 2    trains with and without a league first
 
-The average of versions is what fictitious play converges to: it draws a version for each game. Its exploitability is computed from the
-versions of the second half of the run, each weighted at an information set by the probability that it plays to that set.
+The average of versions is what fictitious play converges to: it draws a version for each game. Two averages are computed: that of the
+versions of the second half of the run, and that of all versions, each weighted by its number as in CFR+ (Tammelin 2014, arXiv:1407.5042).
+At an information set, a version also has the weight of the probability that it plays to that set.
 """
 
 from __future__ import annotations
@@ -58,12 +59,11 @@ def report(run: Path, *, every: int) -> None:
     for index, folder in enumerate(folders):
         if index % every == 0 or index == len(folders) - 1:
             current = exploitability(Kuhn(), _policy(tables[index]))
-            mixed = exploitability(Kuhn(), _policy(average(tables[index // 2 : index + 1])))
-            rows.append({"version": int(folder.name), "exploitability": current, "of_average": mixed})
-            print(
-                f"{run.name} version {int(folder.name):4d}: exploitability {current:.3f}, of the average of versions {mixed:.3f}",
-                flush=True,
-            )
+            newer = exploitability(Kuhn(), _policy(average(tables[index // 2 : index + 1])))
+            linear = exploitability(Kuhn(), _policy(average(tables[: index + 1], range(1, index + 2))))
+            rows.append({"version": int(folder.name), "exploitability": current, "of_average": newer, "of_linear_average": linear})
+            averages = f"of the average of the newer half {newer:.3f}, of the linear average {linear:.3f}"
+            print(f"{run.name} version {int(folder.name):4d}: exploitability {current:.3f}, {averages}", flush=True)
     (run / "exploitability.json").write_text(json.dumps({"rows": rows, "tables": tables}, indent=1))
 
 
@@ -88,11 +88,14 @@ def bets(folder: Path, chat: ChatFormat) -> Table:
     return table
 
 
-def average(tables: Sequence[Table]) -> Table:
-    """Returns the behaviour of a policy that draws one of the tables for each game."""
+def average(tables: Sequence[Table], weights: Sequence[float] | None = None) -> Table:
+    """Returns the behaviour of a policy that draws one of the tables for each game, with probabilities in proportion to `weights`. None
+    means equal probabilities."""
     mixed = {}
     for view in VIEWS:
         reach = [1 - table[view.replace("pb", "-")] if view.endswith("pb") else 1.0 for table in tables]
+        if weights is not None:
+            reach = [weight * probability for weight, probability in zip(weights, reach, strict=True)]
         mixed[view] = math.fsum(weight * table[view] for weight, table in zip(reach, tables, strict=True)) / max(math.fsum(reach), 1e-12)
     return mixed
 

@@ -53,6 +53,7 @@ def test_a_policy_trains_against_itself_and_a_past_version(
         bet = table[re.findall(r"card \w moves [-pb]+", tokenizer.decode(list(turn.prompt_ids)))[-1]]
         expected = bet if turn.message.content == "b" else 1 - bet
         assert turn.logprobs[0] == pytest.approx(math.log(expected), abs=1e-3), "the benchmark scores what the server samples"
-    assert average([table, table]) == pytest.approx(table)
+    assert average([table, table]) == average([table, dict.fromkeys(table, 1.0)], [2.0, 0.0]) == pytest.approx(table)
     report(run, every=1)
-    assert "version    1: exploitability 0." in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "version    1: exploitability 0." in shown and "of the linear average 0." in shown
