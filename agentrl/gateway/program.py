@@ -95,12 +95,7 @@ class ExternalProgram:
         """
         self._tokens = ConversationTokens(chat)
         self._command = _texts(command, "command")
-        self._environment = {**_mapping(environment, "environment")}
-        for name in self._environment:
-            if not name or "=" in name:
-                raise UserError(
-                    f"rollout.agent.options.environment: {name!r} is not the name of a variable", fix="use a non-empty name without `=`"
-                )
+        self._environment = {_checked_variable(name): value for name, value in _mapping(environment, "environment").items()}
         self._answer = answer
         self._models = _texts(models, "models")
         self._host, self._port = host, port
@@ -276,6 +271,12 @@ def _check_characters(values: Sequence[str], name: str) -> None:
         if _NOT_BYTES.search(value):
             fix = "remove NUL characters and surrogates"
             raise UserError(f"rollout.agent.options.{name}: {value!r} contains a character that no program can receive", fix=fix)
+
+
+def _checked_variable(name: str) -> str:
+    if not name or "=" in name:
+        raise UserError(f"rollout.agent.options.environment: {name!r} is not the name of a variable", fix="use a name without `=`")
+    return name
 
 
 def _checked_path(path: str) -> str:
