@@ -1,20 +1,20 @@
 """Temporary folders that do not stay on disk if their process is killed.
 
 The process that creates a folder holds a kernel lock (flock) on it until it removes the folder. The kernel releases the lock when the
-process dies. Whenever a process creates a folder, it first removes those of the same user whose lock is free.
+process dies. Whenever a process creates a folder, it first removes those of the same user and machine whose lock is free. The names contain
+the start of the machine's boot id, because locks on a shared file system may not be visible on other machines.
 """
 
 from __future__ import annotations
 
 import fcntl
+import functools
 import os
 import shutil
 import tempfile
 import weakref
 from pathlib import Path
 from types import TracebackType
-
-_PREFIX = "agentrl-scratch-"
 
 
 class ScratchFolder:
@@ -27,7 +27,7 @@ class ScratchFolder:
     def __init__(self) -> None:
         _remove_abandoned()
         while True:
-            self._folder = tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True)
+            self._folder = tempfile.TemporaryDirectory(prefix=_prefix(), ignore_cleanup_errors=True)
             self.path = Path(self._folder.name)
             if (handle := _lock(self.path)) is not None:
                 break
@@ -43,6 +43,11 @@ class ScratchFolder:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.remove()
+
+
+@functools.cache
+def _prefix() -> str:
+    return f"agentrl-scratch-{Path('/proc/sys/kernel/random/boot_id').read_text()[:8]}-"
 
 
 def _lock(folder: Path) -> int | None:
@@ -65,8 +70,11 @@ def _lock(folder: Path) -> int | None:
 
 def _remove_abandoned() -> None:
     """Removes the scratch folders of this user whose process has exited."""
-    with os.scandir(tempfile.gettempdir()) as entries:
-        folders = [entry.path for entry in entries if entry.name.startswith(_PREFIX)]
+    try:
+        with os.scandir(tempfile.gettempdir()) as entries:
+            folders = [entry.path for entry in entries if entry.name.startswith(_prefix())]
+    except PermissionError:  # a temporary folder that this user may write to but not list
+        return
     for folder in folders:
         try:
             handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -60,7 +60,7 @@ def read_secret(reference: str) -> str:
 
 
 def _checked(text: str, where: str, fix: str) -> str:
-    if not text.strip() or len(os.fsencode(text)) > _MOST_BYTES or "\0" in text:
+    if not text.strip() or len(text.encode("utf-8", "surrogateescape")) > _MOST_BYTES or "\0" in text:
         raise UserError(f"{where} contains no secret", fix=fix)
     return register(text)
 

@@ -32,7 +32,7 @@ MAX_FILES = 4096
 MAX_CHUNKS = 1 << 22
 """Maximum number of chunks in one folder (4 TiB in total)."""
 _RECORDS = frozenset({"version.json"})  # state of the driver's registry, not part of a version's files
-_PART = re.compile(r"[^\s.\\-][^\\]{0,199}")  # file names such as `my notes (1).md` occur in model folders
+_PART = re.compile(r"[^\s.\\-][^\\]{0,199}")  # at most 255 bytes; file names such as `my notes (1).md` occur in model folders
 _NUMBER = re.compile(r"[0-9]{6,9}")
 _JUDGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 _DEPTH = 4
@@ -51,7 +51,8 @@ class FileChunks(Record):
     def __post_init__(self) -> None:
         Record.__post_init__(self)
         parts = self.name.split("/")
-        if len(parts) > _DEPTH or not all(_PART.fullmatch(part) and part.isprintable() for part in parts) or self.name in _RECORDS:
+        named = all(_PART.fullmatch(part) and part.isprintable() and len(part.encode()) < 256 for part in parts)
+        if len(parts) > _DEPTH or not named or self.name in _RECORDS:
             raise ValueError(f"{self.name[:200]!a} is not a valid file name in a version or checkpoint")
         if self.size < 0 or len(self.chunks) != -(-self.size // CHUNK) or not all(_SHA256.fullmatch(sha256) for sha256 in self.chunks):
             raise ValueError(f"{self.name}: the checksums ({len(self.chunks)}) are malformed or do not match {self.size} bytes")

@@ -75,7 +75,7 @@ def _outside(case: Case, suite: Path, root: Path) -> Iterator[tuple[str, str]]:
             yield str(suite), "a folder whose name contains a separator or white space, so that it cannot be recognized in the options"
         if suite != root and file.is_relative_to(suite):
             yield part, "which is code in the suite's folder"
-        elif part.endswith(".py") and not file.is_relative_to(root):
+        elif part.endswith(".py") and not file.is_relative_to(root) and os.path.exists(file):  # otherwise it is text, or a path elsewhere
             yield part, f"which is outside the project {root}"
     if case.task.sandbox is None:
         return
@@ -90,9 +90,12 @@ def _outside(case: Case, suite: Path, root: Path) -> Iterator[tuple[str, str]]:
 def _of_environment(task: Task, root: Path) -> Iterator[tuple[str, Path]]:
     """Yields each string and word in the environment's reference and options, with the paths that it may have as a file or as a module.
 
-    Any option may be a reference, start a program, or be a variable such as PYTHONPATH. Control characters are escaped as in JSON.
+    Any option may be a reference, start a program, or be a variable such as PYTHONPATH. Control characters are escaped as in JSON. Skips an
+    environment on a server: its options are sent to the server, and run no code here.
     """
     spec, scored = task.environment, task.data.get("inspect")  # `agentrl.environment.inspect_tasks.score_ended` opens data.inspect
+    if spec is not None and (kind := environment_kind(spec.ref)) is not None and kind.session:
+        spec = None
     if spec is None and scored is None:
         return
     text = codec.to_json((None if spec is None else (spec.ref, spec.options), scored)).decode()

@@ -121,7 +121,7 @@ def _requested_groups(folder: Path, groups: int | None) -> int:
     path = folder / SAMPLE_FILE
     try:
         before = int(json.loads(path.read_text(encoding="utf-8"))["groups"]) if path.exists() else 0
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise UserError(f"{path} is damaged: {error}", fix="delete it, and set --groups") from None
     wanted = groups or before or DEFAULT_GROUPS
     if wanted < before:

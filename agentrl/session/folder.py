@@ -33,6 +33,7 @@ _RECIPE, _STARTED = "recipe.json", "run.json"
 _FREE_BYTES = 1 << 30
 _LARGEST = 16 << 20  # maximum size of run.json in bytes
 _SANDBOX = "sandbox.backend="
+_WANDB = "wandb"  # subfolder in which the package wandb stores the links debug.log and debug-internal.log
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,15 +102,28 @@ def _take(stack: ExitStack, folder: Path, *, resume: bool, command: str, resumab
 
 
 def _check_links(folder: Path) -> None:
-    """Raises `UserError` if the folder or one of its subfolders contains a link to a file, because a run appends to files there."""
+    """Raises `UserError` if the folder or one of its subfolders contains a link to a file outside the folder, because a run appends to
+    files there. Skips the folder of wandb, which replaces its links itself, and folders of other users that this user cannot enter."""
     entries = [*os.scandir(folder)]
-    inner = [entry for part in entries if part.is_dir(follow_symlinks=False) for entry in os.scandir(part)]
-    for entry in (*entries, *inner):
-        if entry.is_symlink() and not entry.is_dir():
+    for part in [entry for entry in entries if entry.is_dir(follow_symlinks=False) and entry.name != _WANDB]:
+        try:
+            entries += os.scandir(part)
+        except PermissionError as error:  # such as lost+found
+            if os.access(part, os.X_OK):
+                raise UserError(f"{part.path} cannot be read: {error.strerror}", fix=f"chmod u+r {shlex.quote(part.path)}") from None
+    for entry in entries:
+        if entry.is_symlink() and not os.path.isdir(entry) and not _is_inside(entry.path, folder):
             raise UserError(
                 f"{entry.path} is a symbolic link, and the run could write to {os.readlink(entry)!r}",
                 fix="replace it with a copy of the file",
             )
+
+
+def _is_inside(path: str, folder: Path) -> bool:
+    try:
+        return Path(path).resolve().is_relative_to(folder.resolve())
+    except (OSError, RuntimeError):  # a loop of links
+        return False
 
 
 def holds_run(folder: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -9,10 +10,11 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from agentrl.base.scratch import ScratchFolder
+from agentrl.base.scratch import ScratchFolder, _prefix
 from tests.descriptors import descriptors_left
 
 HOLD = """
@@ -72,23 +74,43 @@ def test_the_folder_of_a_killed_process_is_removed_and_that_of_a_running_process
             process.wait()
 
 
-def test_other_folders_are_not_removed(temporary: Path) -> None:
-    mine, target, foreign = temporary / "agentrl-runs", temporary / "target", temporary / "agentrl-scratch-other"
-    for folder in (mine, target, foreign):
+def test_other_folders_are_not_removed(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine, target, elsewhere = temporary / "agentrl-runs", temporary / "target", temporary / "agentrl-scratch-00000000-x"
+    for folder in (mine, target, elsewhere):  # the last one is that of a different machine
         folder.mkdir()
-    (temporary / "agentrl-scratch-link").symlink_to(target)
-    (temporary / "agentrl-scratch-file").write_text("x")
-    os.chown(foreign, 12345, -1)
+    (temporary / f"{_prefix()}link").symlink_to(target)
+    (temporary / f"{_prefix()}file").write_text("x")
     before = {*temporary.iterdir()}
     with ScratchFolder():
         pass
     assert {*temporary.iterdir()} == before
+    (temporary / f"{_prefix()}other").mkdir()
+    with monkeypatch.context() as patches:
+        patches.setattr(os, "geteuid", lambda: os.getuid() + 1)  # the folder belongs to a different user
+        with ScratchFolder():
+            pass
+    assert (temporary / f"{_prefix()}other").is_dir()
 
 
 def test_processes_that_create_folders_at_the_same_time_keep_theirs(temporary: Path) -> None:
     processes = [subprocess.Popen([sys.executable, "-c", CHURN]) for _ in range(3)]
     assert [process.wait(timeout=120) for process in processes] == [0] * 3
     assert not list(temporary.iterdir())
+
+
+def test_a_temporary_folder_that_cannot_be_listed_is_used(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tempfile.gettempdir()  # the first call writes a file
+    scan = os.scandir
+
+    def refuse(path: Any) -> Any:
+        if path == str(temporary):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with ScratchFolder() as path:
+        assert path.parent == temporary
+    assert not path.exists()
 
 
 def test_without_a_free_descriptor_no_folder_is_left(temporary: Path) -> None:

@@ -288,3 +288,12 @@ def test_a_secret_of_more_than_64_kib_raises_instead_of_being_truncated(tmp_path
     monkeypatch.setenv("MINE", "\u00e9" * (33 << 10))
     with pytest.raises(UserError, match="MINE contains no secret"):
         secrets.read_secret("env:MINE")
+
+
+def test_a_secret_is_read_in_a_locale_without_utf8(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_bytes("p\u00e4ssword".encode())
+    code = f"from agentrl.base import secrets; print(ascii(secrets.read_secret('file:{path}')))"
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    read = subprocess.run([sys.executable, "-c", code], env=os.environ | locale, capture_output=True, text=True, check=True)
+    assert read.stdout == "'p\\xe4ssword'\n"

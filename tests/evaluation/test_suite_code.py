@@ -181,7 +181,8 @@ def test_an_environment_of_foreign_code_raises(ref: str, options: dict[str, Any]
     [
         ("gymnasium:CartPole-v1", {"action_names": ["left", "right"]}),
         ("openenv:http://localhost:8000/x", {"reset": {"task": "a/b.py"}}),
-        ("rewards.mine:Game", {"path": "/data/levels.json"}),
+        ("nemo-gym:http://localhost:8000", {"row": {"input": "evals/theirs: see http://x.org/a.py, ../evil.py and /testbed/a.py."}}),
+        ("rewards.mine:Game", {"path": "/data/levels.json", "prompt": "Correct /testbed/django/core.py, as in https://x.org/a.py"}),
         ("inspect:rewards/mine.py@t", {"solver": "rewards.mine@s", "model_roles": {"grader": "openai/gpt-5"}, "variables": {"K": "env:K"}}),
         ("verifiers:reverse-text", {"environment": "verifiers"}),
         (
@@ -196,6 +197,9 @@ def test_an_environment_of_the_project_is_allowed(
     suite = suite_of(project, a_case(environment=EnvironmentSpec(ref=ref, options=options)))
     check_suite_code(suite, project)
     spaced = replace(suite, folder=project / "evals" / "the irs")
+    if ref.startswith(("nemo-gym:", "openenv:")):  # the options of a server refer to no code here
+        check_suite_code(spaced, project)
+        return
     with pytest.raises(UserError, match="a separator or white space"):
         check_suite_code(spaced, project)
     check_suite_code(replace(spaced, cases=(make_case("a"),)), project)

@@ -155,7 +155,7 @@ def test_more_groups_may_be_requested_but_not_fewer(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="an earlier command requested 8 groups") as error:
         sample._requested_groups(tmp_path, 7)
     assert "--groups 8 or more" in error.value.fix
-    for text in ("{", "[]", "{}", "[" * 100_000):
+    for text in ("{", "[]", "{}", '{"groups": 1e999}', "[" * 100_000):
         (tmp_path / sample.SAMPLE_FILE).write_text(text)
         with pytest.raises(UserError, match=r"sample\.json is damaged"):
             sample._requested_groups(tmp_path, None)

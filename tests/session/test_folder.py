@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -126,7 +129,38 @@ def test_a_run_folder_with_links_to_files_is_not_driven(tmp_path: Path, name: st
         pass
     assert caught.value.fix == "replace it with a copy of the file" and victim.read_text() == "text without a line break"
     (folder / name).unlink()
+    (tmp_path / "loop").symlink_to("loop")
+    (folder / name).symlink_to(tmp_path / "loop")
+    with pytest.raises(UserError, match="is a symbolic link"), claim_run_folder(folder, tmp_path, "x", resume=True, command="c"):
+        pass
+    (folder / name).unlink()
     with claim_run_folder(folder, tmp_path, "x", resume=True, command="c"):
+        pass
+
+
+def test_links_of_trackers_and_folders_of_others_do_not_prevent_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "run"
+    hold_run(folder, [])
+    for name in ("wandb", "lost+found"):
+        (folder / name).mkdir()
+    (folder / "wandb" / "debug.log").symlink_to(tmp_path / "before-it-was-moved" / "wandb" / "run-1" / "logs" / "debug.log")
+    (folder / "logs" / "newest.log").symlink_to(folder / "logs" / "driver.log")
+    scan, may_enter = os.scandir, False
+
+    def scan_own(path: Any) -> Any:
+        if Path(path).name == "lost+found":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scan_own)
+    monkeypatch.setattr(os, "access", lambda path, mode: may_enter)
+    with claim_run_folder(folder, tmp_path, "x", resume=True, command="c"):
+        pass
+    may_enter = True
+    with (
+        pytest.raises(UserError, match=r"lost\+found cannot be read: Permission denied"),
+        claim_run_folder(folder, tmp_path, "x", resume=True, command="c"),
+    ):
         pass
 
 
