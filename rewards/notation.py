@@ -116,7 +116,8 @@ def _applied(tokens: Sequence[Token]) -> Node | None:
 
 
 def is_assignment(node: Node) -> bool:
-    """Whether a node is `x = value`, `f(x) = value` or `(x, y) = value`. The value of f(x) must not depend only on other variables."""
+    """Whether a node is `x = value`, `f(x) = value` or `(x, y) = value`. The value of f(x)
+    must contain x or no variable at all, unless the argument is a digit, as in f(2)."""
     if node.kind != "relation" or node.value != "=":
         return False
     left, right = node.parts

@@ -36,8 +36,8 @@ class OwnScorer:
 
         The part `exact` equals the value, and the part `partial` is the scorer's mark. Partial marks are not a reward, because many scorers
         give 0.01 or 0.05 to any answer in the correct form. Missing, very long and malformed answers are wrong. An answer is also wrong if
-        the scorer raises an error, exceeds its limits twice, or returns an invalid mark, but gives full marks to the truth. Otherwise an
-        agent could choose which of its answers count. If the scorer also fails on the truth, the answer is unscored.
+        the scorer raises an error, exceeds its limits twice, or returns an invalid mark, but gives full marks to the truth. If such answers
+        were unscored, an agent could submit one to avoid a score of 0. If the scorer also fails on the truth, the answer is unscored.
 
         Raises `TaskError` if the package no longer generates the task's problem.
         """

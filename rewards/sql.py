@@ -3,7 +3,7 @@
     rewards.sql:sql      with task.data = {"answer": "SELECT a FROM t", "databases": ["CREATE TABLE t(a); INSERT INTO t VALUES (1);"]}
 
 Both queries are executed; the text of the queries is not compared. The queries run in an in-memory SQLite database, in a subprocess with a
-deadline. The connection is read-only, has limits on steps, lengths and rows, and an authorizer that allows SELECT, columns and harmless
+deadline. The connection is read-only and limits steps, lengths and rows. Its authorizer allows only SELECT, reading columns and harmless
 functions.
 
 A query with a hard-coded result would also return the correct rows. Therefore, both queries are also executed on changed copies of the

@@ -346,8 +346,10 @@ class ChatFormat:
             )
 
     def _check_control_tokens(self) -> None:
-        """Raises `UserError` if markup in the template is not a single token. The model does not know such markup as a control token, and
-        it would not be escaped in tool outputs."""
+        """Raises `UserError` if the tokenizer does not encode each piece of markup in the template as one known token.
+
+        The model does not know markup of several tokens as a control token, and the escaper would not escape this markup in tool outputs.
+        """
         turns = [{"role": "user", "content": "-"}, {"role": "assistant", "content": "-"}, {"role": "tool", "content": "-"}]
         text = self._seam.between(SHOWN)
         for messages, tools in ((turns, ()), ([{"role": "system", "content": "-"}, *turns], [TOOL])):

@@ -182,7 +182,13 @@ def try_within(text: str | None, folder: str | None, cpu_s: float) -> None:
 
 
 def _bound(cpu_s: float, load_s: float) -> None:
-    """Bounds the additional CPU time and memory of this process. The timer first allows `load_s` seconds for loading a tokenizer."""
+    """Bounds the additional CPU time and memory of this process.
+
+    Args:
+        cpu_s: CPU seconds for the test. The total bound on CPU time is about `load_s + cpu_s`.
+        load_s: CPU seconds after which ITIMER_PROF kills the process while it loads a tokenizer. 0 means that no tokenizer is loaded; the
+            timer then expires after `cpu_s`. After loading, `try_within` sets the timer to `cpu_s`.
+    """
     signal.setitimer(signal.ITIMER_PROF, load_s or cpu_s)
     used = resource.getrusage(resource.RUSAGE_SELF)
     bound = math.ceil(used.ru_utime + used.ru_stime + load_s + cpu_s) + 1

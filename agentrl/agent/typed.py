@@ -84,8 +84,10 @@ def tool(
     A task refers to this tool as `mytools:search`. The agent sees the parameters with their types, the docstring up to its sections, and
     the entries of `Args`. Any type that pydantic can write as a JSON schema is allowed. A parameter annotated `Sandbox` receives the
     episode's sandbox, a parameter annotated `TaskData` receives the readable part of the episode's task, and a parameter annotated `Limits`
-    receives the task's limits. The function returns the text for the agent, a `ToolOutcome`, None for an empty text, or another value,
-    which is shown as JSON. If a function is not `async`, it runs in a thread.
+    receives the task's limits. If a function is not `async`, it runs in a thread.
+
+    The function may return a string, which is shown to the agent unchanged; None, which is shown as an empty string; a `ToolOutcome`; or
+    any other value that pydantic can write as JSON, which is shown as JSON.
 
     If the decorator marks methods, a task refers to their class, such as `mytools:Memory`. The tools of the class share one object per
     episode (`agentrl.agent.toolbox`).

@@ -58,7 +58,7 @@ class LoopLag:
         return {"loop_lag_ms_p99": 1000 * p99, "loop_lag_ms_max": 1000 * late[-1]}
 
     def held(self, what: str, seconds: float) -> None:
-        """Records that the code described by `what` has computed for `seconds` without awaiting."""
+        """Records that the code described by `what` ran for `seconds` without awaiting."""
         self._holder = max(self._holder, (seconds, what))
 
     @contextmanager
@@ -180,7 +180,7 @@ def count_as(stalls: StallCount | None) -> None:
 
 
 def record_computation(what: str, seconds: float) -> None:
-    """Records that code of the current task has computed for `seconds` without awaiting."""
+    """Records that code of the current task ran for `seconds` without awaiting."""
     if seconds < _LEAST_S:
         return
     DRIVER_LAG.held(what, seconds)

@@ -204,7 +204,7 @@ def image_token(folder: Path) -> int | None:
 
 
 def load_processor(folder: str | Path) -> Any:
-    """Returns the processor of a model folder. Imports transformers, whose errors it raises."""
+    """Returns the processor of a model folder. Imports transformers. Raises the errors of `AutoProcessor.from_pretrained`."""
     from transformers import AutoProcessor
 
     return AutoProcessor.from_pretrained(folder, trust_remote_code=False)

@@ -1,4 +1,7 @@
-"""Decides whether two numbers are equal up to rounding. All verifiers and triage use this comparison.
+"""Decides whether two numbers are equal up to rounding.
+
+The verifiers in `rewards/` that compare numeric answers with the truth use `same_number` or `is_near`, and failure triage uses
+`same_number`. Plug-in verifiers may compare numbers differently.
 
 A tolerance applies only to numbers that arithmetic has rounded. Whole numbers (counts, ids, amounts in cents) are exact, so two different
 whole numbers never count as equal.
@@ -51,8 +54,9 @@ def is_whole(value: Fraction | float) -> bool:
 def same_number(number: Fraction | float, wanted: Fraction | float, *, relative: float, absolute: float = 0.0) -> bool:
     """Whether two numbers are equal up to rounding.
 
-    Two different whole numbers are never equal. If only one of the numbers is whole and they differ by more than 0.5, they are not equal.
-    Otherwise `is_near` decides. An infinite number equals only itself, and NaN equals nothing.
+    The tolerances do not apply if both numbers are whole (`is_whole`): such numbers are equal only if they have the same value. Floats of
+    2**53 or more do not count as whole, because they may have been rounded. If only one of the numbers is whole and they differ by more
+    than 0.5, they are not equal. Otherwise `is_near` decides. An infinite number equals only itself, and NaN equals nothing.
     """
     if number == wanted:
         return True

@@ -184,7 +184,8 @@ def secrets_in_command(arguments: Sequence[str], *, shell: bool = False) -> Iter
     """Yields the flags, variables and headers in a program's arguments that precede a secret, but not the secret.
 
     Args:
-        shell: whether the words come from a shell command, in which `name=value` may be code, so only `NAME=value` counts as a variable.
+        shell: whether `arguments` are the words of a shell command. Then only names in upper case, as in `API_KEY=abc`, count as variables,
+            because a word such as `api_key=abc` may be part of a program. Otherwise names in lower case count too.
     """
     program = ""
     arguments = [word.rstrip(";") for word in arguments] if shell else list(arguments)

@@ -199,7 +199,7 @@ MALFORMED_FILES: Mapping[str, bytes] = {
 
 
 def cheat_outputs(name: str, paths: Sequence[str]) -> dict[str, bytes]:
-    """Returns outputs at these paths with the content of cheat `name`."""
+    """Returns one output file per path, whose content is that of the cheat `name` for the type of the file."""
     python, other = TEXTS[name]
     return {path: (python if path.endswith(".py") else other).encode() for path in paths}
 

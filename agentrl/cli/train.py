@@ -168,7 +168,14 @@ def evaluate(
 
 
 def _check_recipe_options(recipe: Path, *, of_policy: bool, of_suite: bool) -> None:
-    """Raises `UserError` for options that need --policy or --suite if that option is missing, and for a suite without --policy."""
+    """Checks the arguments of an evaluation without --policy.
+
+    Args:
+        of_policy: whether an option that needs --policy is set.
+        of_suite: whether --repeats or --threshold is set without --suite.
+
+    Raises `UserError` if `of_policy` or `of_suite` is true, or if `recipe` is the folder of a suite, which needs --policy here.
+    """
     if of_policy:
         options = "--junit, --pin, --key-env, --request, --header and --tokens-name"
         raise UserError(f"{options} need --policy", fix="agentrl eval SUITE --policy POLICY")

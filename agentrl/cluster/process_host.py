@@ -234,7 +234,7 @@ class HostedProcess:
 
 
 class LocalLauncher:
-    """Starts all parts of a run on this machine: a `Launcher`."""
+    """A `Launcher` that starts all parts of a run on this machine."""
 
     is_local, shared_folder, driver_host = True, True, LOOPBACK
 

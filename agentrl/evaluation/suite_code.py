@@ -1,7 +1,8 @@
 """Checks the code and images to which the cases of a suite refer.
 
 A suite is data and may come from a third party, but its verifiers, tools and environments run with the user's rights. So a case may refer
-only to code and images in the project and to code in installed packages, but not to files in the suite's folder.
+to images in the project, and to code in the project and in installed packages. Other images and other code are rejected. Code in the
+suite's folder is also rejected, even if that folder is inside the project.
 """
 
 from __future__ import annotations

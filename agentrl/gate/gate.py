@@ -158,7 +158,7 @@ class Gate:
         return versions[::-1]
 
     def is_concluded(self) -> bool:
-        """Whether training is finished and the gate has decided on the last version of the run."""
+        """Whether training is finished and the gate has promoted or rejected the final version of the run."""
         last = self._last_version()
         return last is not None and self.verdict_for(last) is not None
 

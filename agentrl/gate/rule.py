@@ -69,7 +69,8 @@ class GateRule(Record):
         return _SPENT * self.alpha / 2
 
     def suite_alpha(self, before: Scores, now: Scores) -> float:
-        """Returns the part of `alpha` that the test of the suite may spend. If no case can block, this includes the part for the cases."""
+        """Returns the part of `alpha` that the test for a drop of the mean over the suite may spend. If no case can block, this includes
+        the part for the cases."""
         return self.case_alpha if _blocking_cases(self, before, now) else 2 * self.case_alpha
 
 
@@ -144,7 +145,8 @@ def cases_to_retry(rule: GateRule, before: Scores, now: Scores) -> tuple[str, ..
 def apply_rule(rule: GateRule, before: Scores, now: Scores, again: Scores) -> RuleResult:
     """Decides whether the candidate's scores `now` are worse than the baseline's scores `before`.
 
-    If fewer than 80% of the cases in `before` are scored on both sides, the result has `enough=False` and does not block.
+    If fewer than 80% of the cases in `before` are scored in both evaluations, the result has `enough=False` and does not block the
+    candidate.
 
     Args:
         before: scores of all planned attempts of the baseline at the cases of the suite; None means unscored.

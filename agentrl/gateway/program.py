@@ -283,7 +283,7 @@ def _checked_path(path: str) -> str:
     if not is_plain_path(path) or any(len(name.encode()) > _MAX_NAME_BYTES for name in path.split("/")):
         raise UserError(
             f"rollout.agent.options.files: {path!r} is not a plain path relative to the working directory",
-            fix="use a path such as agent.py, without a leading slash and without `.` or `..`",
+            fix="use a short relative path such as agents/mine.py; no part between slashes may be empty, `.` or `..`",
         )
     return path
 

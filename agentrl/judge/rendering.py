@@ -70,7 +70,11 @@ def transcript_text(episode: Episode) -> str:
 
 
 def outputs_text(episode: Episode) -> str:
-    """Returns the text of at most `_MAX_FILES` of an episode's output files, and the number of the other files."""
+    """Returns one string with the path, size and text of the first `_MAX_FILES` output files of an episode, and the number of other files.
+
+    The text of a file is decoded from its first `4 * _MAX_FILE` bytes, and shortened in the middle to about `_MAX_FILE` characters. The
+    returned string is shortened in the middle to about `MAX_TRANSCRIPT` characters.
+    """
     files = list(episode.outputs.items())[:_MAX_FILES]
     parts = [
         f"file {path}, {len(data)} bytes:\n{truncate_middle(data[: 4 * _MAX_FILE].decode(errors='replace'), _MAX_FILE)}"

@@ -113,8 +113,8 @@ class _GroupCount:
 
 
 def learning_tables(lines: Iterable[Mapping[str, Any]]) -> list[Table]:
-    """Returns two tables: shares of groups with different and equal scores by kind of task, and tasks that never gave a learning signal in
-    two or more groups.
+    """Returns two tables. The first has, for each kind of task, the share of groups whose scores differ and the share whose scores are all
+    equal. The second has the tasks with at least two groups, none of which gave a learning signal.
 
     A table without rows is omitted.
     """

@@ -67,8 +67,9 @@ def answer_of(episode: Episode, *, after: str = "", longest: int = MAX_ANSWER_CH
     with the truth.
 
     Args:
-        after: the answer is the text after the last occurrence of this string, such as "Answer:". An answer without the string is wrong.
-        longest: maximum length in characters; a longer answer is wrong.
+        after: marker such as "Answer:". Only the text after its last occurrence in `episode.answer` is returned; a submitted text without
+            the marker is wrong. If `after` is empty (the default), the complete submitted text is returned.
+        longest: maximum length of `episode.answer` in characters; a longer text is wrong.
     """
     text = episode.answer
     if text is None:

@@ -203,6 +203,7 @@ def prepare_verifier(verifier: object, *, root: Path, folder: Path | None) -> No
 
 
 def bounds_of(verifier: object) -> tuple[float, float] | None:
-    """Returns the smallest and largest value that a verifier declares; None means any finite value."""
+    """Returns the smallest and the largest valid `Score.value` from the verifier's attribute `bounds`. Returns None if the attribute or one
+    of its values is missing; every finite value is then valid."""
     low, high = getattr(verifier, "bounds", None) or (None, None)
     return None if low is None or high is None else (float(low), float(high))

@@ -335,8 +335,11 @@ def has_image(api: docker.APIClient, tag: str) -> bool:
 
 @contextlib.contextmanager
 def _container(api: docker.APIClient, config: dict[str, Any]) -> Iterator[str]:
-    """Creates a container and yields its name. Removes the container and its volumes after the block. If this process dies, `cleanup.prune`
-    removes the container, which has a lease."""
+    """Creates a container and yields its name. Removes the container and its volumes after the block.
+
+    The container's label contains the lease of this process. If this process dies before the removal, the next call of `cleanup.prune`
+    recognizes the container by this lease and removes it.
+    """
     name = sandbox_name()
     labels = {docker_client.LABEL_RUN: "image check", docker_client.LABEL_LEASE: lease()}
     api.create_container_from_config({**config, "Labels": labels}, name=name)

@@ -34,7 +34,8 @@ def recent_steps(steps: Iterable[int], now: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RollbackRequest(Record):
-    """A request to roll back from `version` to the weights of `to`. Raises `ValueError` if `to` is not an older version."""
+    """A request to roll back from `version` to the weights of `to`. Raises `ValueError` if `to` is not older than
+    `version`."""
 
     version: int
     sha256: str

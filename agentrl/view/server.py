@@ -99,7 +99,7 @@ class ViewServer:
             await self._server.wait()
 
     async def stop(self) -> None:
-        """Stops serving and closes all runs."""
+        """Stops serving, and closes the stores and indexes that the view has opened to read runs. The runs are not stopped."""
         server, self._server = self._server, None
         if self._live is not None:
             self._live.stop()

@@ -75,7 +75,8 @@ class OpenPath:
             self.fd = inner
 
     def open(self, name: str, flags: int) -> int:
-        """Opens a name in the folder. Raises `OperationError` if it does not exist, is a link or cannot be opened."""
+        """Opens the file or folder `name` in the folder `self.fd`, and returns its descriptor, which the caller must close. Raises
+        `OperationError` if there is no such file or folder, or if it is a link or cannot be opened."""
         try:
             return os.open(name, flags, dir_fd=self.fd)
         except FileNotFoundError:

@@ -46,7 +46,7 @@ def load(config: dict[str, Any]) -> Any:
 
 
 def _exports_taskset(package: Any) -> bool:
-    """Returns whether `__all__` lists a taskset class of verifiers 0.4. Packages for verifiers 0.3 may also define `__all__`."""
+    """Returns whether `__all__` lists a taskset class of the package `verifiers` 0.4. Packages for 0.3 may also define `__all__`."""
     exported = []
     names = getattr(package, "__all__", ())
     for name in names if isinstance(names, list | tuple) else ():
