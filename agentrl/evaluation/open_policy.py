@@ -111,7 +111,8 @@ def prepare_evaluation(
             preflight.check_parts(recipe)
         scorer = TaskScorer(root=root, folder=folder) if checked is None else checked.scorer
         for suite in suites:
-            preflight.check_suite(suite, scorer, declared_tools(recipe.mcp, recipe.tools, root), root=root if own is None else None)
+            tools, checked_root = declared_tools(recipe.mcp, recipe.tools, root), root if own is None else None
+            preflight.check_suite(suite, scorer, tools, root=checked_root, family=recipe.tasks.family)
         _check_source(policy, suites, recipe)
         yield PreparedEvaluation(
             policy=policy,

@@ -11,18 +11,19 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import Any
 
-from agentrl.base import untrusted_files
+from agentrl.base import secrets, untrusted_files
 from agentrl.base.user_code import printable
 from agentrl.environment.venvs import BUILT
 from agentrl.errors import UserError
 from agentrl.failure.case import Case, Suite
-from agentrl.plugins.parts import environment_kind
+from agentrl.plugins.parts import Part, environment_kind
 from agentrl.plugins.references import project_root
-from agentrl.records import Task, codec
+from agentrl.records import EnvironmentSpec, Task, codec
 
 _SHOWN = 200  # maximum characters of a reference in an error message
 _SEPARATORS = re.compile(r'["\\\s:@;,=\x00-\x1f\x7f]+')  # of references and paths in an option
@@ -42,14 +43,43 @@ def check_project(suites: Sequence[Suite], root: Path) -> None:
         )
 
 
-def check_suite_code(suite: Suite, root: Path) -> None:
-    """Raises `UserError` if a case refers to a file or image outside the project `root`, or to code in the suite's folder."""
+def check_suite_code(suite: Suite, root: Path, *, family: Part | None = None) -> None:
+    """Raises `UserError` if a case refers to a file or image outside the project `root`, to code in the suite's folder, or to a secret.
+
+    Args:
+        family: the task family of the recipe that evaluates the suite. Secrets to which it refers may be used for the same environment.
+    """
     for case in suite.cases:
+        _check_secrets(suite, case, family)
         for wrong, where in _outside(case, suite.folder.resolve(), root.resolve()):
             raise UserError(
                 f"case {case.id} of suite {suite.folder} refers to {printable(wrong, _SHOWN)!r}, {where}",
                 fix="a suite may refer only to code and images of the project: review them, then copy them into the project",
             )
+
+
+def _check_secrets(suite: Suite, case: Case, family: Part | None) -> None:
+    """Raises `UserError` if the environment of a case could send a secret of this machine somewhere else than the recipe does."""
+    for spec in (case.task.environment, case.task.data.get("inspect")):
+        ref = spec.ref if isinstance(spec, EnvironmentSpec) else str(spec.get("ref")) if isinstance(spec, Mapping) else ""
+        options = spec.options if isinstance(spec, EnvironmentSpec) else spec
+        allowed = set() if family is None or family.ref != ref else {*_secrets(family.options)}
+        if unknown := {*_secrets(options)} - allowed:
+            raise UserError(
+                f"case {case.id} of suite {suite.folder} would give the secret {min(unknown)} to {printable(ref, _SHOWN)!r}",
+                fix="evaluate the suite with a recipe whose tasks.family is this environment and refers to this secret",
+            )
+
+
+def _secrets(value: Any) -> Iterator[str]:
+    """Yields the references to secrets in a value."""
+    if isinstance(value, Mapping):
+        value = [*value.values()]
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _secrets(item)
+    elif secrets.is_reference(value):
+        yield value
 
 
 def _outside(case: Case, suite: Path, root: Path) -> Iterator[tuple[str, str]]:

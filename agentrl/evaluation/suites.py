@@ -94,7 +94,7 @@ async def evaluate_suite(
 
     If a verifier or a tool of a case does not resolve, raises `PluginError` before anything starts.
     """
-    check_suite(suite, checked.scorer, declared_tools(recipe.mcp, recipe.tools, root), root=root)
+    check_suite(suite, checked.scorer, declared_tools(recipe.mcp, recipe.tools, root), root=root, family=recipe.tasks.family)
     prepared = PreparedEvaluation(
         policy=recipe_policy(recipe),
         suites=(suite,),

@@ -278,7 +278,7 @@ def open_gate_suite(recipe: Recipe, scorer: TaskScorer, *, root: Path) -> Suite 
             fix="set serving.weight_transfer=file or delta",
         )
     suite = load_suite(root / recipe.gate.suite)
-    check_suite(suite, scorer, declared_tools(recipe.mcp, recipe.tools, root), root=root)
+    check_suite(suite, scorer, declared_tools(recipe.mcp, recipe.tools, root), root=root, family=recipe.tasks.family)
     return suite
 
 
@@ -289,14 +289,16 @@ def measured_suites(recipe: Recipe) -> list[str]:
     return list(dict.fromkeys([*tasks.withhold, *gate, *tasks.practice]))
 
 
-def check_suite(suite: Suite, scorer: TaskScorer, tools: ToolSource | None = None, *, root: Path | None) -> None:
+def check_suite(
+    suite: Suite, scorer: TaskScorer, tools: ToolSource | None = None, *, root: Path | None, family: parts.Part | None = None
+) -> None:
     """Resolves the verifiers and tools of every case. Raises `UserError` if one of them cannot be resolved.
 
     `root`: folder of the project. Raises `UserError` if a case names code or images outside this folder. None, which is passed for cases
-    from the recipe's task family, disables this check.
+    from the recipe's task family, disables this check. `family`: as for `check_suite_code`.
     """
     if root is not None:
-        check_suite_code(suite, root)
+        check_suite_code(suite, root, family=family)
     for case in suite.cases:
         scorer.load(case.task.verifiers)
         load_tools(case.task.tools, None, tools)

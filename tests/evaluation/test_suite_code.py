@@ -14,6 +14,7 @@ from agentrl.cli import app
 from agentrl.errors import UserError
 from agentrl.evaluation.suite_code import check_project, check_suite_code
 from agentrl.failure.case import Case, Suite
+from agentrl.plugins.parts import Part
 from agentrl.records import EnvironmentSpec, Limits, Message, SandboxSpec, Split, Task
 from tests.evaluation.suite_parts import HERE, OVERRIDES, make_case, make_suite
 
@@ -142,6 +143,21 @@ def test_every_field_of_a_task_is_checked_or_refers_to_no_code(record: type, cas
             check_suite_code(suite, project)
 
 
+def test_a_suite_sends_a_secret_only_where_the_recipe_sends_it(project: Path) -> None:
+    """A third-party suite names a server and the variable that it wants."""
+    server, mine = "nemo-gym:http://127.0.0.1:9", {"key": "env:MINE"}
+    for environment, data in (
+        (EnvironmentSpec(ref=server, options=mine), {}),
+        (EnvironmentSpec(ref=server, options={"headers": [{"x": "file:/etc/shadow"}]}), {}),
+        (None, {"inspect": {"ref": server, "options": mine}}),
+    ):
+        suite = suite_of(project, a_case(environment=environment, data=data))
+        for family in (None, Part("nemo-gym:http://127.0.0.1:8", mine), Part(server, {"key": "env:OTHER"})):
+            with pytest.raises(UserError, match=r"would give the secret (env:MINE|file:/etc/shadow) to 'nemo-gym:http://127.0.0.1:9'"):
+                check_suite_code(suite, project, family=family)
+    check_suite_code(suite, project, family=Part(server, mine))
+
+
 @pytest.mark.parametrize(
     ("ref", "options", "why"),
     [
@@ -183,7 +199,7 @@ def test_an_environment_of_foreign_code_raises(ref: str, options: dict[str, Any]
         ("openenv:http://localhost:8000/x", {"reset": {"task": "a/b.py"}}),
         ("nemo-gym:http://localhost:8000", {"row": {"input": "evals/theirs: see http://x.org/a.py, ../evil.py and /testbed/a.py."}}),
         ("rewards.mine:Game", {"path": "/data/levels.json", "prompt": "Correct /testbed/django/core.py, as in https://x.org/a.py"}),
-        ("inspect:rewards/mine.py@t", {"solver": "rewards.mine@s", "model_roles": {"grader": "openai/gpt-5"}, "variables": {"K": "env:K"}}),
+        ("inspect:rewards/mine.py@t", {"solver": "rewards.mine@s", "model_roles": {"grader": "openai/gpt-5"}, "variables": {"K": "K"}}),
         ("verifiers:reverse-text", {"environment": "verifiers"}),
         (
             DIALOGUE,
