@@ -11,10 +11,11 @@ from urllib.parse import quote
 import redis
 
 from agentrl.base.files import tail_bytes
+from agentrl.base.scratch import ScratchFolder
 from agentrl.errors import InfrastructureError, UserError
 from agentrl.experience.redis_transport import MAX_ENTRY_BYTES
 from agentrl.protocols import Launcher, PartCommand, PartHandle
-from agentrl.protocols.cluster import HOST, PARENT, PORT, PYTHON, RUN, SCRATCH
+from agentrl.protocols.cluster import HOST, PARENT, PORT, PYTHON, RUN
 
 _READY_S = 60.0  # maximum time to start and to load its file
 _ANSWER_S = 2.0
@@ -51,6 +52,7 @@ class RedisServer:
         self._program, self._folder, self._memory_mb = find_program(), folder, memory_mb
         self._launcher, self._shared = launcher, ""
         self._password = secrets.token_hex(32)
+        self._socket = ScratchFolder()  # not that of the process, because a restarted server keeps the address, which workers know
         self._process: PartHandle | None = None
         self._port = "0" if launcher.is_local else PORT  # a restarted server keeps the port, which workers know
 
@@ -71,7 +73,7 @@ class RedisServer:
     @property
     def url(self) -> str:
         """The address for `RedisTransport` on this machine, with the password."""
-        return f"unix://:{self._password}@{quote(self._part.scratch + '/socket')}"
+        return f"unix://:{self._password}@{quote(f'{self._socket.path}/socket')}"
 
     @property
     def shared_url(self) -> str:
@@ -127,13 +129,14 @@ class RedisServer:
         """Stops the server. Its data remains in the folder."""
         if self._process is not None:
             await self._process.terminate(grace_s=_END_S)
+        self._socket.remove()
 
     def _settings(self) -> str:
         settings = {
             "port": self._port,
             "bind": HOST,
             "dir": f'"{RUN}/{self._folder.name}"',
-            "unixsocket": f'"{SCRATCH}/socket"',
+            "unixsocket": f'"{self._socket.path}/socket"',
             "unixsocketperm": "700",
             "requirepass": self._password,
             "appendonly": "yes",
