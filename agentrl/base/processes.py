@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import ctypes
 import errno
+import functools
 import gc
 import os
 import resource
@@ -22,6 +23,12 @@ _PR_SET_PDEATHSIG = 1
 COLLECT_EVERY_S = 300.0
 _NEVER = 2**31 - 1
 _SPINS = 20_000  # checks of a flag, which take a fraction of a millisecond
+
+
+@functools.cache
+def boot_id() -> str:
+    """Returns the first eight characters of the id that the kernel draws at each boot. Raises `OSError` if the file cannot be read."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
 
 
 def die_with_parent(parent: int) -> None:

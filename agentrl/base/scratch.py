@@ -8,13 +8,14 @@ the start of the machine's boot id, because locks on a shared file system may no
 from __future__ import annotations
 
 import fcntl
-import functools
 import os
 import shutil
 import tempfile
 import weakref
 from pathlib import Path
 from types import TracebackType
+
+from agentrl.base.processes import boot_id
 
 
 class ScratchFolder:
@@ -45,9 +46,8 @@ class ScratchFolder:
         self.remove()
 
 
-@functools.cache
 def _prefix() -> str:
-    return f"agentrl-scratch-{Path('/proc/sys/kernel/random/boot_id').read_text()[:8]}-"
+    return f"agentrl-scratch-{boot_id()}-"
 
 
 def _lock(folder: Path) -> int | None:

@@ -39,11 +39,6 @@ class PartGroup:
         return self._first.folder
 
     @property
-    def scratch(self) -> str:
-        """The scratch folder on host 0."""
-        return self._first.scratch
-
-    @property
     def node(self) -> str:
         """The name of host 0."""
         return self._first.node

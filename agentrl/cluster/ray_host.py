@@ -74,7 +74,6 @@ class PartState:
     port: int
     watch_port: int  # port of the host, which sends nothing there
     folder: str
-    scratch: str
     returncode: int | None
     processes: dict[int, str]
     log: bytes  # new bytes of its log, if the driver does not see the log
@@ -235,7 +234,6 @@ class NodeHost:
             port=process.port,
             watch_port=0 if self._watched is None else int(self._watched.sockets[0].getsockname()[1]),
             folder=process.folder,
-            scratch=process.scratch,
             returncode=returncode,
             processes=self._tree(start, process),
             log=self._new_log(start, ended=returncode is not None),

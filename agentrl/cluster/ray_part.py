@@ -43,7 +43,7 @@ class RayPart:
         """`log` and `driver`: for a part that uses a mirror, the file for its output, and the driver's address and key."""
         self.name, self.start, self._log, self._driver = name, start, log, driver
         self.node, self.host, self.port, self.pid = state.node, state.host, state.port, state.pid
-        self.folder, self.scratch, self.node_id = state.folder, state.scratch, state.node_id
+        self.folder, self.node_id = state.folder, state.node_id
         self.lost = ""
         self.returncode: int | None = None
         self.answered_at = time.monotonic()  # time of the last response from the host

@@ -73,18 +73,18 @@ class HostedAgent:
         episode.stage = "environment"
         await host.call("ping", {}, timeout_s=task.limits.wall_s)  # the host may still have to start
         session = Session(episode=episode, tokens=self._tokens, models=(MODEL,))
-        POSTED_REWARDS.open(episode.id)
-        async with self._gateway.session(session) as key:
-            solve_s = (1 - SCORING_SHARE) * max(0.0, task.limits.wall_s - (time.monotonic() - started))
-            params = {
-                **{"episode": episode.id, "base_url": f"{self._gateway.url}/v1", "key": key, "model": MODEL, "data": task.data},
-                **{"turns": task.limits.turns, "solve_s": solve_s},
-            }
-            result = await self._play(host, params, episode, session)
-            episode.stage = "environment"
-        if session.fault is not None:
-            raise session.fault
-        return self._ended(episode, session, result)
+        with POSTED_REWARDS.open(episode.id):
+            async with self._gateway.session(session) as key:
+                solve_s = (1 - SCORING_SHARE) * max(0.0, task.limits.wall_s - (time.monotonic() - started))
+                params = {
+                    **{"episode": episode.id, "base_url": f"{self._gateway.url}/v1", "key": key, "model": MODEL, "data": task.data},
+                    **{"turns": task.limits.turns, "solve_s": solve_s},
+                }
+                result = await self._play(host, params, episode, session)
+                episode.stage = "environment"
+            if session.fault is not None:
+                raise session.fault
+            return self._ended(episode, session, result)
 
     async def _play(self, host: Host, params: Mapping[str, Any], episode: LiveEpisode, session: Session) -> Mapping[str, Any]:
         """Returns the host's result; an empty mapping if the session ends with a fault."""

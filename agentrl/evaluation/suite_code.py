@@ -23,7 +23,7 @@ from agentrl.errors import UserError
 from agentrl.failure.case import Case, Suite
 from agentrl.plugins.parts import Part, environment_kind
 from agentrl.plugins.references import project_root
-from agentrl.records import EnvironmentSpec, Task, codec
+from agentrl.records import Task, codec
 
 _SHOWN = 200  # maximum characters of a reference in an error message
 _SEPARATORS = re.compile(r'["\\\s:@;,=\x00-\x1f\x7f]+')  # of references and paths in an option
@@ -60,15 +60,20 @@ def check_suite_code(suite: Suite, root: Path, *, family: Part | None = None) ->
 
 def _check_secrets(suite: Suite, case: Case, family: Part | None) -> None:
     """Raises `UserError` if the environment of a case could send a secret of this machine somewhere else than the recipe does."""
-    for spec in (case.task.environment, case.task.data.get("inspect")):
-        ref = spec.ref if isinstance(spec, EnvironmentSpec) else str(spec.get("ref")) if isinstance(spec, Mapping) else ""
-        options = spec.options if isinstance(spec, EnvironmentSpec) else spec
+    for ref, options in _environments(case.task):
         allowed = set() if family is None or family.ref != ref else {*_secrets(family.options)}
         if unknown := {*_secrets(options)} - allowed:
             raise UserError(
                 f"case {case.id} of suite {suite.folder} would give the secret {min(unknown)} to {printable(ref, _SHOWN)!r}",
                 fix="evaluate the suite with a recipe whose tasks.family is this environment and refers to this secret",
             )
+
+
+def _environments(task: Task) -> list[tuple[str, Any]]:
+    """Returns reference and options of each environment that the task opens. A task of inspect has a second one, for its scorers."""
+    spec, scored = task.environment, task.data.get("inspect")
+    pairs = [] if spec is None else [(spec.ref, spec.options)]
+    return pairs if scored is None else [*pairs, (str(scored.get("ref")) if isinstance(scored, Mapping) else "", scored)]
 
 
 def _secrets(value: Any) -> Iterator[str]:
@@ -124,12 +129,8 @@ def _of_environment(task: Task, root: Path) -> Iterator[tuple[str, Path]]:
     Any option may be a reference, start a program, or be a variable such as PYTHONPATH. Control characters are escaped as in JSON. Skips an
     environment on a server: its options are sent to the server, and run no code here.
     """
-    spec, scored = task.environment, task.data.get("inspect")  # `agentrl.environment.inspect_tasks.score_ended` opens data.inspect
-    if spec is not None and (kind := environment_kind(spec.ref)) is not None and kind.session:
-        spec = None
-    if spec is None and scored is None:
-        return
-    text = codec.to_json((None if spec is None else (spec.ref, spec.options), scored)).decode()
+    local = [(ref, options) for ref, options in _environments(task) if (kind := environment_kind(ref)) is None or not kind.session]
+    text = codec.to_json(local).decode() if local else ""
     for part in {*re.split('[":@]', text), *text.split('"'), *_SEPARATORS.split(text)} - {""}:
         module = part if "/" in part else part.replace(".", "/")
         for name in {part, part.rpartition(".")[0] or part, module, module.replace("-", "_").lower()}:

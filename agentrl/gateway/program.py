@@ -138,15 +138,14 @@ class ExternalProgram:
         sandbox = await episode.sandbox()
         for name, content in self._files.items():
             await sandbox.write(name, content)
-        if self._rewarded:
-            POSTED_REWARDS.open(episode.id)
         session = Session(episode=episode, tokens=self._tokens, models=self._models)
-        async with self._gateway().session(session) as key:
-            episode.stage = "agent"
-            result = await self._run(episode, session, sandbox, key)
-            episode.stage = "agent"
-            if self._rewarded and session.fault is None:
-                await POSTED_REWARDS.wait(episode.id)
+        with POSTED_REWARDS.open(episode.id) if self._rewarded else contextlib.nullcontext():
+            async with self._gateway().session(session) as key:
+                episode.stage = "agent"
+                result = await self._run(episode, session, sandbox, key)
+                episode.stage = "agent"
+                if self._rewarded and session.fault is None:
+                    await POSTED_REWARDS.wait(episode.id)
         return self._ended(episode, session, result)
 
     def _gateway(self) -> Gateway:

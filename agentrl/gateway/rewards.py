@@ -37,11 +37,11 @@ _MAX_NUMBER = 1e300
 
 
 class PostedRewards:
-    """Rewards by session, for the newest `MAX_SESSIONS` sessions and all sessions that the gateway is serving."""
+    """Rewards by session, for all open sessions and the newest `MAX_SESSIONS` others."""
 
     def __init__(self) -> None:
         self._rewards: OrderedDict[str, asyncio.Future[Score]] = OrderedDict()
-        self._served: set[str] = set()
+        self._open: set[str] = set()
         self._keys: set[bytes] = set()
 
     def make_key(self, path: str) -> None:
@@ -59,23 +59,19 @@ class PostedRewards:
             raise UserError(f"rollout.agent.options.reward_key_file: {path}: {reason}", fix="use a writable path") from None
         self._keys.add(key.encode())
 
-    def open(self, session: str) -> None:
-        """Accepts a reward for a session from now on, and discards an earlier reward for it."""
+    @contextlib.contextmanager
+    def open(self, session: str) -> Iterator[None]:
+        """Accepts a reward for a session from now on, and discards an earlier reward for it. The session is open during the block."""
         self._rewards[session] = asyncio.get_running_loop().create_future()
         self._rewards.move_to_end(session)
-        surplus = max(0, len(self._rewards) - MAX_SESSIONS)
-        older = (other for other in self._rewards if other not in self._served and other != session)
-        for other in list(itertools.islice(older, surplus)):
+        self._open.add(session)
+        ended = (other for other in self._rewards if other not in self._open)
+        for other in list(itertools.islice(ended, max(0, len(self._rewards) - MAX_SESSIONS))):
             del self._rewards[other]
-
-    @contextlib.contextmanager
-    def serving(self, session: str) -> Iterator[None]:
-        """Keeps the reward of a session during the block, even if many newer sessions are opened."""
-        self._served.add(session)
         try:
             yield
         finally:
-            self._served.discard(session)
+            self._open.discard(session)
 
     def check_key(self, key: str) -> None:
         """Raises `RequestError` if the key does not belong to the host."""

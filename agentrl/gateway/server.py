@@ -86,23 +86,22 @@ class Gateway:
     async def session(self, session: Session) -> AsyncIterator[str]:
         """Yields the session's key, and serves the session until the context exits. Raises `InfrastructureError` if the server cannot
         listen."""
-        with POSTED_REWARDS.serving(session.episode.id):
-            key = f"sk-agentrl-{secrets.token_urlsafe(32)}"
+        key = f"sk-agentrl-{secrets.token_urlsafe(32)}"
+        async with self._changing:
+            if self._server is None:
+                await self._start()
+            self._sessions[_hash(key)] = session
+        try:
+            yield key
+        finally:
+            del self._sessions[_hash(key)]
+            self._ended[_hash(key)] = None
+            while len(self._ended) > MAX_ENDED:
+                self._ended.popitem(last=False)
+            await session.close()
             async with self._changing:
-                if self._server is None:
-                    await self._start()
-                self._sessions[_hash(key)] = session
-            try:
-                yield key
-            finally:
-                del self._sessions[_hash(key)]
-                self._ended[_hash(key)] = None
-                while len(self._ended) > MAX_ENDED:
-                    self._ended.popitem(last=False)
-                await session.close()
-                async with self._changing:
-                    if not self._sessions:
-                        await self._stop()
+                if not self._sessions:
+                    await self._stop()
 
     async def _start(self) -> None:
         server = HttpServer(app=self._app(), name="gateway", host=self.host, port=self.port, connections=MAX_CONNECTIONS)

@@ -68,10 +68,6 @@ class PartHandle(Protocol):
         """The path of the run folder on the part's host."""
 
     @property
-    def scratch(self) -> str:
-        """The path of the part's folder `SCRATCH` on its host; empty if the part has no such folder."""
-
-    @property
     def node(self) -> str:
         """The host name of the part's machine, for messages; empty if the part is on the driver's machine."""
 

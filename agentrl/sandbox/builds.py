@@ -15,15 +15,13 @@ import contextlib
 import errno
 import hashlib
 import os
-import queue
 import re
 import stat
 import tarfile
 import tempfile
-import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from io import BufferedReader
 from pathlib import Path
 from typing import IO, Any
@@ -35,7 +33,7 @@ from docker.utils.build import PatternMatcher
 from pydantic import BaseModel, ConfigDict
 
 from agentrl.errors import SandboxError, SandboxUnavailable, TaskError
-from agentrl.sandbox import docker_client, layout, waiting
+from agentrl.sandbox import docker_client, layout
 from agentrl.sandbox.inside.users import ENVIRONMENT
 from agentrl.sandbox.lease import lease, sandbox_name
 
@@ -49,8 +47,6 @@ _PIECE_BYTES = 1 << 20
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # not the task's fault
 _DIRECTIVE = re.compile(r"#\s*([A-Za-z]+)\s*=\s*(.*)")
 BUILD_S = 900.0
-LOOK_S = 5.0
-"""How long the daemon may be silent during a build before this process pings it."""
 MOUNT_POINTS = ("home/agent", "agentrl", "proc", "sys", "dev", "tmp")
 _CHECK_S = 60.0
 _OUTPUT_LINES = 12
@@ -367,7 +363,13 @@ def _build(tag: str, context: BuildContext, progress: Progress) -> None:
     step = 0
     tail: deque[str] = deque(maxlen=_OUTPUT_LINES)
     try:
-        for message in _messages(tag, context):
+        late = TaskError(
+            f"the build of {context.dockerfile} did not finish within {BUILD_S:.0f} s",
+            fix="shorten the build, or use a prebuilt base image",
+        )
+        for message in docker_client.daemon_messages(
+            partial(_request_build, tag=tag, context=context), what="build", timeout_s=BUILD_S, late=late
+        ):
             if "error" in message:
                 raise _failure(context, step, str(message["error"]), tail)
             for line in _ESCAPES.sub("", str(message.get("stream") or "")).splitlines():
@@ -402,45 +404,7 @@ def _failure(context: BuildContext, step: int, message: str, output: deque[str])
     return TaskError(f"{context.dockerfile}{where}: the build failed: {message.strip()}{lines}", fix=fix)
 
 
-def _messages(tag: str, context: BuildContext) -> Iterator[dict[str, Any]]:
-    """Yields the daemon's messages during a build. A thread reads the messages, so a hung daemon can be distinguished from a slow step."""
-    messages: queue.SimpleQueue[dict[str, Any] | Exception | None] = queue.SimpleQueue()
-    abandoned = threading.Event()
-    threading.Thread(target=_read_messages, args=(tag, context, messages, abandoned), name="docker build", daemon=True).start()
-    deadline = time.monotonic() + BUILD_S
-    try:
-        while True:
-            waiting.raise_if_cancelled()
-            if time.monotonic() > deadline:
-                raise TaskError(
-                    f"the build of {context.dockerfile} did not finish within {BUILD_S:.0f} s",
-                    fix="shorten the build, or use a prebuilt base image",
-                )
-            try:
-                message = messages.get(timeout=LOOK_S)
-            except queue.Empty:
-                if not docker_client.reachable():
-                    raise SandboxError(f"the Docker daemon at {docker_client.daemon_address()} stopped during a build") from None
-                continue
-            if message is None:
-                return
-            if isinstance(message, Exception):
-                raise message
-            yield message
-    finally:
-        abandoned.set()
-
-
-def _read_messages(tag: str, context: BuildContext, messages: queue.SimpleQueue[Any], abandoned: threading.Event) -> None:
-    """Puts the daemon's messages into `messages`, followed by None, or by the exception if reading fails. Closing the connection stops the
-    build."""
-    try:
-        with contextlib.closing(docker_client.new_client(BUILD_S)) as api, context.archive() as archive:
-            options = {"custom_context": True, "rm": True, "forcerm": True, "decode": True, "timeout": BUILD_S}
-            for message in api.build(fileobj=archive, tag=tag, **options):
-                if abandoned.is_set():
-                    return
-                messages.put(message)
-        messages.put(None)
-    except Exception as error:  # `_messages` raises it
-        messages.put(error)
+def _request_build(api: docker.APIClient, *, tag: str, context: BuildContext) -> Iterator[dict[str, Any]]:
+    with context.archive() as archive:
+        options = {"custom_context": True, "rm": True, "forcerm": True, "decode": True, "timeout": BUILD_S}
+        yield from api.build(fileobj=archive, tag=tag, **options)

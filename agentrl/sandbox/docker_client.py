@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from http import HTTPStatus
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ from docker.errors import APIError, DockerException, NotFound
 from docker.transport import UnixHTTPAdapter
 
 from agentrl.errors import SandboxError, SandboxTimeout, SandboxUnavailable
+from agentrl.sandbox import waiting
 from agentrl.sandbox.lease import lease
 
 DEFAULT = "unix:///var/run/docker.sock"
@@ -27,6 +29,8 @@ LABEL_RUN, LABEL_LEASE, LABEL_SHARED = "agentrl.run", "agentrl.lease", "agentrl.
 REQUEST_S = 60.0
 QUICK_S = 15.0
 """Timeout of requests that only inspect or remove containers."""
+LOOK_S = 5.0
+"""How long the daemon may be silent during a build before this process pings it."""
 _PING_S = 2.0
 _POOLS = 2  # connections per thread; the library opens one per requested URL host, and each container has a different host
 _thread = threading.local()
@@ -154,3 +158,55 @@ def await_removed(names: frozenset[str], timeout_s: float) -> None:
                 remove(name)
             return
         time.sleep(0.1)
+
+
+def daemon_messages(
+    request: Callable[[docker.APIClient], Iterable[Any]], *, what: str, timeout_s: float, late: Exception | None = None
+) -> Iterator[Any]:
+    """Yields the daemon's messages in response to a request. A thread reads the messages, so that the caller can be cancelled and a hung
+    daemon can be distinguished from a slow step. Closing the connection stops the daemon's work.
+
+    Args:
+        what: the daemon's work, for errors.
+        timeout_s: timeout of the connection.
+        late: raised if the work takes longer than `timeout_s`; None allows it to take longer.
+
+    Raises the errors of `request`, and `SandboxError` if the daemon stops responding or the caller is cancelled.
+    """
+    messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    abandoned = threading.Event()
+    threading.Thread(target=_read_messages, args=(request, timeout_s, messages, abandoned), name=f"docker {what}", daemon=True).start()
+    deadline = time.monotonic() + timeout_s
+    try:
+        while True:
+            waiting.raise_if_cancelled()
+            if late is not None and time.monotonic() > deadline:
+                raise late
+            try:
+                message = messages.get(timeout=LOOK_S)
+            except queue.Empty:
+                if not reachable():
+                    raise SandboxError(f"the Docker daemon at {daemon_address()} stopped during a {what}") from None
+                continue
+            if message is None:
+                return
+            if isinstance(message, Exception):
+                raise message
+            yield message
+    finally:
+        abandoned.set()
+
+
+def _read_messages(
+    request: Callable[[docker.APIClient], Iterable[Any]], timeout_s: float, messages: queue.SimpleQueue[Any], abandoned: threading.Event
+) -> None:
+    """Puts the daemon's messages into `messages`, followed by None, or by the exception if reading fails."""
+    try:
+        with contextlib.closing(new_client(timeout_s)) as api:
+            for message in request(api):
+                if abandoned.is_set():
+                    return
+                messages.put(message)
+        messages.put(None)
+    except Exception as error:  # `daemon_messages` raises it
+        messages.put(error)

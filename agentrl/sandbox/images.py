@@ -12,7 +12,6 @@ receives the current exec server when it opens.
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import fcntl
 import hashlib
@@ -22,12 +21,10 @@ import re
 import shutil
 import signal
 import subprocess
-import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import Future
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import docker
 import requests
@@ -257,30 +254,17 @@ def _pulled(image: Image, reference: str, progress: Progress) -> bool:
 
 
 def _pull(reference: str) -> None:
-    """Pulls an image in a thread, so that the caller can be cancelled. Raises the errors of the library and of `requests`, a timeout if the
-    daemon sends nothing for `_PULL_S`, and `SandboxError` if the caller is cancelled."""
-    done: Future[None] = Future()
-    abandoned = threading.Event()
+    """Pulls an image. Raises the errors of the library, of `requests` and of `docker_client.daemon_messages`, and a timeout if the daemon
+    sends nothing for `_PULL_S`."""
 
-    def pull() -> None:
-        try:
-            with contextlib.closing(docker_client.new_client(_PULL_S)) as api:
-                post = api.post
-                api.post = lambda url, **options: post(url, **{**options, "timeout": _PULL_S})  # `pull` sets no timeout (docker 7.2)
-                for _ in api.pull(reference, stream=True):
-                    if abandoned.is_set():  # the end of the connection stops the pull
-                        break
-            done.set_result(None)
-        except Exception as error:  # `_pull` raises it
-            done.set_exception(error)
+    def request(api: docker.APIClient) -> Iterable[Any]:
+        post = api.post
+        api.post = lambda url, **options: post(url, **{**options, "timeout": _PULL_S})  # `pull` sets no timeout (docker 7.2)
+        messages: Iterable[Any] = api.pull(reference, stream=True)
+        return messages
 
-    threading.Thread(target=pull, name="docker pull", daemon=True).start()
-    try:
-        while not concurrent.futures.wait({done}, timeout=_LOOK_S).done:
-            waiting.raise_if_cancelled()
-        done.result()
-    finally:
-        abandoned.set()
+    for _ in docker_client.daemon_messages(request, what="pull", timeout_s=_PULL_S):
+        pass
 
 
 def record_use(file: Path) -> None:

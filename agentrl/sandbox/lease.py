@@ -18,6 +18,7 @@ import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+from agentrl.base.processes import boot_id
 from agentrl.errors import SandboxError
 
 _LEASE = re.compile(r"[0-9a-f]{8}-([0-9]{1,10})-([0-9]{1,20})")
@@ -110,13 +111,11 @@ def remove_folder(folder: Path) -> None:
         folder.parent.rmdir()
 
 
-@functools.cache
 def _boot() -> str:
-    path = Path("/proc/sys/kernel/random/boot_id")
     try:
-        return path.read_text()[:8]
+        return boot_id()
     except OSError as error:
-        raise SandboxError(f"cannot read {path}: {error.strerror}") from error
+        raise SandboxError(f"cannot read {error.filename}: {error.strerror}") from error
 
 
 def start_time(pid: int) -> int | None:

@@ -51,11 +51,12 @@ async def test_slots_are_filled_in_arguments_environment_and_input(
     assert await part.wait() == 0
     arguments, stdin, environment, entries = json.loads((tmp_path / "logs" / "part.log").read_text())
     assert arguments[:2] == [str(tmp_path), str(tmp_path / "project")] == [part.folder, arguments[1]]
-    assert arguments[2:5] == [part.host, str(part.port), part.scratch] and part.port > 0
+    scratch = Path(arguments[4])
+    assert arguments[2:4] == [part.host, str(part.port)] and part.port > 0 and scratch.is_absolute()
     assert json.loads(arguments[5]) == {"versions": f"{tmp_path}/versions"} and stdin == f"bind {part.host}"
-    assert environment["SOCKET"] == f"{part.scratch}/socket" and "SOME_API_KEY" not in environment and not entries
+    assert environment["SOCKET"] == f"{scratch}/socket" and "SOME_API_KEY" not in environment and not entries
     await part.kill()
-    assert not Path(part.scratch).exists()
+    assert not scratch.exists()
 
 
 async def test_the_end_of_a_part_is_reported_with_its_code(launcher: Launcher, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from agentrl.cluster.ray_part import REFUSED_S, SILENT_S, PartPoller, RayPart
 from agentrl.errors import LaunchError
 
 RUNS = PartState(
-    **{"node": "n", "node_id": "1", "host": "127.0.0.1", "pid": 7, "port": 0, "watch_port": 1, "folder": "/run", "scratch": ""},
+    **{"node": "n", "node_id": "1", "host": "127.0.0.1", "pid": 7, "port": 0, "watch_port": 1, "folder": "/run"},
     **{"returncode": None, "processes": {7: "S"}, "progress": b"", "reasons": b"", "log": b"", "clock": 0.0},
 )
 

@@ -7,7 +7,6 @@ import contextlib
 import time
 from importlib import import_module
 from importlib.util import find_spec
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ IDLE_S = 0.4
 class SilentSession:
     """A session without requests."""
 
-    episode = SimpleNamespace(id="e")
     models = ("policy",)
     stalls = None
 

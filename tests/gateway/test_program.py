@@ -309,7 +309,8 @@ async def test_the_reward_of_a_served_session_is_never_evicted(run: Run, tmp_pat
 
     def answer(_: str) -> str:
         for number in range(5):
-            POSTED_REWARDS.open(f"newer {number}")
+            with POSTED_REWARDS.open(f"newer {number}"):
+                pass
         POSTED_REWARDS.post("e", {"value": 0.5})
         return "1"
 
@@ -324,15 +325,14 @@ async def test_the_oldest_ended_session_is_evicted(monkeypatch: pytest.MonkeyPat
     def present() -> list[str]:
         return [name for name in "abcdef" if "no session" not in rewards.of(name).reason]
 
-    for session in "abc":
-        rewards.open(session)
-    rewards.open("a")  # a retry of the same episode
-    rewards.open("d")
+    for session in "abcad":  # the second "a" is a retry of the same episode
+        with rewards.open(session):
+            pass
     assert present() == ["a", "c", "d"]
-    with rewards.serving("c"), rewards.serving("a"), rewards.serving("d"):
-        rewards.open("e")
+    with rewards.open("c"), rewards.open("a"), rewards.open("d"), rewards.open("e"):
         assert present() == ["a", "c", "d", "e"]
-    rewards.open("f")
+    with rewards.open("f"):
+        pass
     assert present() == ["d", "e", "f"]
 
 

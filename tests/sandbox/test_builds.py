@@ -156,7 +156,7 @@ async def test_without_a_daemon_bubblewrap_uses_the_cache_or_reports_what_is_mis
 
 
 def test_daemon_that_hangs_or_ends_during_a_build(write, tmp_path, monkeypatch):
-    monkeypatch.setattr(builds, "LOOK_S", 0.5)
+    monkeypatch.setattr(docker_client, "LOOK_S", 0.5)
     real = docker_client.daemon_address()
     for ending in ("silent", "gone"):
         image = write(f"RUN echo {ending} {time.time()} && sleep 100")

@@ -1,6 +1,5 @@
 """Unused images are removed; images that are in use, being built or from other caches are kept."""
 
-import errno
 import fcntl
 import os
 import subprocess
@@ -10,11 +9,13 @@ import time
 import docker as library
 import pytest
 
+from agentrl.base.processes import boot_id
 from agentrl.errors import SandboxError
 from agentrl.records import SandboxSpec
 from agentrl.sandbox import docker_client, evict, images, lease, select_backend
 from agentrl.sandbox.cleanup import lease_in_name
 from tests.commands import agentrl
+from tests.descriptors import descriptors_left
 
 OLD, NEW, USED = "0" * 15 + "1", "0" * 15 + "2", "0" * 15 + "3"
 SERVER, OLD_SERVER = "exec_server-1111111111111111.pyc", "exec_server-2222222222222222.pyc"
@@ -146,13 +147,9 @@ def test_lease_of_a_dead_process_is_not_alive():
     assert other != lease.lease() and not lease.alive(other)
 
 
-def test_exhausted_descriptors_are_a_sandbox_error(monkeypatch):
-    def fail(path):
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    monkeypatch.setattr(lease.Path, "read_text", fail)
-    lease._boot.cache_clear()
-    with pytest.raises(SandboxError, match="cannot read /proc/sys/kernel/random/boot_id: Too many open files"):
+def test_exhausted_descriptors_are_a_sandbox_error():
+    boot_id.cache_clear()
+    with descriptors_left(0), pytest.raises(SandboxError, match="cannot read /proc/sys/kernel/random/boot_id: Too many open files"):
         lease.alive("00000000-1-1")
 
 

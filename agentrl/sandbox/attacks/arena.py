@@ -17,7 +17,6 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 from agentrl.base.scratch import ScratchFolder
@@ -231,8 +230,8 @@ async def _gateway() -> AsyncIterator[int]:
     if find_spec("uvicorn") is None or find_spec("starlette") is None:
         yield 0
         return
-    gateway, nothing, episode = Gateway(), cast(Any, None), cast(Any, SimpleNamespace(id="none"))
-    async with gateway.session(_Keyless(episode=episode, tokens=nothing, models=())):
+    gateway, nothing = Gateway(), cast(Any, None)
+    async with gateway.session(_Keyless(episode=nothing, tokens=nothing, models=())):
         yield int(gateway.url.rpartition(":")[2])
 
 
