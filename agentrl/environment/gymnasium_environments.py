@@ -12,6 +12,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Sequence
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -33,7 +34,7 @@ ACTIONS = {
     "MountainCar": ("left", "none", "right"),
     "Acrobot": ("left", "none", "right"),
 }
-"""Names of discrete actions. The actions of other environments are numbers."""
+"""Names of discrete actions, for environments that do not name them (see `_declared_names`)."""
 FEATURES = {
     "CartPole": ("position", "velocity", "angle", "angular velocity"),
     "MountainCar": ("position", "velocity"),
@@ -56,7 +57,7 @@ class GymnasiumEnvironment(Environment):
     Args:
         id: Gymnasium's id, such as `CartPole-v1` or `package.module:Name-v0`. If the id contains a module, the module is imported first.
         formatter: plug-in reference of a function that converts an observation to text, or to an `Observation` with images.
-        action_names: names of the discrete actions, in order.
+        action_names: names of the discrete actions, in order. By default the names that the environment declares, and otherwise numbers.
         instructions: the system message; None means a default, and an empty string means no system message.
         json_actions: whether actions that are not discrete are JSON text instead of calls.
         options: arguments of `gymnasium.make`.
@@ -85,8 +86,9 @@ class GymnasiumEnvironment(Environment):
         self._numbers: dict[str, int] = {}
         if kind_of(self._space) == "Discrete":
             count, start = int(self._space.n), int(self._space.start)
-            names = tuple(action_names or ACTIONS.get(self._name, ()))
-            names = names if len(names) == count or action_names else tuple(map(str, range(start, start + count)))
+            names = tuple(action_names or ACTIONS.get(self._name) or _declared_names(getattr(self._wrapped, "unwrapped", None)))
+            if not action_names and len({*names}) != count:
+                names = tuple(map(str, range(start, start + count)))
             if len(set(names)) != count:
                 raise PluginError(f"action_names has {len(names)} names for {count} actions", fix="give each action a different name")
             self._numbers = {name: start + number for number, name in enumerate(names)}
@@ -201,6 +203,18 @@ def reward_threshold(id: str) -> float | None:
 
 def _broken_module(id: str, error: BaseException) -> PluginError:
     return PluginError(f"gymnasium:{id} cannot be imported: {one_line_error(error)}", fix="correct its module")
+
+
+def _declared_names(environment: Any) -> tuple[str, ...]:
+    """Returns the names that an environment declares for its discrete actions, in order, as Atari (`get_action_meanings()`), MiniGrid and
+    NetHack (`actions`, members of enumerations) do. Empty if it declares none."""
+    if callable(meanings := getattr(environment, "get_action_meanings", None)):
+        return tuple(map(str, meanings()))
+    actions = getattr(environment, "actions", ())
+    if not isinstance(actions, tuple | list | type(Enum)) or not all(isinstance(action, Enum) for action in actions):
+        return ()
+    short = tuple(action.name for action in actions)
+    return short if len({*short}) == len(short) else tuple(f"{type(action).__name__}.{action.name}" for action in actions)
 
 
 def _three(number: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum, IntEnum
 from typing import Any
 
 import gymnasium
@@ -11,6 +12,15 @@ import pytest
 from agentrl.environment.gymnasium_environments import GymnasiumEnvironment
 from agentrl.errors import EnvironmentFault, PluginError, PolicyFault
 from agentrl.records import ToolCall
+
+
+class Turn(IntEnum):
+    left = 0
+    right = 1
+
+
+class Step(Enum):
+    left = 0
 
 
 @pytest.mark.parametrize(
@@ -78,6 +88,33 @@ def test_options_reach_the_environment_and_errors_name_the_fix() -> None:
     ):
         with pytest.raises(PluginError, match=message):
             GymnasiumEnvironment(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("declared", "expected"),
+    [
+        ({"actions": Turn}, ("left", "right")),
+        ({"actions": (Turn.left, Step.left)}, ("Turn.left", "Step.left")),
+        ({"actions": (Turn.left,)}, ("0", "1")),
+        ({"actions": ("left", "right")}, ("0", "1")),
+        ({"actions": 2}, ("0", "1")),
+        ({"get_action_meanings": staticmethod(lambda: ["NOOP", "FIRE"])}, ("NOOP", "FIRE")),
+    ],
+)
+def test_actions_have_the_names_that_the_environment_declares(declared: dict[str, Any], expected: tuple[str, ...]) -> None:
+    gymnasium.register(id="Named-v0", entry_point=type("Named", (Liar,), {"step": _echo} | declared))
+    try:
+        environment = GymnasiumEnvironment("Named-v0")
+        environment.reset(0)
+        assert environment.actions == expected
+        assert [environment.step(name)[1] for name in expected] == [0.0, 1.0]
+        assert GymnasiumEnvironment("Named-v0", action_names=["a", "b"]).actions == ("a", "b")
+    finally:
+        gymnasium.registry.pop("Named-v0")
+
+
+def _echo(self: Any, action: Any) -> Any:
+    return np.zeros(1, np.float32), float(action), False, False, {}
 
 
 class Liar(gymnasium.Env[Any, Any]):
