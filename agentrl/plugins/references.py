@@ -48,6 +48,8 @@ CONTENT = (
     "rewards/tables.py",
     "rewards/tool_use.py",
     "rewards/units.py",
+    "recipes/cartpole.py",
+    "recipes/frozen_lake.py",
     "recipes/quickstart.py",
     "recipes/base_policy.py",
     "recipes/models/tables-base",
