@@ -33,6 +33,7 @@ ACTIONS = {
     "Blackjack": ("stick", "hit"),
     "MountainCar": ("left", "none", "right"),
     "Acrobot": ("left", "none", "right"),
+    "LunarLander": ("none", "left", "main", "right"),
 }
 """Names of discrete actions, for environments that do not name them (see `_declared_names`)."""
 FEATURES = {
@@ -40,12 +41,14 @@ FEATURES = {
     "MountainCar": ("position", "velocity"),
     "MountainCarContinuous": ("position", "velocity"),
     "Pendulum": ("cos angle", "sin angle", "angular velocity"),
+    "LunarLander": ("x", "y", "x velocity", "y velocity", "angle", "angular velocity", "left leg", "right leg"),
     "Blackjack": ("your sum", "dealer's card", "usable ace"),
 }
 """Names of the numbers in an observation."""
 LEGENDS = {
     "FrozenLake": "S is the start, F ice, H a hole, G the goal; [ ] is you.",
     "CliffWalking": "x is you, C the cliff, T the goal.",
+    "LunarLander": "The actions are engines. Land at x 0, y 0. A leg is 1 on the ground.",
     "Taxi": "[ ] is your taxi, ( ) the passenger, { } the destination. Pick the passenger up and drop them at the destination.",
 }
 _COLOUR = re.compile(r"\x1b\[([\d;]+)m(.*?)\x1b\[0m", re.DOTALL)
@@ -144,6 +147,8 @@ class GymnasiumEnvironment(Environment):
             if isinstance(error, gymnasium.error.NameNotFound | gymnasium.error.NamespaceNotFound):
                 no_module = "correct the id, or write gymnasium:MODULE:ID if another package's MODULE registers it"
                 fix = f"use an id that {module} registers, or write a class that wraps its environment" if module else no_module
+            elif isinstance(error, gymnasium.error.DependencyNotInstalled):
+                fix = "install the package that the error describes"
             raise PluginError(f"gymnasium:{id} cannot be created: {str(error)[:500]}", fix=fix) from error
 
     def _value(self, action: str | ToolCall) -> Any:

@@ -117,6 +117,19 @@ def _echo(self: Any, action: Any) -> Any:
     return np.zeros(1, np.float32), float(action), False, False, {}
 
 
+def _needs_a_package(**options: Any) -> Any:
+    raise gymnasium.error.DependencyNotInstalled("MuJoCo is not installed, run `pip install mujoco`")
+
+
+def test_a_missing_dependency_is_named_with_its_fix() -> None:
+    gymnasium.register(id="Needs-v0", entry_point=_needs_a_package)
+    try:
+        with pytest.raises(PluginError, match="MuJoCo is not installed.*\n  fix: install the package that the error describes"):
+            GymnasiumEnvironment("Needs-v0")
+    finally:
+        gymnasium.registry.pop("Needs-v0")
+
+
 class Liar(gymnasium.Env[Any, Any]):
     """Declares numbers from 0 to 1, and returns others."""
 
