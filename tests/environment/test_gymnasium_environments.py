@@ -124,7 +124,7 @@ def _needs_a_package(**options: Any) -> Any:
 def test_a_missing_dependency_is_named_with_its_fix() -> None:
     gymnasium.register(id="Needs-v0", entry_point=_needs_a_package)
     try:
-        with pytest.raises(PluginError, match="MuJoCo is not installed.*\n  fix: install the package that the error describes"):
+        with pytest.raises(PluginError, match=r"MuJoCo is not installed.*\n  fix: install the package that the error describes"):
             GymnasiumEnvironment("Needs-v0")
     finally:
         gymnasium.registry.pop("Needs-v0")
