@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from agentrl.base.files import numbered_folders
 from agentrl.version import deltas
 
 HEAD = "| update | numbers changed | bytes changed | delta, share of the file | make, s | apply and check, s |"
@@ -84,7 +85,8 @@ def main() -> int:
                     flush=True,
                 )
         if arguments.versions:
-            paths = [path for path in sorted(arguments.versions.glob("[0-9]*/model.safetensors")) if path.parent.name != "000000"]
+            folders = [folder for folder in numbered_folders(arguments.versions) if int(folder.name)]
+            paths = [path for folder in folders if (path := folder / "model.safetensors").exists()]
             pairs = list(itertools.pairwise(paths))
             if not pairs:
                 print("the folder does not contain two consecutive versions with complete weights", file=sys.stderr)

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from agentrl.agent.chat import ChatFormat, load_chat
+from agentrl.base.files import numbered_folders
 from agentrl.records import Message
 from sandboxes.games.exploitability import Policy, exploitability, views
 from sandboxes.games.rules import Kuhn, State
@@ -52,7 +53,7 @@ def main() -> None:
 
 def report(run: Path, *, every: int) -> None:
     """Prints and saves the exploitability of the versions of a run."""
-    folders = sorted(folder for folder in (run / "versions").iterdir() if folder.name.isdigit() and (folder / "model.safetensors").exists())
+    folders = [folder for folder in numbered_folders(run / "versions") if (folder / "model.safetensors").exists()]
     chat = load_chat(str(folders[0]))
     tables = [bets(folder, chat) for folder in folders]
     rows = []

@@ -109,6 +109,7 @@ LAWS = {
             "tests/agent/test_outage_blame.py",
             "tests/reward/test_combine.py",
             "tests/reward/test_scorer.py",
+            "tests/reward/test_verifier_call.py",
             "tests/failure/test_rate.py",
             "tests/base/test_error_text.py",
         ),

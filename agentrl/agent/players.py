@@ -306,11 +306,13 @@ class VersionPlayer(UntrainedPlayer):
         self._messages: list[Message] = []
 
     async def move(self, observation: Observation) -> str:
-        """Returns a sampled action. Raises `NoMove` if the answer is cut off."""
+        """Returns a sampled action. Raises `NoMove` if the context has no room for an answer, or if the answer is cut off."""
         chat, limits, sampling = self._agent.chat, self._episode.task.limits, self._agent.sampling
         message = Message(role="user", content=chat.escape_text(observation.text))
         self._messages += [message] if self._messages else self._prompt(observation.text)
         ids = chat.opening(self._messages, ())
+        if len(ids) >= self._episode.room:
+            raise NoMove
         constraint = choice_constraint(observation.actions, chat)
         sampling = sampling.constrained() if constraint else sampling
         params = SamplingParams(
@@ -318,7 +320,7 @@ class VersionPlayer(UntrainedPlayer):
             top_k=sampling.top_k,
             top_p=sampling.top_p,
             min_p=sampling.min_p,
-            max_tokens=min(limits.turn_tokens, max(1, self._episode.room - len(ids))),
+            max_tokens=min(limits.turn_tokens, self._episode.room - len(ids)),
             stop_token_ids=chat.stop_token_ids,
             constraint=constraint,
         )

@@ -147,6 +147,16 @@ def folder_manifest(folder: Path) -> dict[str, str]:
     return {path.relative_to(folder).as_posix(): sha256_file(path) for path in files}
 
 
+def numbered_folders(folder: Path) -> list[Path]:
+    """Returns the folders in `folder` whose names are numbers, in ascending order; empty if `folder` is missing.
+
+    From number 1,000,000 on, names with six digits are not in this order.
+    """
+    if not folder.is_dir():
+        return []
+    return sorted((path for path in folder.iterdir() if path.name.isdecimal() and path.is_dir()), key=lambda path: int(path.name))
+
+
 def has_intact_files(folder: Path) -> bool:
     """Whether the files in a folder are exactly those in its manifest, which is written last. False if there is no valid manifest."""
     try:

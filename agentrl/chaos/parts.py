@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentrl.base.files import sha256_file
+from agentrl.base.files import numbered_folders, sha256_file
 from agentrl.base.processes import process_tree
 from agentrl.chaos.subject import PER_STEP, RANK, SERVER, STALENESS, ChaosError, Subject, command_line, ended, send
 from agentrl.records import VersionState
@@ -149,7 +149,7 @@ def checkpoint_damaged(run: Subject) -> Injected:
     run.wait_for(lambda: run.steps_done() > 1, "two checkpoints")
     ranks = run.processes(RANK)
     send(ranks, signal.SIGSTOP)
-    newest = max((run.run_dir / "checkpoints").glob("[0-9]*"))
+    newest = numbered_folders(run.run_dir / "checkpoints")[-1]
     file = max((newest / "state").iterdir(), key=lambda path: path.stat().st_size)
     expected = json.loads((newest / "manifest.json").read_text())[f"state/{file.name}"]
     with file.open("r+b") as damaged:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -121,14 +122,14 @@ async def _draw(
     if case.task.sandbox is not None:
         await sandboxes.prepare(case.task.sandbox)  # raises `SandboxUnavailable`, which `prove_tasks` reports as a failed case
     if callable(getattr(family, "variants", None)):
-        variants = list(islice(cast(VariedFamily, family).variants(case.task, seed=seed), DRAWS * count))
+        variants = await asyncio.to_thread(lambda: list(islice(cast(VariedFamily, family).variants(case.task, seed=seed), DRAWS * count)))
     else:
         variants = await _mutants(case.task, family, sandboxes, withheld, count=count, seed=seed, root=root)
     drawn: list[PracticeTask] = []
     for how, task in variants:
         if task.split is not Split.TRAIN:
             raise TaskError(f"{family.name}: variant {task.id!r} has split {task.split}", fix="create variants in split train")
-        if len(drawn) < count and task.key not in seen and task not in withheld:
+        if len(drawn) < count and task.key not in seen and not await asyncio.to_thread(withheld.match, task):
             seen.add(task.key)
             drawn.append(practice_task(case, how, task))
     if not drawn:
@@ -147,14 +148,14 @@ async def _mutants(
     if wrong is not None or not cases:
         raise TaskError(f"the gold solution does not solve the case: {wrong.detail if wrong else 'it did not run'}")
     mutants: list[tuple[str, Task]] = []
-    for mutant in islice(mutate_task(task, seed=seed), DRAWS * count):
-        if len(mutants) == count:
-            break
+    drawn = islice(mutate_task(task, seed=seed), DRAWS * count)
+    # In threads, because a mutant of a task with many numbers takes seconds.
+    while len(mutants) < count and (mutant := await asyncio.to_thread(next, drawn, None)) is not None:
         result, _ = await run_and_collect(mutant, gold_of(family, mutant), sandboxes, timeout_s=mutant.limits.tool_timeout_s)
         answer = render_result(result, mutant.limits) if result.ok else ""
         if answer.strip() and answer.strip() != str(task.data["answer"]).strip():
             solved = replace(mutant, data={**mutant.data, "answer": answer})
-            if solved not in withheld:
+            if not await asyncio.to_thread(withheld.match, solved):
                 mutants.append((MUTATED, solved))
     if not mutants:
         raise TaskError(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from agentrl.base.files import numbered_folders
 from agentrl.base.user_code import one_line
 from agentrl.cli.running import JsonFlag
 from agentrl.cli.suites import differing_settings, evaluation
@@ -99,7 +100,7 @@ def _expanded(named: str) -> Iterator[tuple[str, Path]]:
     """Yields the name and folder of each evaluation that an argument refers to. If it refers to no evaluation, yields one folder, which
     `load_results` rejects."""
     run = Path(named)
-    gate = sorted(path.parent for path in run.glob(f"{GATE}/*/{results.ABOUT}") if path.parent.name.isdecimal())
+    gate = [path for path in numbered_folders(run / GATE) if (path / results.ABOUT).exists()]
     # A name with a leading dot marks an incomplete evaluation.
     several = sorted(path.parent for path in run.glob(f"suites/*/{results.ABOUT}") if not path.parent.name.startswith("."))
     if gate:

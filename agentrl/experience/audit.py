@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from agentrl.base.files import has_intact_files
+from agentrl.base.files import has_intact_files, numbered_folders
 from agentrl.base.untrusted_files import open_file, read_bytes
 from agentrl.config.recipe import load
 from agentrl.errors import StoreError
@@ -156,7 +156,8 @@ def _newest_checkpoint(run_dir: Path) -> tuple[str, _CheckpointUses | str] | Non
     contains these steps.
     """
     unread = None
-    for meta in sorted((run_dir / "checkpoints").glob("[0-9]*/meta.json"), reverse=True):
+    metas = [folder / "meta.json" for folder in reversed(numbered_folders(run_dir / "checkpoints"))]
+    for meta in filter(Path.exists, metas):
         try:
             return meta.parent.name, _checkpoint_uses(run_dir, read_bytes(meta, most=_MAX_META, inside=run_dir))
         except StoreError as error:

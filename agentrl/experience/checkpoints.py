@@ -88,8 +88,7 @@ class FolderCheckpoints:
 
     def groups(self) -> tuple[int, ...]:
         """Returns the indices of the groups that have checkpoints, in ascending order."""
-        folders = self._folder.iterdir() if self._folder.is_dir() else ()
-        return tuple(sorted(int(path.name) for path in folders if path.is_dir() and path.name.isdecimal()))
+        return tuple(int(path.name) for path in files.numbered_folders(self._folder))
 
     def images(self) -> set[str]:
         """Returns the names of the images that the saved episodes contain. Raises `OSError` if a file cannot be read."""

@@ -80,7 +80,7 @@ def save_file(run_dir: Path, step: int, rank: int, content: bytes) -> None:
     folder = path.parent
     folder.mkdir(exist_ok=True)
     write_atomically(path, content)
-    sizes = [(path, path.stat().st_size) for path in sorted(folder.glob("*.tokens"))]
+    sizes = [(path, path.stat().st_size) for path in sorted(folder.glob("*.tokens"), key=_order)]
     total = sum(size for _, size in sizes)
     for path, size in sizes[:-1]:
         if total <= MAX_TOTAL_BYTES:
@@ -106,6 +106,11 @@ def read_records(run_dir: Path, step: int, group: int) -> list[TokenRecord]:
 
 def _path(run_dir: Path, step: int, rank: int) -> Path:
     return run_dir / FOLDER / f"{step:06d}.{rank}.tokens"
+
+
+def _order(path: Path) -> tuple[int, str]:
+    """Sorts by step, also from step 1,000,000 on, whose name is longer."""
+    return path.name.index("."), path.name
 
 
 def _records(data: bytes, group: int) -> list[TokenRecord]:

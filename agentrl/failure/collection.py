@@ -159,10 +159,10 @@ class Collection:
             read_only = not make and is_read_only(self.path)
             name = f"{self.path.absolute().as_uri()}?mode=ro&immutable=1" if read_only else self.path
             self._db = sqlite3.connect(name, timeout=busy_timeout_s, isolation_level=None, uri=read_only, check_same_thread=False)
+        self._sizes, self._data_version = dict[str, _PhaseSize](), -1
         try:
             with self._query():
                 self._open(read_only=read_only, timeout_s=busy_timeout_s)
-                self._sizes = self._read_sizes()
         except BaseException:
             self._db.close()
             raise
@@ -308,9 +308,11 @@ class Collection:
         with self._query():
             try:
                 with transaction(self._db) as db:
+                    if (data_version := read_pragma(db, "data_version")) != self._data_version:  # another process has written
+                        self._sizes, self._data_version = {}, data_version
                     yield db
             except BaseException:
-                self._sizes = self._read_sizes()
+                self._sizes = {}
                 raise
 
     def _open(self, *, read_only: bool, timeout_s: float) -> None:
@@ -385,12 +387,9 @@ class Collection:
         db.execute("DELETE FROM tasks WHERE key = ? AND NOT EXISTS (SELECT 1 FROM traces WHERE task_key = ?)", (key, key))
 
     def _size_of(self, phase: str) -> _PhaseSize:  # must be called before a change, which the caller then adds
-        if phase not in self._sizes:  # another process may have started the phase
+        if phase not in self._sizes:
             self._sizes[phase] = _PhaseSize(self._db, phase)
         return self._sizes[phase]
-
-    def _read_sizes(self) -> dict[str, _PhaseSize]:
-        return {phase: _PhaseSize(self._db, phase) for (phase,) in self._db.execute("SELECT DISTINCT phase FROM traces")}
 
 
 class _PhaseSize:

@@ -11,7 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.base.files import read_json_lines
+from agentrl.base.files import numbered_folders, read_json_lines
 from agentrl.base.untrusted_files import read_bytes
 from agentrl.errors import StoreError
 from agentrl.evaluation.comparison import pair_scores
@@ -94,8 +94,7 @@ def read_verdict(run_dir: Path, version: int) -> GateVerdict | None:
 
 def read_verdicts(run_dir: Path) -> tuple[GateVerdict, ...]:
     """Returns all verdicts of a run, sorted by version. Raises `StoreError` if a verdict cannot be read."""
-    folder = run_dir / FOLDER
-    numbers = sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal()) if folder.is_dir() else []
+    numbers = [int(path.name) for path in numbered_folders(run_dir / FOLDER)]
     return tuple(verdict for number in numbers if (verdict := read_verdict(run_dir, number)) is not None)
 
 

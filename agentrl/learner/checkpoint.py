@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from agentrl.base.files import MANIFEST, commit_folder, folder_manifest, has_intact_files, partial_folder
+from agentrl.base.files import MANIFEST, commit_folder, folder_manifest, has_intact_files, numbered_folders, partial_folder
 from agentrl.errors import LearnerError
 from agentrl.experience.step_uses import NO_STEPS
 from agentrl.learner.critic import Critic
@@ -131,7 +131,7 @@ def newest(root: Path, *, alert: Callable[[str], None] = log.warning) -> Checkpo
 
     Raises `LearnerError` if every checkpoint is damaged, because only the user can decide to restart from the base policy.
     """
-    folders = _folders(root)
+    folders = numbered_folders(root)
     for folder in reversed(folders):
         if (checkpoint := _read(folder)) is not None:
             return checkpoint
@@ -178,12 +178,6 @@ def _load(deepspeed: Any, folder: Path, tag: str, ranks: Ranks, *, same_ranks: b
         raise LearnerError(f"DeepSpeed loaded nothing from {folder / tag}")
 
 
-def _folders(root: Path) -> list[Path]:
-    if not root.is_dir():
-        return []
-    return sorted(path for path in root.iterdir() if path.is_dir() and path.name.isdecimal())
-
-
 def _read(folder: Path) -> Checkpoint | None:
     if not has_intact_files(folder):
         return None
@@ -191,7 +185,7 @@ def _read(folder: Path) -> Checkpoint | None:
 
 
 def _prune(root: Path, keep: int, spare: Collection[int]) -> None:
-    for folder in _folders(root)[:-keep]:
+    for folder in numbered_folders(root)[:-keep]:
         if int(folder.name) not in spare:
             shutil.rmtree(folder)
 
@@ -199,7 +193,7 @@ def _prune(root: Path, keep: int, spare: Collection[int]) -> None:
 def _make_room(root: Path, spare: Callable[[], Collection[int]]) -> None:
     """If the disk has no space for another checkpoint of the same size, deletes all checkpoints except the newest and those that `spare`
     returns."""
-    folders = _folders(root)
+    folders = numbered_folders(root)
     if len(folders) < 2:
         return
     size = sum(path.stat().st_size for path in folders[-1].rglob("*") if path.is_file())

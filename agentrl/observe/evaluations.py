@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentrl.base.files import write_atomically
+from agentrl.base.files import numbered_folders, write_atomically
 from agentrl.observe.charts import Chart, Series
 from agentrl.observe.markup import Table, render
 from agentrl.observe.rundata import Line, as_list, is_finite, read_lines, read_object
@@ -87,7 +87,7 @@ def read_gate_section(run_dir: Path) -> GateSection:
     The notes of the section name unreadable files."""
     notes: list[str] = []
     folder = run_dir / "gate"
-    numbers = sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal()) if folder.is_dir() else []
+    numbers = [int(path.name) for path in numbered_folders(folder)]
     verdicts = [verdict for number in numbers if (verdict := _verdict(folder, number, notes)) is not None]
     regressed = [case for verdict in reversed(verdicts) for case in _regressed_cases(folder, verdict, notes)]
     rates = []

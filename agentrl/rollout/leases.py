@@ -93,7 +93,7 @@ class GroupLeases:
         self._clock = clock
         self._waiting = deque[_Job]()
         self._leased: dict[str, _Job] = {}
-        self._early: dict[int, Group] = {}  # index -> group that arrived before it was requested
+        self._early: dict[int, Group] = {}  # index -> group that arrived while it was neither queued nor leased
         self._silent_s: dict[str, float] = {}  # worker -> counted seconds since its newest request
         self._lost = deque[str](maxlen=_LOST)  # lost workers that have sent no renewal since they were lost
         self._looked = clock()
@@ -117,8 +117,6 @@ class GroupLeases:
         """Queues a group and returns it after a worker has sampled it, or as an excluded group after `MAX_LOSSES` lost workers.
         Cancellation withdraws the group from the queue or the worker."""
         job = _Job(index, task, oldest_version)
-        if (group := self._early.pop(index, None)) is not None and job.accepts(group):
-            return group
         await self._queue(job)
         try:
             return await job.result
@@ -272,8 +270,12 @@ class GroupLeases:
         self.on_end(lease)
 
     async def _queue(self, job: _Job, *, first: bool = False) -> None:
+        """Queues a group, unless its result has arrived while no worker and no queue had it."""
         async with self._queued:
-            if job.result.done():  # excluded or withdrawn in the meantime
+            group = self._early.pop(job.index, None)
+            if group is not None and job.accepts(group) and not job.result.done():
+                job.result.set_result(group)
+            if job.result.done():  # or excluded or withdrawn in the meantime
                 return
             if first:
                 self._waiting.appendleft(job)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,7 +95,9 @@ class RunLeague:
         async with self._changed:
             await self._changed.wait_for(lambda: not self._games)
         version = self._served.version
-        await self._admit(version)
+        if version - self.table.members[-1] >= EVERY:
+            self.table.add(version)
+        await self._keep_members()
         for _ in range(_TRIES):
             number = self.table.draw(version, seed=self._seed)
             problem = await self._serve(number)
@@ -105,8 +107,7 @@ class RunLeague:
             if number == 0:
                 raise ServingError(f"version 0 of the league cannot be served: {problem}")
             self.table.remove(number)
-            with suppress(StoreError):  # it is not registered, so it has no pin
-                await asyncio.to_thread(self._registry.pin, number, pinned=False)
+            await self._keep_members()
         self._chosen_for = version
         await asyncio.to_thread(self.table.save)
 
@@ -122,18 +123,12 @@ class RunLeague:
             return str(error)
         return ""
 
-    async def _admit(self, version: int) -> None:
-        """Adds the version to the members if enough versions have passed since the newest member. Members are pinned, so that their weights
-        stay on disk."""
-        if version - self.table.members[-1] < EVERY:
-            return
-        left = self.table.add(version)
-        for number, pinned in ((version, True), *((number, False) for number in left)):
-            if number:
-                try:
-                    await asyncio.to_thread(self._registry.pin, number, pinned=pinned)
-                except StoreError as error:
-                    self._alert(f"version {number} of the league cannot be pinned: {error}")
+    async def _keep_members(self) -> None:
+        """Makes the registry keep the weights of the current members, and of no former member."""
+        try:
+            await asyncio.to_thread(self._registry.keep_for_league, self.table.members)
+        except StoreError as error:
+            self._alert(f"weights of the league's members may be deleted: {error}")
 
 
 def open_league(

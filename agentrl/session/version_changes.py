@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentrl.base.files import has_intact_files
+from agentrl.base.files import has_intact_files, numbered_folders
 from agentrl.base.run_lock import drive_folder
 from agentrl.config.recipe import Recipe, load
 from agentrl.errors import RunFolderBusy, UserError
@@ -178,8 +178,7 @@ def has_checkpoint(run_dir: Path, number: int) -> bool:
 
 def _with_checkpoints(run_dir: Path) -> str:
     """Returns the suggested fix for an error about a missing checkpoint."""
-    folder = run_dir / "checkpoints"
-    numbers = sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal()) if folder.is_dir() else []
+    numbers = [int(path.name) for path in numbered_folders(run_dir / "checkpoints")]
     intact = [str(number) for number in numbers if has_checkpoint(run_dir, number)]
     choose = f"choose a version with a checkpoint: {', '.join(intact)}" if intact else "no version has a checkpoint"
     return f"{choose}; to keep more, pin versions or raise learner.keep_checkpoints"

@@ -102,16 +102,13 @@ class LeagueTable:
         rows = [[*pair, one.wins, one.draws, one.losses] for pair, one in sorted(self.results.items())]
         write_atomically(self._path, json.dumps({"members": self.members, "results": rows}).encode())
 
-    def add(self, version: int) -> tuple[int, ...]:
-        """Adds `version` if it is newer than all members, and returns the members that are removed to make room."""
+    def add(self, version: int) -> None:
+        """Adds `version` if it is newer than all members, and removes members if there are too many."""
         if version > self.members[-1]:
             self.members.append(version)
-        left = []
         while len(self.members) > self._size:
             gaps = {n: after - before for n, before, after in zip(self.members[1:-1], self.members, self.members[2:], strict=False)}
-            left.append(min(gaps, key=lambda number: (gaps[number], number)) if gaps else self.members[0])
-            self.members.remove(left[-1])
-        return tuple(left)
+            self.members.remove(min(gaps, key=lambda number: (gaps[number], number)) if gaps else self.members[0])
 
     def remove(self, member: int) -> None:
         """Removes a member whose weights no longer exist. Raises `ValueError` if there is no such member."""

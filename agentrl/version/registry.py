@@ -22,7 +22,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +37,7 @@ from agentrl.version import deltas, rollback
 MAX_RECORDS = 10_000
 """Number of records that a run keeps in addition to those of versions with weights. A limit is needed because a run may be endless."""
 _RECORD = "version.json"
-_HELD, _PINNED = "held", "pinned"
+_HELD, _LEAGUE, _PINNED = "held", "league", "pinned"
 _LARGEST = 1 << 20  # bytes of a record
 _RECENT = 16  # newest versions, which each `prune` reads because another process may have published them again
 _LEGAL = {
@@ -162,6 +162,11 @@ class FolderRegistry:
         with self._locked(fcntl.LOCK_EX):
             self._write_numbers(_HELD, {number})
 
+    def keep_for_league(self, members: Collection[int]) -> None:
+        """Makes `prune`, in any process, keep the weights of these versions until the next call. Does not change pins."""
+        with self._locked(fcntl.LOCK_EX):
+            self._write_numbers(_LEAGUE, {*members})
+
     def pin(self, number: int, *, pinned: bool = True) -> None:
         """Pins or unpins a version. `prune` keeps the weights of a pinned version, and the learner keeps its checkpoint. Idempotent.
 
@@ -181,8 +186,8 @@ class FolderRegistry:
         """Deletes the weights of old versions and returns the numbers of these versions. The newest `MAX_RECORDS` records stay as history.
 
         `prune` keeps the `keep` newest versions, the `keep` newest promoted versions, version 0, the serving version, the held version, the
-        pinned versions, the target of a rollback request, and the versions from which a kept delta is built. `prune` never changes folders
-        outside `versions/`.
+        league's members, the pinned versions, the target of a rollback request, and the versions from which a kept delta is built. `prune`
+        never changes folders outside `versions/`.
         """
         with self._locked(fcntl.LOCK_EX):
             numbers = self._numbers()
@@ -192,7 +197,7 @@ class FolderRegistry:
             promoted = [version.number for version in versions if version.state is VersionState.PROMOTED]
             serving = {version.number for version in versions if version.state is VersionState.SERVING}
             spared = {0, *newest, *promoted[max(0, len(promoted) - keep) :], *serving, *self._rollback_target()}
-            spared |= self._read_numbers(_HELD) | self._read_numbers(_PINNED)
+            spared |= self._read_numbers(_HELD) | self._read_numbers(_LEAGUE) | self._read_numbers(_PINNED)
             remaining = [version.number for version in versions if version.number in spared]
             needed = {link for number in remaining for link in deltas.base_folders(self._home(number))}
             old = [version.number for version in versions if version.number not in spared and self._home(version.number) not in needed]

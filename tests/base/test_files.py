@@ -171,3 +171,11 @@ def test_deeply_nested_json_lines_are_invalid(tmp_path: Path) -> None:
     (tmp_path / "lines").write_text("[" * 100_000 + "]" * 100_000 + "\n")
     with pytest.raises(ValueError, match="nested too deeply"):
         files.read_json_lines(tmp_path / "lines")
+
+
+def test_numbered_folders_are_sorted_by_number(tmp_path: Path) -> None:
+    assert files.numbered_folders(tmp_path / "none") == []
+    for name in ("1000000", "999999", "000002", ".000003.part", "copy"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "000004").touch()
+    assert [path.name for path in files.numbered_folders(tmp_path)] == ["000002", "999999", "1000000"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -16,7 +18,7 @@ from agentrl.config import SandboxConfig
 from agentrl.errors import SandboxError, SandboxUnavailable
 from agentrl.failure.case import Case, Suite, save_case
 from agentrl.failure.overlap import WithheldTasks, load_withheld
-from agentrl.failure.practice import load_practice
+from agentrl.failure.practice import load_practice, mutate_task
 from agentrl.protocols import SandboxBackend
 from agentrl.records import SandboxSpec, Split, Task
 from agentrl.sandbox import open_sandboxes
@@ -58,7 +60,15 @@ async def generate(family: Plain | Tables, sandboxes: SandboxBackend, *tasks: Ta
 
 @pytest.mark.slow
 @pytest.mark.bubblewrap
-async def test_mutants_are_proven_or_rejected() -> None:
+async def test_mutants_are_proven_or_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = set[threading.Thread]()
+
+    def mutate(task: Task, *, seed: int) -> Iterator[Task]:
+        for mutant in mutate_task(task, seed=seed):
+            threads.add(threading.current_thread())
+            yield mutant
+
+    monkeypatch.setattr("agentrl.check.practice.mutate_task", mutate)
     total, foreign = FAMILY.task(Split.HELDOUT, 0), replace(FAMILY.task(Split.HELDOUT, 1), family="other")
     wrong_answer = replace(total, data={**total.data, "answer": "1"})
     sandboxes = await open_sandboxes(SandboxConfig(backend="bubblewrap"), warm=0, run_label="test", root=ROOT)
@@ -71,6 +81,7 @@ async def test_mutants_are_proven_or_rejected() -> None:
     assert all(practice.task.data["answer"] != total.data["answer"] and practice.task.split is Split.TRAIN for practice in report.tasks)
     assert [case for case, _ in report.rejected] == ["c1", "c2"]
     assert "belongs to family 'other'" in report.rejected[0][1] and "does not solve the case" in report.rejected[1][1]
+    assert threads and threading.main_thread() not in threads, "a task may have so many numbers that a mutant takes seconds"
     assert leaky_report.tasks == () and "depends on the answer" in leaky_report.rejected[0][1]
 
 

@@ -26,6 +26,20 @@ class Match(Game):
         return observations, {"matcher": gain, "other": -gain, "idle": 0.5}, self.round == 2
 
 
+class Echo(Game):
+    """The second role sees a long observation after the first role's action. Any text is allowed."""
+
+    roles = ("talker", "echo")
+
+    def reset(self, seed: int) -> Any:
+        self.moves = 0
+        return {"talker": "Speak."}
+
+    def step(self, actions: dict[str, str]) -> Any:
+        self.moves += 1
+        return ({"echo": "x" * 200} if self.moves == 1 else {"talker": "Speak."}), {}, self.moves == 2
+
+
 class Faulty(Match):
     """Fails in the way that its option selects."""
 

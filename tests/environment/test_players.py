@@ -222,6 +222,18 @@ async def test_a_cut_move_and_a_reached_limit_forfeit_the_game(tokenizer: Any) -
     assert (await episode_return(task, episode)).parts == {"first": -2.0, "second": 2.0}
 
 
+async def test_a_past_version_without_room_forfeits_the_game(tokenizer: Any) -> None:
+    past = ReadingPolicy(tokenizer, lambda context: "p")
+    league, policy = FixedLeague(past), ScriptedPolicy(tokenizer, lambda turn, _: "b", version=9)
+    options: dict[str, Any] = {"players": {"echo": "league"}, "league": league}
+    for room in (4096, 120):
+        past.prompts.clear()
+        episode = await play(task_of(f"{GAMES}Echo", limits={"episode_tokens": room}), policy, tokenizer, **options)
+        assert not episode.failures and episode.stop_reason == ("terminated" if room == 4096 else "forfeited")
+        assert all(len(prompt) < room for prompt in past.prompts)
+    assert [gain for _, gain, _ in league.results] == [0.0, 2.0]
+
+
 async def test_an_unreadable_move_forfeits_the_game(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A text that cannot be read must not be better than losing."""
     runner, parse = runner_of(policy_of(tokenizer, **{"-": "p", "p": "b"}), tokenizer), ChatFormat.parse

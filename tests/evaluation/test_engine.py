@@ -24,9 +24,9 @@ from agentrl.records import Episode, Score, Task
 from agentrl.reward import TaskScorer
 from agentrl.session.folder import RunStart
 from agentrl.session.preflight import PreflightResult
-from tests.gate import test_gate
+from tests.gate import gated_run
 
-scripted = test_gate.scripted
+scripted = gated_run.scripted
 NAMES = ("easy", "flaky", "broken")
 
 
@@ -39,25 +39,25 @@ async def score_attempt(task: Task, episode: Episode) -> Score:
 
 def make_suite(folder: Path) -> Suite:
 
-    task = test_gate.make_suite().cases[0].task
+    task = gated_run.make_suite().cases[0].task
     for name in NAMES:
         save_case(folder, Case(id=name, task=replace(task, id=name, verifiers=("tests.evaluation.test_engine:score_attempt",))))
     return load_suite(folder)
 
 
 async def evaluate(folder: Path, suite: Suite, monkeypatch: pytest.MonkeyPatch, *, repeats: int) -> results.SuiteResults:
-    run = await test_gate.open_run(folder)
+    run = await gated_run.open_run(folder)
     run.learner, run.groups = SimpleNamespace(kill=None), run.groups
 
     @asynccontextmanager
     async def open_scripted_run(*_: object, **__: object) -> AsyncIterator[Any]:
         yield run
-        await test_gate.plain.close(run)
+        await gated_run.plain.close(run)
 
     monkeypatch.setattr(open_policy, "open_run", open_scripted_run)
     checked = cast(PreflightResult, SimpleNamespace(scorer=TaskScorer()))
     start = RunStart(recipe=Path("r.py"), folder=folder, overrides=())
-    return await suites.evaluate_suite(test_gate.RECIPE, start, checked, suite, repeats=repeats, threshold=1.0, root=folder)
+    return await suites.evaluate_suite(gated_run.RECIPE, start, checked, suite, repeats=repeats, threshold=1.0, root=folder)
 
 
 @pytest.mark.usefixtures("scripted")
@@ -156,12 +156,12 @@ def test_an_invalid_evaluation_is_reported(tmp_path: Path) -> None:
 
 async def test_a_missing_verifier_is_reported_before_anything_starts(tmp_path: Path) -> None:
 
-    task = replace(test_gate.make_suite().cases[0].task, verifiers=("rewards.gone:nothing",))
+    task = replace(gated_run.make_suite().cases[0].task, verifiers=("rewards.gone:nothing",))
     save_case(tmp_path, Case(id="a", task=task))
     checked = cast(PreflightResult, SimpleNamespace(scorer=TaskScorer()))
     start = RunStart(recipe=Path("r.py"), folder=tmp_path, overrides=())
     with pytest.raises(PluginError, match=r"rewards\.gone"):
-        await suites.evaluate_suite(test_gate.RECIPE, start, checked, load_suite(tmp_path), repeats=1, threshold=1.0, root=tmp_path)
+        await suites.evaluate_suite(gated_run.RECIPE, start, checked, load_suite(tmp_path), repeats=1, threshold=1.0, root=tmp_path)
 
 
 def test_suites_are_reported_over_versions_with_a_plot(tmp_path: Path) -> None:

@@ -31,10 +31,10 @@ from agentrl.session.preflight import PreflightResult
 from agentrl.testing import ScriptedPolicy, byte_tokenizer
 from tests.evaluation.suite_parts import HERE, OVERRIDES, make_case, make_suite
 from tests.failure.traces import python, scored, turn
-from tests.gate import test_gate
+from tests.gate import gated_run
 
 POLICY = f"{HERE}:policy"
-scripted = test_gate.scripted
+scripted = gated_run.scripted
 
 
 @pytest.fixture
@@ -220,7 +220,7 @@ def test_only_text_that_xml_cannot_contain_is_replaced() -> None:
 @pytest.mark.usefixtures("scripted")
 async def test_a_model_folder_is_served_and_only_its_version_counts(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server is scripted; `agentrl eval` opens the other parts of a run."""
-    run = await test_gate.open_run(project / "r")
+    run = await gated_run.open_run(project / "r")
     run.learner, tokenizer = SimpleNamespace(kill=None), byte_tokenizer()
     script = load_policy_plugin(find_policy(POLICY)).script
     watched: list[str] = []
@@ -242,7 +242,7 @@ async def test_a_model_folder_is_served_and_only_its_version_counts(project: Pat
         prepared = open_policy.PreparedEvaluation(
             policy=NamedPolicy(source=PolicySource.VERSION, name="runs/x@12", model="/home/me/runs/x/versions/000012"),
             suites=(make_suite(project / f"s{version}", make_case("good"), make_case("bad")),),
-            recipe=test_gate.RECIPE,
+            recipe=gated_run.RECIPE,
             root=project,
             start=RunStart(recipe=Path("s"), folder=project / "r", overrides=()),
             repeats=None,
@@ -262,7 +262,7 @@ async def test_a_model_folder_is_served_and_only_its_version_counts(project: Pat
     pinned = load_suite(evaluations[0].suite.folder).cases[0].baseline
     assert pinned is not None and (pinned.model, pinned.version) == ("runs/x@12", 12), "not a local folder"
     assert {outcome.status for outcome in other_version.values()} == {"unscored"}, "tokens of another version do not count"
-    await test_gate.plain.close(run)
+    await gated_run.plain.close(run)
 
 
 def test_a_version_uses_its_runs_settings_and_a_folder_the_defaults(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from agentrl.evaluation.statistics import e_value
 from agentrl.evaluation.versus import VersionComparison, difference_so_far, try_blocks
 from agentrl.failure.case import Case, Suite
 from agentrl.records import PolicyVersion
-from tests.gate import test_gate as gated
+from tests.gate import gated_run as gated
 from tests.gate import test_rolled_back as plain
 
 scripted = plain.scripted

@@ -194,6 +194,19 @@ def test_limits_hold_in_a_phase_that_another_process_started(tmp_path: Path) -> 
             assert first._size_of("train").bytes == sum(row.bytes for row in first.rows())
 
 
+def test_limits_hold_in_a_phase_that_another_process_changed(tmp_path: Path) -> None:
+    """A process that has added traces to a phase notices changes by another process."""
+    traces = [replace(trace(*STEPS, answer="97"), id=f"t{number}", tags=(Tag(name="budget", by="rules"),)) for number in range(5)]
+    with Collection(tmp_path, keep=2, make=True) as first, Collection(tmp_path, keep=2) as second:
+        first.add(traces[:2])
+        second.clear_phase(traces[0].phase)
+        assert first.add(traces[2:4]) == 2 and [row.id for row in first.rows()] == ["t2", "t3"] and not first.dropped()
+        second.tag("t3", (Tag(name="looped", by="rules"),))
+        second.tag("t2", (Tag(name="looped", by="rules"),))
+        first.add(traces[4:])
+        assert [row.id for row in first.rows()] == ["t3", "t4"], "the oldest trace with the most frequent tag is deleted"
+
+
 def test_an_unknown_trace_is_the_users_error(tmp_path: Path) -> None:
     with Collection(tmp_path, make=True) as collection, pytest.raises(UserError, match="has no trace x") as error:
         collection.tag("x", (Tag(name="looped", by="rules"),))

@@ -1,6 +1,6 @@
 """Single evaluations of the gate: reports, comparisons, due versions, and versions without a verdict.
 
-The run and its scripted policy are those of test_gate.py.
+The run and its scripted policy are those of gated_run.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from agentrl.observe import Rate
 from agentrl.records import SandboxSpec, VersionState
 from agentrl.version import rollback
 from tests.gate import test_rolled_back as plain
-from tests.gate.test_gate import RECIPE, Player, evaluate_due, open_run, publish, serve_through, serve_version_2
+from tests.gate.gated_run import RECIPE, Player, evaluate_due, open_run, publish, serve_through, serve_version_2
 
 pytestmark = pytest.mark.usefixtures("scripted")
 scripted = plain.scripted

@@ -1,6 +1,6 @@
 """The gate on its own server: versions are served while one is evaluated.
 
-The policy is scripted as in test_gate.py, and a version's weights say which cases it passes. The gate's server is
+The policy is scripted as in gated_run.py, and a version's weights say which cases it passes. The gate's server is
 a double whose attempts can be blocked; the real one is tested in tests/gate/test_server.py and tests/e2e/test_lora.py.
 """
 
@@ -21,7 +21,7 @@ from agentrl.records import PolicyVersion, VersionState
 from agentrl.run import loop
 from agentrl.version import rollback
 from tests.gate import test_rolled_back as plain
-from tests.gate.test_gate import RECIPE, Player, answer_as_learner, open_run, publish, states
+from tests.gate.gated_run import RECIPE, Player, answer_as_learner, open_run, publish, states
 from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("scripted")

@@ -474,29 +474,3 @@ async def test_late_run_is_graded_again_before_it_scores(late: int, value: float
     graded_task = task(tests={"test_it.py": "def test_double():\n    pass\n"}, runs=({"name": "r", "argv": ["python3", "code.py"]},))
     result = await score(graded_task, outputs_of(code=DOUBLE), slow)
     assert (result.value, slow.gradings, slow.runs) == (value, gradings, gradings)
-
-
-async def test_honest_code_and_tests_are_not_reported_as_cheats_in_mode_pytest(sandboxes: SandboxBackend) -> None:
-    """Classes with custom equality, mocks, and tests that patch something."""
-    code = """
-from dataclasses import dataclass
-@dataclass
-class Pair:
-    one: int
-class Own:
-    def __eq__(self, other): return isinstance(other, Own)
-    __hash__ = None
-def double(n): return 2 * n
-"""
-    tests = """
-from unittest.mock import ANY, Mock
-from twice import Own, Pair, double
-def test_a(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr("builtins.input", lambda: "3")
-    assert double(int(input())) == 6 and Pair(1) == Pair(1) and Own() == Own()
-def test_b():
-    assert [double(2), Mock()] == [4, ANY]
-"""
-    graded_task = task("pytest", ("twice.py",), tests={"test_it.py": tests}, gold=GOLD.replace("code.py", "twice.py"))
-    right = await score(graded_task, {"twice.py": code.encode()}, sandboxes)
-    assert right.value == 1.0, right

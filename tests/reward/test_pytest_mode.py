@@ -16,7 +16,19 @@ from agentrl.check.access import prove_separation
 from agentrl.check.report import CheckReport, render
 from agentrl.protocols import SandboxBackend
 from agentrl.sandbox import select_backend
-from tests.reward.test_cleanroom import BOTH, CODE, DOUBLE, ROOT, START_FILES, gather_limited, in_mode, score, task, with_short_deadline
+from tests.reward.test_cleanroom import (
+    BOTH,
+    CODE,
+    DOUBLE,
+    GOLD,
+    ROOT,
+    START_FILES,
+    gather_limited,
+    in_mode,
+    score,
+    task,
+    with_short_deadline,
+)
 
 WRONG = "def double(n):\n    return 0\n"
 FIND = """
@@ -161,6 +173,32 @@ async def test_mode_judge_also_stops_those(sandboxes: SandboxBackend) -> None:
     graded_task, name = in_mode("judge")
     results = await gather_limited({cheat: score(graded_task, {name: code.encode()}, sandboxes) for cheat, code in OPEN.items()})
     assert {cheat: result.value for cheat, result in results.items()} == dict.fromkeys(OPEN, 0.0)
+
+
+async def test_honest_code_and_tests_are_not_reported_as_cheats_in_mode_pytest(sandboxes: SandboxBackend) -> None:
+    """Classes with custom equality, mocks, and tests that patch something."""
+    code = """
+from dataclasses import dataclass
+@dataclass
+class Pair:
+    one: int
+class Own:
+    def __eq__(self, other): return isinstance(other, Own)
+    __hash__ = None
+def double(n): return 2 * n
+"""
+    tests = """
+from unittest.mock import ANY, Mock
+from twice import Own, Pair, double
+def test_a(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("builtins.input", lambda: "3")
+    assert double(int(input())) == 6 and Pair(1) == Pair(1) and Own() == Own()
+def test_b():
+    assert [double(2), Mock()] == [4, ANY]
+"""
+    graded_task = task("pytest", ("twice.py",), tests={"test_it.py": tests}, gold=GOLD.replace("code.py", "twice.py"))
+    right = await score(graded_task, {"twice.py": code.encode()}, sandboxes)
+    assert right.value == 1.0, right
 
 
 def test_documentation_states_their_number() -> None:

@@ -282,6 +282,22 @@ def test_the_first_complete_group_of_an_index_is_delivered_whichever_worker_samp
     asyncio.run(play())
 
 
+async def test_a_group_that_arrives_while_it_is_queued_is_not_sampled_again() -> None:
+    leases = GroupLeases(group_size=1, concurrency=64)
+    leased = asyncio.create_task(leases.run_group(0, make_task(0)))
+    lease = await leases.take("a", wait_s=1)
+    assert lease is not None
+    async with leases._queued:  # another coroutine queues a group
+        new = asyncio.create_task(leases.run_group(1, make_task(1)))
+        losing = asyncio.create_task(leases._requeue([*leases._leased.values()], failed=False))
+        await asyncio.sleep(0)
+        await leases.arrive(lease.id, complete(0, "a"))
+        await leases.arrive("earlier", complete(1, "earlier"))
+    await losing
+    answers = [group.episodes[0].episode.answer for group in await asyncio.wait_for(asyncio.gather(leased, new), 10)]
+    assert answers == ["a", "earlier"] and leases.waiting == 0
+
+
 async def test_a_group_of_another_task_or_older_weights_is_not_accepted() -> None:
     leases = GroupLeases(group_size=1, concurrency=64)
     other = replace(complete(0, "x"), task_key="0" * 64)

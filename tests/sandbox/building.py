@@ -1,4 +1,4 @@
-"""Helpers for tests with real sandboxes: an image, specs, and the processes of a sandbox."""
+"""Helpers for tests with real sandboxes: an image, specs, cells, and the processes of a sandbox."""
 
 import contextlib
 import os
@@ -10,12 +10,28 @@ import pytest
 
 from agentrl.records import SandboxSpec
 from agentrl.sandbox import limits, list_open
+from agentrl.sandbox.cell import CellBackend
+from agentrl.sandbox.cell.server import Cell
 from agentrl.sandbox.lease import lease
 
 IMAGE = 'suite = "bookworm"\npackages = ["python3"]\n'
 SPEC = SandboxSpec(image="image", memory_mb=128, processes=16, disk_mb=16)
 ALONE = replace(SPEC, runtime="runc")
 """Gives each sandbox its own container, as every spec with a runtime does. Every daemon has this runtime."""
+KEY = "0123456789abcdef" * 2
+FETCH = "import urllib.request as r\nprint(r.urlopen('http://127.0.0.1:{}/', timeout=10).read().decode())"
+DRIVER = """
+import asyncio, sys
+from pathlib import Path
+from agentrl.records import codec, SandboxSpec
+from agentrl.sandbox.cell import CellBackend
+async def main():
+    backend = CellBackend(run_label="test", root=Path(sys.argv[1]), addresses=[sys.argv[2]], key=sys.argv[3])
+    sandbox = await backend.open(codec.from_json(SandboxSpec, sys.argv[4]))
+    print("open", flush=True)
+    await sandbox.exec(["sleep", "1000"], timeout_s=1000)
+asyncio.run(main())
+"""
 BOTH = [pytest.param("docker", marks=pytest.mark.docker), pytest.param("bubblewrap", marks=pytest.mark.bubblewrap)]
 
 
@@ -66,3 +82,24 @@ def lease_of_process(pid):
     except OSError:
         return "?"
     return lease() if lease() in mounts else "?"
+
+
+@contextlib.asynccontextmanager
+async def cell(**options):
+    """A cell in this process, and its address."""
+    cell_server = Cell(KEY, **options)
+    port = await cell_server.start("127.0.0.1", 0)
+    try:
+        yield cell_server, f"127.0.0.1:{port}"
+    finally:
+        await cell_server.close()
+        assert leftovers() == []
+
+
+@contextlib.asynccontextmanager
+async def driver(root, *addresses, key=KEY):
+    cell_backend = CellBackend(run_label="test", root=root, addresses=addresses, key=key)
+    try:
+        yield cell_backend
+    finally:
+        await cell_backend.close()

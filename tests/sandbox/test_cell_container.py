@@ -21,8 +21,7 @@ from agentrl.sandbox.attacks import run_attacks
 from agentrl.sandbox.cell import CellBackend, wire
 from agentrl.sandbox.images import cache_folder
 from tests.cluster.hosts import hosts
-from tests.sandbox.building import SPEC
-from tests.sandbox.test_cell import DRIVER, KEY
+from tests.sandbox.building import DRIVER, KEY, SPEC
 from tests.waiting import until, wait_until
 
 pytestmark = [

@@ -68,7 +68,9 @@ async def test_the_opponent_changes_with_the_policy_but_not_during_a_game(tmp_pa
             assert not waiting.done(), "two games are running"
         third = await asyncio.wait_for(waiting, 10)
         assert run.table.members == [0, EVERY] and third.number == run.server.policy.version
-        assert league.registry.pinned() == {EVERY}
+        publish(league.registry, 3 * EVERY)
+        assert league.registry.prune(keep=1) == (1,), "the weights of members are kept"
+        assert not league.registry.pinned()
     finally:
         await run.close()
     assert LeagueTable(tmp_path).members == [0, EVERY]
@@ -79,18 +81,20 @@ async def test_a_version_that_is_damaged_or_deleted_leaves_the_league(tmp_path: 
     run = await league.start()
     for number in (EVERY, 2 * EVERY):
         publish(league.registry, number)
-        league.registry.pin(number)
         run.table.add(number)
         for _ in range(200):  # so that version 0 is hardly drawn
             run.record(0, 1.0, version=11)
             run.record(number, -1.0, version=11)
     (league.registry.folder / f"{EVERY:06d}" / "model.safetensors").write_bytes(b"x")
     (league.registry.folder / f"{2 * EVERY:06d}" / "model.safetensors").unlink()
+    league.registry.pin(EVERY)
     league.served.version = 11
     try:
         async with run.opponent() as opponent:
             assert opponent.number == 0 and run.table.members == [0]
-        assert not league.registry.pinned(), "the weights and checkpoints of former members are deleted"
+        assert league.registry.pinned() == {EVERY}, "the league drops no pin of a user"
+        publish(league.registry, 3 * EVERY)
+        assert league.registry.prune(keep=1) == (1, 2 * EVERY), "the weights of other former members are deleted"
         assert len(league.alerts) == 2 and all("leaves the league" in alert for alert in league.alerts)
     finally:
         await run.close()
