@@ -77,13 +77,15 @@ async def check_family(
     except ValueError as error:
         raise UserError(str(error), fix="set the number of tasks in each split with --count") from None
     first = next(_tasks(family, wanted), None)
-    if first is None or first.environment is not None:
+    if first is None:
+        return CheckReport(cases=(), proofs=tuple(await _prove_draws(source, wanted)), not_proven=("any other claim: there is no task",))
+    if first.environment is not None:
         return await _check_environments(source, family, wanted)
     sandboxes = await open_sandboxes(config, warm=0, run_label="check", root=source.root)
     async with close_after(sandboxes.close):
         with Progress(console=Console(stderr=True), disable=quiet) as progress:
             bar = progress.add_task("tasks and splits", total=None)
-            proofs = [await asyncio.to_thread(prove, source, wanted) for prove in (prove_purity, prove_splits)]
+            proofs = await _prove_draws(source, wanted)
             tasks = list(_tasks(family, wanted))
             on_progress = partial(progress.update, bar)
             tools = await pin_tools(declared_tools(source.mcp, source.tools, source.root), tasks, sandboxes, every=False)
@@ -103,12 +105,14 @@ async def check_family(
     return CheckReport(cases=tuple(cases), proofs=tuple(proofs), not_proven=tuple(_not_proven(family, wanted, tasks, proofs)))
 
 
+async def _prove_draws(source: FamilySource, wanted: Mapping[Split, int]) -> list[Proof]:
+    """Returns the proofs for which the tasks are only created."""
+    return [await asyncio.to_thread(prove, source, wanted) for prove in (prove_purity, prove_splits)]
+
+
 async def _check_environments(source: FamilySource, family: TaskFamily, wanted: Mapping[Split, int]) -> CheckReport:
-    """Checks a family whose tasks are episodes of environments, or of which no task can be created."""
-    proofs = [await asyncio.to_thread(prove, source, wanted) for prove in (prove_purity, prove_splits)]
-    tasks = list(_tasks(family, wanted))
-    if not tasks:
-        return CheckReport(cases=(), proofs=tuple(proofs), not_proven=tuple(_not_proven(family, wanted, tasks, proofs)))
+    """Checks a family whose tasks are episodes of environments."""
+    proofs, tasks = await _prove_draws(source, wanted), list(_tasks(family, wanted))
     if is_hosted(tasks[0]):
         return CheckReport(cases=(), proofs=tuple(proofs), not_proven=("what the program, the tools and the scorers of the tasks do",))
     async with close_after(close_environments):
