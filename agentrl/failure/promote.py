@@ -85,8 +85,7 @@ def promote(
         starts: trace id -> the state at which the trace's case starts; other cases start with their task.
         supplied: user-supplied parts for imported traces.
 
-    If a trace cannot become a case, raises `UserError` before any case is written. Saving a case that is too large also raises
-    `UserError`.
+    If a trace cannot become a case, raises `UserError` before any case is written. Also raises the errors of `save_case`.
     """
     check_attempt_options(repeats=repeats, threshold=threshold)
     about: dict[str, Any] = {"note": note, "by": by, "threshold": threshold, "repeats": repeats}
