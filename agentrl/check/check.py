@@ -36,7 +36,7 @@ from agentrl.check.verifiers import GoldAttempt, prove_verifiers, retry_sandbox_
 from agentrl.config.recipe import SandboxConfig
 from agentrl.environment import close_environments
 from agentrl.environment.hosted import is_hosted
-from agentrl.errors import InfrastructureError, SandboxTimeout, TaskError, UserError
+from agentrl.errors import InfrastructureError, SandboxTimeout, SandboxUnavailable, TaskError, UserError
 from agentrl.protocols import SandboxBackend, TaskFamily, ToolSource
 from agentrl.records import Episode, SandboxSpec, Split, Task, codec
 from agentrl.reward import TaskScorer
@@ -68,8 +68,8 @@ async def check_family(
     """Runs all cases for the first `count` tasks of every split, at most `parallel` cases at once, and all proofs. If every split is
     finite, `count` may be None, which means all tasks. Runs only proofs if the tasks are episodes of environments.
 
-    Raises `UserError` if the family cannot be opened, or if a split is infinite and `count` is None, and `InfrastructureError` if the
-    sandboxes fail. The report lists the faults of tasks, including tasks that cannot be created.
+    Raises `UserError` if the family cannot be opened, or if a split is infinite and `count` is None, and the errors of `prove_tasks`. The
+    report lists the faults of tasks, including tasks that cannot be created.
     """
     family = source.open()
     try:
@@ -77,13 +77,15 @@ async def check_family(
     except ValueError as error:
         raise UserError(str(error), fix="set the number of tasks in each split with --count") from None
     first = next(_tasks(family, wanted), None)
-    if first is None or first.environment is not None:
+    if first is None:
+        return CheckReport(cases=(), proofs=tuple(await _prove_draws(source, wanted)), not_proven=("any other claim: there is no task",))
+    if first.environment is not None:
         return await _check_environments(source, family, wanted)
     sandboxes = await open_sandboxes(config, warm=0, run_label="check", root=source.root)
     async with close_after(sandboxes.close):
         with Progress(console=Console(stderr=True), disable=quiet) as progress:
             bar = progress.add_task("tasks and splits", total=None)
-            proofs = [await asyncio.to_thread(prove, source, wanted) for prove in (prove_purity, prove_splits)]
+            proofs = await _prove_draws(source, wanted)
             tasks = list(_tasks(family, wanted))
             on_progress = partial(progress.update, bar)
             tools = await pin_tools(declared_tools(source.mcp, source.tools, source.root), tasks, sandboxes, every=False)
@@ -103,12 +105,14 @@ async def check_family(
     return CheckReport(cases=tuple(cases), proofs=tuple(proofs), not_proven=tuple(_not_proven(family, wanted, tasks, proofs)))
 
 
+async def _prove_draws(source: FamilySource, wanted: Mapping[Split, int]) -> list[Proof]:
+    """Returns the proofs for which the tasks are only created."""
+    return [await asyncio.to_thread(prove, source, wanted) for prove in (prove_purity, prove_splits)]
+
+
 async def _check_environments(source: FamilySource, family: TaskFamily, wanted: Mapping[Split, int]) -> CheckReport:
-    """Checks a family whose tasks are episodes of environments, or of which no task can be created."""
-    proofs = [await asyncio.to_thread(prove, source, wanted) for prove in (prove_purity, prove_splits)]
-    tasks = list(_tasks(family, wanted))
-    if not tasks:
-        return CheckReport(cases=(), proofs=tuple(proofs), not_proven=tuple(_not_proven(family, wanted, tasks, proofs)))
+    """Checks a family whose tasks are episodes of environments."""
+    proofs, tasks = await _prove_draws(source, wanted), list(_tasks(family, wanted))
     if is_hosted(tasks[0]):
         return CheckReport(cases=(), proofs=tuple(proofs), not_proven=("what the program, the tools and the scorers of the tasks do",))
     async with close_after(close_environments):
@@ -141,7 +145,8 @@ async def prove_tasks(
     together: GroupJudgeScorer | None = None,
 ) -> tuple[list[CaseResult], list[Proof]]:
     """Runs all cases for tasks that have a gold solution in `family`, and the proofs that examine single tasks. Returns the results of the
-    cases, and the proofs. Raises `InfrastructureError` if the sandboxes fail.
+    cases, and the proofs. Raises `InfrastructureError` if the sandboxes fail, and `SandboxUnavailable` if they cannot be used on this
+    machine.
 
     Args:
         tools: the recipe's tools, including those of its MCP servers.
@@ -243,7 +248,7 @@ def _tasks(family: TaskFamily, wanted: Mapping[Split, int]) -> Iterator[Task]:
 
 
 async def _prepare(tasks: Sequence[Task], sandboxes: SandboxBackend) -> list[CaseResult]:
-    """Prepares every image. Returns a failed case for each task whose image cannot be prepared."""
+    """Prepares every image. Returns a failed case for each task whose image cannot be prepared because of a fault of the image."""
     failed: list[CaseResult] = []
     problems: dict[tuple[str, str], str] = {}
     for task in tasks:
@@ -257,7 +262,7 @@ async def _prepare(tasks: Sequence[Task], sandboxes: SandboxBackend) -> list[Cas
             try:
                 async with asyncio.timeout(limit):
                     await sandboxes.prepare(task.sandbox)
-            except SandboxTimeout:
+            except (SandboxTimeout, SandboxUnavailable):
                 raise
             except TimeoutError:
                 problems[image] = f"{image[0]}: the image is not ready after {limit:g} s; raise environment.build_timeout_sec"
@@ -309,6 +314,8 @@ class _Prover:
         wanted = 1.0 if case == GOLD else 0.0
         try:
             episode, problem = await retry_sandbox_errors(lambda: self._attempt(task, case))
+        except SandboxUnavailable:
+            raise
         except UserError as error:
             episode, problem = None, str(error)
         value: float | None = None

@@ -119,8 +119,6 @@ async def _draw(
     if case.task.family != family.name:
         problem = f"case {case.id} belongs to family {case.task.family!r}, but the recipe's family is {family.name!r}"
         raise TaskError(problem, fix="give a recipe of the case's family")
-    if case.task.sandbox is not None:
-        await sandboxes.prepare(case.task.sandbox)  # raises `SandboxUnavailable`, which `prove_tasks` reports as a failed case
     if callable(getattr(family, "variants", None)):
         variants = await asyncio.to_thread(lambda: list(islice(cast(VariedFamily, family).variants(case.task, seed=seed), DRAWS * count)))
     else:

@@ -15,7 +15,7 @@ import typer
 
 from agentrl.base.files import sha256_file, write_atomically
 from agentrl.cli import command_group
-from agentrl.cli.running import JsonFlag, load_recipe, project_root, user_name
+from agentrl.cli.running import JsonFlag, checked_run, load_recipe, project_root, user_name
 from agentrl.errors import PluginError, UserError
 from agentrl.plugins.references import add_project_root, resolve
 
@@ -113,7 +113,7 @@ def correct(
 
 
 def label(
-    run: Annotated[Path | None, typer.Argument(help="Run folder.")] = None,
+    run: Annotated[Path | None, typer.Argument(help="Run folder.", callback=checked_run)] = None,
     by: Annotated[str, typer.Option(help="Name of the labeller. Default: the user name.")] = "",
     out: Annotated[Path | None, typer.Option(help="Label file. Default: RUN/labels/BY.jsonl.")] = None,
     phase: Annotated[str, typer.Option(help="Show only episodes of this phase, such as after.")] = "",

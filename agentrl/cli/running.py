@@ -32,6 +32,7 @@ from agentrl.plugins.references import project_root as project_root
 from agentrl.session.ending import append_driver_log, ended_by_user, report_error
 from agentrl.session.folder import (
     RunStart,
+    check_links,
     check_resumed_recipe,
     check_same_command,
     claim_run_folder,
@@ -43,7 +44,16 @@ from agentrl.session.folder import (
 if TYPE_CHECKING:
     from agentrl.session.preflight import PreflightResult
 
-RunFolder = Annotated[Path, typer.Argument(help="Run folder.")]
+
+def checked_run(folder: Path | None) -> Path | None:
+    """Returns a run folder that a user gave. Raises `UserError` if it contains links through which a command could write elsewhere,
+    because the folder may come from a third party."""
+    if folder is not None:
+        check_links(folder)
+    return folder
+
+
+RunFolder = Annotated[Path, typer.Argument(help="Run folder.", callback=checked_run)]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 SandboxChoice = Annotated[
     str | None, typer.Option("--sandbox", help="Sandbox backend: auto, docker, bubblewrap or module:attr. Overrides the recipe.")

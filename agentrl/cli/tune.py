@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from agentrl.cli import command_group
+from agentrl.cli.running import checked_run
 from agentrl.cli.store import open_run_store
 from agentrl.cli.terminal import outlasting_terminal
 from agentrl.config import recipe
@@ -25,7 +26,7 @@ SHOWS = "question,answer"
 MARGIN = 0.5
 _LEAST = 1e-9  # minimum of values that would train nothing at 0
 
-Run = Annotated[Path, typer.Argument(help="Run folder whose scored episodes are used.")]
+Run = Annotated[Path, typer.Argument(help="Run folder whose scored episodes are used.", callback=checked_run)]
 Out = Annotated[Path, typer.Option(help="Folder to write the model to; must not exist.")]
 Start = Annotated[Path | None, typer.Option("--model", help="Model folder to start from. Default: the run's base policy.")]
 PerTask = Annotated[int, typer.Option(min=1, help="Maximum number of examples per task.")]
@@ -90,7 +91,7 @@ def dpo(
 @outlasting_terminal()
 def reward(
     out: Out,
-    run: Annotated[Path | None, typer.Argument(help="Run folder whose scored episodes are used.")] = None,
+    run: Annotated[Path | None, typer.Argument(help="Run folder whose scored episodes are used.", callback=checked_run)] = None,
     labels: Annotated[
         list[Path] | None, typer.Option(help="Learn from label files of `agentrl label` instead of a run. Needs --model.")
     ] = None,

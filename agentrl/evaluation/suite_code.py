@@ -27,6 +27,7 @@ from agentrl.records import Task, codec
 
 _SHOWN = 200  # maximum characters of a reference in an error message
 _SEPARATORS = re.compile(r'["\\\s:@;,=\x00-\x1f\x7f]+')  # of references and paths in an option
+_DATA = re.compile(r"suite\.toml|practice\.jsonl|cases(/[^/]+\.json)?|[^/]+\.md")  # files of a suite that no program loads as code
 
 
 def check_project(suites: Sequence[Suite], root: Path) -> None:
@@ -49,9 +50,10 @@ def check_suite_code(suite: Suite, root: Path, *, family: Part | None = None) ->
     Args:
         family: the task family of the recipe that evaluates the suite. Secrets to which it refers may be used for the same environment.
     """
+    only_cases = all(_DATA.fullmatch(path.relative_to(suite.folder).as_posix()) for path in suite.folder.rglob("*"))
     for case in suite.cases:
         _check_secrets(suite, case, family)
-        for wrong, where in _outside(case, suite.folder.resolve(), root.resolve()):
+        for wrong, where in _outside(case, suite.folder.resolve(), root.resolve(), only_cases=only_cases):
             raise UserError(
                 f"case {case.id} of suite {suite.folder} refers to {printable(wrong, _SHOWN)!r}, {where}",
                 fix="a suite may refer only to code and images of the project: review them, then copy them into the project",
@@ -87,7 +89,7 @@ def _secrets(value: Any) -> Iterator[str]:
         yield value
 
 
-def _outside(case: Case, suite: Path, root: Path) -> Iterator[tuple[str, str]]:
+def _outside(case: Case, suite: Path, root: Path, *, only_cases: bool) -> Iterator[tuple[str, str]]:
     spec = case.task.environment
     environment = (spec.ref,) if spec is not None and environment_kind(spec.ref) is None else ()
     for reference in (*case.task.verifiers, *case.task.tools, *environment):
@@ -107,10 +109,13 @@ def _outside(case: Case, suite: Path, root: Path) -> Iterator[tuple[str, str]]:
         if suite != root and any(path.is_relative_to(suite) for path in code):
             yield reference, "which is code in the suite's folder"
     for part, file in _of_environment(case.task, root):
+        if file == suite and only_cases:  # the folder contains nothing to run, and its name may be a word in any text
+            continue
         if suite != root and _SEPARATORS.search(str(suite.relative_to(root) if suite.is_relative_to(root) else suite)):
             yield str(suite), "a folder whose name contains a separator or white space, so that it cannot be recognized in the options"
         if suite != root and file.is_relative_to(suite):
-            yield part, "which is code in the suite's folder"
+            folder_with_code = "which is the suite's folder, and contains more than cases"
+            yield part, folder_with_code if file == suite else "which is code in the suite's folder"
         elif part.endswith(".py") and not file.is_relative_to(root) and os.path.exists(file):  # otherwise it is text, or a path elsewhere
             yield part, f"which is outside the project {root}"
     if case.task.sandbox is None:

@@ -147,14 +147,17 @@ def check_attempt_options(*, repeats: int | None, threshold: float | None) -> No
 def save_case(folder: Path, case: Case) -> Path:
     """Adds a case to the suite in `folder`, or replaces the case with the same id. Returns the case's file.
 
-    Creates the suite if it does not exist. Raises `UserError` if the case is too large to be read back.
+    Creates the suite if it does not exist. Raises `UserError` if the case is too large to be read back, or if the name of a new suite
+    contains a character that is not printable.
     """
     settings, path, text = folder / _SETTINGS, folder / "cases" / f"{case.id}.json", codec.to_json(case)
     if len(text) > _MAX_BYTES:
         problem = f"case {case.id} has {len(text) >> 20} MiB; the limit is {_MAX_BYTES >> 20} MiB"
         raise UserError(problem, fix="use smaller files in the task, or remove files")
+    if (new := not settings.exists()) and not folder.name.isprintable():  # TOML does not allow all of these characters
+        raise UserError(f"a suite cannot have the name {folder.name!a}", fix="use a folder whose name has only printable characters")
     path.parent.mkdir(parents=True, exist_ok=True)
-    if not settings.exists():
+    if new:
         write_atomically(settings, f"name = {json.dumps(folder.name, ensure_ascii=False)}\nrepeats = 1\n", durable=True)
     write_atomically(path, text, durable=True)
     return path

@@ -80,13 +80,12 @@ def promote(
         note: reason for promoting the cases.
         by: who promotes them.
         threshold: mean score that the attempts at each case must reach; None means the threshold that the environment
-            declares or, if it has the default, the evaluation's threshold.
+            declares or, if it has the default, the evaluation's threshold. Required if the environment has no threshold.
         repeats: attempts at each case in an evaluation; None means the suite's number.
         starts: trace id -> the state at which the trace's case starts; other cases start with their task.
         supplied: user-supplied parts for imported traces.
 
-    If a trace cannot become a case, raises `UserError` before any case is written. Saving a case that is too large also raises
-    `UserError`.
+    If a trace cannot become a case, raises `UserError` before any case is written. Also raises the errors of `save_case`.
     """
     check_attempt_options(repeats=repeats, threshold=threshold)
     about: dict[str, Any] = {"note": note, "by": by, "threshold": threshold, "repeats": repeats}
@@ -180,7 +179,8 @@ def _case_from(trace: Trace, start: EpisodeState | None, supplied: UserParts, ab
     """Returns the regression case for a trace.
 
     The case id is derived from the kind and key of the task (and the turn of `start`), so a task has one case. The baseline is the score of
-    the policy that failed. Raises `UserError` if the trace has no task, or if it records a fault, which says nothing about the policy.
+    the policy that failed. Raises `UserError` if the trace has no task, if it records a fault, which says nothing about the policy, or if
+    there is no threshold.
     """
     task = trace.task if trace.task is not None else task_from_trace(trace, supplied)
     if trace.why is CaptureReason.FAULT:

@@ -1,4 +1,6 @@
-"""Calls one verifier. Even if the verifier fails, the caller receives a score, or the reason why there is no score, before the deadline."""
+"""Calls one verifier, with a deadline. If the verifier fails, the caller receives the reason why there is no score. If a service fails that
+the verifier needs, the call raises `InfrastructureError`, and the caller retries.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,7 @@ def missing_data_error(task: Task, error: BaseException, reader: str) -> TaskErr
 async def call_verifier(
     verifier: Any, what: str, task: Task, episode: Episode, sandboxes: SandboxBackend | None, *, timeout_s: float
 ) -> Score:
-    """Returns the verifier's valid score or, if the verifier fails, a score without a value; see `call_scoring_code`.
+    """Returns the verifier's valid score or, if the verifier fails, a score without a value. Raises the errors of `call_scoring_code`.
 
     Args:
         what: the verifier's name in the log, such as "verifier rewards.tables:exact_answer".

@@ -102,9 +102,11 @@ async def profile_steps(
         wanted: numbers of the steps, counted from 1; the first must be at least 2.
         nsight: records the `wanted` steps. The launch plan in `checked` must use its method `wrap`.
 
-    Raises the errors of `agentrl.run.loop.train`, `InfrastructureError` if the run ends before these steps are recorded, and
-    `KeyboardInterrupt` if the user interrupts it.
+    Raises `ValueError` if `wanted` is empty or starts before step 2, the errors of `agentrl.run.loop.train`, `InfrastructureError` if the
+    run ends before these steps are recorded, and `KeyboardInterrupt` if the user interrupts it.
     """
+    if not wanted or wanted[0] < 2:
+        raise ValueError(f"cannot profile {wanted}: the first step starts the pipeline, so measure steps from 2 on")
     training = asyncio.create_task(train(recipe, start, checked, root=root, console=False))
     try:
         await _recording(training, start.folder, wanted[0] - 1)

@@ -93,7 +93,7 @@ def _take(stack: ExitStack, folder: Path, *, resume: bool, command: str, resumab
     if resume and not folder.is_dir():
         raise _no_run(folder)
     stack.enter_context(drive_folder(folder, command=command))
-    _check_links(folder)
+    check_links(folder)
     if resume and not holds_run(folder):
         raise _no_run(folder)
     if not resume and holds_run(folder):
@@ -101,22 +101,30 @@ def _take(stack: ExitStack, folder: Path, *, resume: bool, command: str, resumab
         raise UserError(f"{folder} already contains a run", fix=f"{go_on}choose a different --run-dir (or delete {folder})")
 
 
-def _check_links(folder: Path) -> None:
-    """Raises `UserError` if the folder or one of its subfolders contains a link to a file outside the folder, because a run appends to
-    files there. Skips the folder of wandb, which replaces its links itself, and folders of other users that this user cannot enter."""
-    entries = [*os.scandir(folder)]
+def check_links(folder: Path) -> None:
+    """Raises `UserError` if the folder or one of its subfolders contains a link to a file outside the folder, because runs and commands
+    append to files there. Skips the folder of wandb, which replaces its links itself, missing folders, and folders of other users that this
+    user cannot enter."""
+    entries = _entries(folder)
     for part in [entry for entry in entries if entry.is_dir(follow_symlinks=False) and entry.name != _WANDB]:
-        try:
-            entries += os.scandir(part)
-        except PermissionError as error:  # such as lost+found
-            if os.access(part, os.X_OK):
-                raise UserError(f"{part.path} cannot be read: {error.strerror}", fix=f"chmod u+r {shlex.quote(part.path)}") from None
+        entries += _entries(Path(part))
     for entry in entries:
         if entry.is_symlink() and not os.path.isdir(entry) and not _is_inside(entry.path, folder):
             raise UserError(
-                f"{entry.path} is a symbolic link, and the run could write to {os.readlink(entry)!r}",
+                f"{entry.path} is a symbolic link, and agentrl could write to {os.readlink(entry)!r}",
                 fix="replace it with a copy of the file",
             )
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        return [*os.scandir(folder)]
+    except (FileNotFoundError, NotADirectoryError):  # a running driver removes temporary folders
+        return []
+    except PermissionError as error:  # such as lost+found
+        if os.access(folder, os.X_OK):
+            raise UserError(f"{folder} cannot be read: {error.strerror}", fix=f"chmod u+r {shlex.quote(str(folder))}") from None
+        return []
 
 
 def _is_inside(path: str, folder: Path) -> bool:

@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     from agentrl.agent.chat import ChatFormat
 
 
-_THERE = "correct the code there"
 _COPY_PATH, _COPY_DATA = ".agentrl-copy", b"a file that is to be in the copy"
 
 
@@ -230,17 +229,13 @@ def open_tasks(recipe: Recipe, *, root: Path, folder: Path | None = None, held_o
     """
     scorer = TaskScorer(root=root, folder=folder, audit=recipe.tasks.audit)
     family_name = recipe.tasks.family.ref
+    family = open_family(recipe.tasks, seed=recipe.seed, root=root)
 
-    def said(error: BaseException) -> str:
-        return f"{one_line_error(error)} ({error_text.raise_location(error)})"
+    def broken_task(error: BaseException) -> TaskError:
+        said = f"{one_line_error(error)} ({error_text.raise_location(error)})"
+        return TaskError(f"the first task of {family_name!r} is broken: {said}", fix="correct the code there")
 
-    with raising_as(
-        lambda error: PluginError(f"tasks.family {family_name!r} cannot be opened: {said(error)}", fix=_THERE), but=(AgentRLError,)
-    ):
-        family = open_family(recipe.tasks, seed=recipe.seed, root=root)
-    with raising_as(
-        lambda error: TaskError(f"the first task of {family_name!r} is broken: {said(error)}", fix=_THERE), but=(AgentRLError,)
-    ):
+    with raising_as(broken_task, but=(AgentRLError,)):
         if held_out:
             _check_sizes(family, recipe)
         first = family.task(Split.TRAIN, 0)

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Protocol, cast
 
 from agentrl.base import secrets
-from agentrl.base.user_code import describe_error, error_text, fault_boundary
+from agentrl.base.error_text import one_line_error, raise_location
+from agentrl.base.user_code import describe_error, error_text, fault_boundary, raising_as
 from agentrl.config.recipe import TasksConfig
-from agentrl.errors import PluginError, RecipeError, TaskError, UserError
+from agentrl.errors import AgentRLError, PluginError, RecipeError, TaskError, UserError
 from agentrl.plugins.parts import ENVIRONMENT_FAMILY, environment_kind
 from agentrl.plugins.references import resolve
 from agentrl.protocols import GoldFamily, TaskFamily, VariedFamily
@@ -33,8 +34,8 @@ def open_family(config: TasksConfig, *, seed: int, root: Path | None = None) -> 
 
     If the recipe lists verifiers, they replace the verifiers of every task.
 
-    Raises `PluginError` if the reference does not resolve or rejects its options, `TaskError` if task folders contain mistakes, and
-    `UserError` if there is no such folder or an option of it is invalid.
+    Raises `PluginError` if the reference does not resolve or the constructor fails with an error other than `AgentRLError`, `TaskError` if
+    task folders contain mistakes, and `UserError` if there is no such folder or an option of it is invalid.
     """
     family = _open(config, seed=seed, root=root or Path.cwd())
     if not config.verifiers:
@@ -57,10 +58,15 @@ def _open(config: TasksConfig, *, seed: int, root: Path) -> TaskFamily:
         factory = partial(resolve(ENVIRONMENT_FAMILY), reference)
     else:
         options = secrets.resolve_options(options)
-    try:
+
+    def not_opened(error: BaseException) -> PluginError:
+        return PluginError(
+            f"tasks.family {reference!r} cannot be opened: {one_line_error(error)} ({raise_location(error)})",
+            fix="correct tasks.family.options, or the code there, which is called as family(seed=0, **options)",
+        )
+
+    with raising_as(not_opened, but=(AgentRLError,)):
         family = factory(seed=seed, **options)
-    except TypeError as error:
-        raise PluginError(f"tasks.family {reference!r}: {error}", fix="make it callable as family(seed=0, **options)") from error
     for name in ("task", "size"):
         if not callable(getattr(family, name, None)):
             raise PluginError(f"tasks.family {reference!r} has no method {name!r}", fix="define task(split, index) and size(split)")

@@ -31,7 +31,7 @@ class Pages:
             turn_tokens: maximum number of completion tokens in one turn. Delegating every page needs about forty tokens per page.
             episode_tokens: size of one context, which has room for more than two pages but not for all of them.
 
-        Raises `UserError` if there are fewer than two pages or no entries.
+        Raises `UserError` if there are fewer than two pages or no entries, and `ValueError` if a limit is not positive.
         """
         if pages < 2 or entries < 1:
             raise UserError(f"pages needs at least 2 pages and 1 entry, got {pages} and {entries}", fix="change tasks.family.options")

@@ -39,7 +39,7 @@ class Questions:
             episode_tokens: size of one context. With the tokenizer in recipes/models/tables-base, one question needs up to 240 tokens.
             wall_s: maximum duration of an episode in seconds.
 
-        Raises `UserError` if there are fewer than two pages or a kind is unknown.
+        Raises `UserError` if there are fewer than two pages or a kind is unknown, and `ValueError` if a limit is not positive.
         """
         if pages < 2:
             raise UserError(f"questions needs at least 2 pages, got {pages}", fix="change tasks.family.options")

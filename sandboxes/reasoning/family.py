@@ -58,7 +58,8 @@ class Reasoning:
             turn_tokens: maximum number of completion tokens in one turn.
             episode_tokens: maximum number of prompt and completion tokens in an episode.
 
-        Raises `UserError` if an option is invalid, if a dataset is excluded, or if a dataset, a level or a key does not exist.
+        Raises `UserError` if an option is invalid, if a dataset is excluded, or if a dataset, a level or a key does not exist, and
+        `ValueError` if a limit is not positive.
         """
         if tool not in ASKED:
             raise UserError(f"tasks.family.options.tool is {tool!r}", fix=f"use {' or '.join(ASKED)}")

@@ -220,6 +220,8 @@ async def test_a_family_without_training_tasks_fails_the_check(kind: type[Good],
     source = FamilySource(tasks=TasksConfig(family=f"tests.check.bad_families:{kind.__name__}"), root=ROOT)
     report = await check_family(source, SandboxConfig(backend="bubblewrap"), count=2, quiet=True)
     assert not report.ok and report.cases == () and problem in render(report)
+    assert report.not_proven == ("any other claim: there is no task",)  # in particular, no cheats were tried
+    assert "the family does not use its seed" not in render(report)
 
 
 async def test_a_check_continues_after_a_first_task_that_cannot_be_created(monkeypatch: pytest.MonkeyPatch) -> None:

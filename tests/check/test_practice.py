@@ -107,7 +107,27 @@ async def test_a_failure_of_the_sandboxes_is_raised_and_never_a_rejection(monkey
         async def prepare(self, spec: SandboxSpec) -> None:
             raise SandboxUnavailable("no daemon answers")
 
+    class Varied(Plain):
+        def variants(self, task: Task, *, seed: int) -> Iterator[tuple[str, Task]]:
+            for index in range(20):
+                yield "alike", replace(FAMILY.task(Split.TRAIN, index), sandbox=SandboxSpec(image="only-of-variants"))
+
+    class LosesDaemon(ScriptedSandboxes):
+        def __init__(self, *, at_open: bool) -> None:
+            super().__init__(printing(""))
+            self.at_open = at_open
+
+        async def prepare(self, spec: SandboxSpec) -> None:
+            if spec.image == "only-of-variants" and not self.at_open:
+                raise SandboxUnavailable("no daemon answers")
+
+        async def open(self, *_: object, **__: object) -> NoReturn:
+            raise SandboxUnavailable("no daemon answers")
+
     monkeypatch.setattr("agentrl.check.verifiers.RETRIES", 0)
+    for at_open in (False, True):
+        with pytest.raises(SandboxUnavailable, match="no daemon answers"):
+            await generate(Varied(), LosesDaemon(at_open=at_open), FAMILY.task(Split.HELDOUT, 0))
     for family in (Plain(), FAMILY):  # without and with variants
         with pytest.raises(SandboxError, match="the daemon is gone"):
             await generate(family, Dead(printing("")), FAMILY.task(Split.HELDOUT, 0))

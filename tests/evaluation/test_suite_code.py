@@ -229,6 +229,22 @@ def test_an_option_found_in_the_current_directory_raises(project: Path, monkeypa
         check_suite_code(suite, project)
 
 
+def test_a_suite_without_code_may_have_the_name_of_a_word_in_the_options(project: Path) -> None:
+    """The word is not a path, although the folder of the suite is in the root of the project."""
+    options = {"user": "rewards.mine:user", "brief": "Ask about pricing. Pricing, or pricing: which?", "opening": "pricing"}
+    suite = make_suite(project / "pricing", a_case(environment=EnvironmentSpec(ref=DIALOGUE, options=options)))
+    (suite.folder / "README.md").write_text("cases about prices")
+    check_suite_code(suite, project)
+    for name in ("__init__.py", "cases/evil.so", "sitecustomize.py", "README.md.py"):
+        (suite.folder / name).write_text(EVIL)
+        with pytest.raises(UserError, match=r"refers to '[Pp]ricing[.,]?', which is the suite's folder, and contains more than cases"):
+            check_suite_code(suite, project)
+        (suite.folder / name).unlink()
+    named = a_case(environment=EnvironmentSpec(ref=DIALOGUE, options={"user": "pricing.evil:u"}))
+    with pytest.raises(UserError, match="code in the suite's folder"):
+        check_suite_code(make_suite(suite.folder, named), project)
+
+
 FOREIGN = ("/etc", "../image", "sandboxes/../../image")
 IMPOSSIBLE = ("a\0b", "a\x1b[31m", "a\n", "\x7f", "x" * 256, "é" * 128, "x/" * 2100 + "x")
 

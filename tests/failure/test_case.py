@@ -41,6 +41,13 @@ def test_a_suite_whose_folder_name_contains_quotes_is_read_back(tmp_path: Path) 
     assert load_suite(folder).name == folder.name
 
 
+@pytest.mark.parametrize("character", ["\x7f", "\n", "\x1b", "\x85", "\u202e", "\udcff"])
+def test_a_new_suite_cannot_have_a_name_with_control_characters(character: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="a suite cannot have the name 'a") as error:
+        save_case(tmp_path / f"a{character}b", Case(id="a", task=make_task()))
+    assert str(error.value).isascii() and not [*tmp_path.iterdir()]
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -17,7 +17,7 @@ from agentrl.base.liveness import Liveness
 from agentrl.errors import StoreError
 from agentrl.observe.timeline import BUSY, DOWN, LOADING, PARTS, WALL, Timeline
 from agentrl.run import loop, utilization
-from agentrl.run.profile import Profile, render_profile
+from agentrl.run.profile import Profile, profile_steps, render_profile
 from agentrl.session import opening
 from tests.driving import Family, Journaled, make_recipe, opened
 from tests.run.test_utilization import SlowSandboxes
@@ -83,3 +83,9 @@ async def test_the_profile_of_real_rollouts_adds_up(tmp_path: Path, monkeypatch:
     assert profile.episode["tools"] >= 0.08, "three calls of 30 ms"
     total = profile.episode["sampling"] + profile.episode["tools"] + profile.episode["other"]
     assert total == pytest.approx(profile.episode["all"])
+
+
+@pytest.mark.parametrize("wanted", [range(1, 3), range(0), range(2, 2)])
+async def test_the_first_step_cannot_be_profiled(wanted: range, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="so measure steps from 2 on"):
+        await profile_steps(make_recipe(), cast(Any, None), cast(Any, None), root=tmp_path, wanted=wanted)

@@ -123,7 +123,7 @@ def test_a_run_folder_with_links_to_files_is_not_driven(tmp_path: Path, name: st
     (tmp_path / "disk").mkdir()
     (folder / "moved").symlink_to(tmp_path / "disk")  # a folder on a different disk
     with (
-        pytest.raises(UserError, match=rf"{name} is a symbolic link, and the run could write to .*victim") as caught,
+        pytest.raises(UserError, match=rf"{name} is a symbolic link, and agentrl could write to .*victim") as caught,
         claim_run_folder(folder, tmp_path, "x", resume=True, command="c"),
     ):
         pass

@@ -241,3 +241,32 @@ def test_a_list_is_read_while_versions_are_published_and_pruned(run: Path) -> No
         versions = json.loads(output_of("list", run, "--json"))
         assert [version["number"] for version in versions] == list(range(len(versions))) and len(versions) >= 5
     thread.join()
+
+
+@pytest.mark.parametrize("name", ["versions/.lock", "versions/pinned", "task_changes.jsonl", "labels/me.jsonl"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        *(["versions", verb, "{run}"] for verb in ("list", "league")),
+        *(["versions", verb, "{run}", "3"] for verb in ("pin", "unpin", "promote", "rollback")),
+        ["versions", "diff", "{run}", "2", "3"],
+        ["tasks", "remove", "{run}", "total"],
+        ["label", "{run}", "--by", "me"],
+        *([name, "{run}"] for name in ("store", "report", "memory")),
+    ],
+    ids=" ".join,
+)
+def test_no_command_writes_through_a_link_in_a_run_folder(name: str, command: list[str], run: Path, tmp_path: Path) -> None:
+    """A third party may have written the folder."""
+    for link, victim in ((run / name, tmp_path / "victim"), (run / "moved", tmp_path)):  # a folder may be on a different disk
+        link.parent.mkdir(exist_ok=True)
+        link.unlink(missing_ok=True)
+        link.symlink_to(victim)
+    for content in (None, "text without a line break"):
+        if content is not None:
+            (tmp_path / "victim").write_text(content)
+        result = CliRunner().invoke(app, [argument.format(run=run) for argument in command])
+        assert isinstance(result.exception, UserError) and f"{name} is a symbolic link" in str(result.exception), result.output
+        assert (content is None and not (tmp_path / "victim").exists()) or (tmp_path / "victim").read_text() == content
+    (run / name).unlink()
+    assert run_command("list", run).exit_code == 0

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from agentrl.config import TasksConfig
-from agentrl.errors import PluginError, TaskError
+from agentrl.config import Part, TasksConfig
+from agentrl.errors import PluginError, TaskError, UserError
 from agentrl.records import Message, SandboxSpec, Split, Task
 from agentrl.task import GroupSchedule, open_family, sandbox_specs
 
@@ -48,6 +48,14 @@ def test_unresolvable_family_raises_with_its_name(family: str) -> None:
     with pytest.raises(PluginError) as error:
         open_family(TasksConfig(family=family), seed=0)
     assert "fix" in str(error.value)
+
+
+@pytest.mark.parametrize("family", ["tables:Tables", "reasoning:Reasoning", "pages:Pages", "pages:Questions", "desk:Desk"])
+@pytest.mark.parametrize("limit", ["turn_tokens", "episode_tokens"])
+def test_the_error_for_a_limit_of_zero_names_the_limit_and_the_options(family: str, limit: str) -> None:
+    config = TasksConfig(family=Part(f"sandboxes.{family}", options={limit: 0}))
+    with pytest.raises(UserError, match=rf"(?s){limit}(=0| must be positive, got 0).*fix: (correct tasks.family.options,|use kinds)"):
+        open_family(config, seed=0)
 
 
 def test_every_image_of_a_family_has_a_spec_to_prepare() -> None:
