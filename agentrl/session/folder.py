@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -33,6 +34,7 @@ _RECIPE, _STARTED = "recipe.json", "run.json"
 _FREE_BYTES = 1 << 30
 _LARGEST = 16 << 20  # maximum size of run.json in bytes
 _SANDBOX = "sandbox.backend="
+_CHANGED = re.compile(r"\.(jsonl|log)$|\.sqlite")  # files that a run does not replace when it writes to them
 _WANDB = "wandb"  # subfolder in which the package wandb stores the links debug.log and debug-internal.log
 
 
@@ -102,8 +104,9 @@ def _take(stack: ExitStack, folder: Path, *, resume: bool, command: str, resumab
 
 
 def _check_links(folder: Path) -> None:
-    """Raises `UserError` if the folder or one of its subfolders contains a link to a file outside the folder, because a run appends to
-    files there. Skips the folder of wandb, which replaces its links itself, and folders of other users that this user cannot enter."""
+    """Raises `UserError` if the folder or one of its subfolders contains a symbolic link to a file outside the folder, because a run
+    appends to files there. Replaces hard links of such files by copies, so that a copy of the folder by `cp -al` can be continued. Skips
+    the folder of wandb, which replaces its links itself, and folders of other users that this user cannot enter."""
     entries = [*os.scandir(folder)]
     for part in [entry for entry in entries if entry.is_dir(follow_symlinks=False) and entry.name != _WANDB]:
         try:
@@ -117,6 +120,9 @@ def _check_links(folder: Path) -> None:
                 f"{entry.path} is a symbolic link, and the run could write to {os.readlink(entry)!r}",
                 fix="replace it with a copy of the file",
             )
+        if _CHANGED.search(entry.name) and entry.is_file(follow_symlinks=False) and os.stat(entry.path).st_nlink > 1:
+            with files.replace_file(Path(entry.path)) as part:
+                shutil.copyfile(entry.path, part)
 
 
 def _is_inside(path: str, folder: Path) -> bool:
