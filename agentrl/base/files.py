@@ -41,8 +41,7 @@ def replace_file(path: Path, *, tag: str = "", durable: bool = False) -> Iterato
                 shutil.copyfileobj(source, sink)
         return
     part = path.with_name(f".{path.name}.{tag}.part" if tag else f".{path.name}.part")
-    if part.is_symlink() or (part.exists() and not part.is_file()):  # in a third-party folder it could point to one of the user's files
-        part.unlink()
+    part.unlink(missing_ok=True)  # in a third-party folder it could be a link to one of the user's files
     try:
         yield part
         if is_private(path.parent):

@@ -3,6 +3,9 @@
 Only the driver holds `.driver.lock`; its child processes do not inherit it. The servers and the learner share `.parts.lock`. The kernel
 kills them when their driver dies, but not at the same instant, so the next driver waits until the last of them has exited before it reads
 the folder.
+
+A lock file with several hard links, as in a copy of the folder by `cp -al`, would be one lock for several folders, and the record of its
+holder would overwrite the other files. The next driver therefore replaces it. If the lock is held at that time, the folder is in use.
 """
 
 from __future__ import annotations
@@ -79,18 +82,17 @@ def hold_shared_lock(folder: Path) -> int:
 
 
 def _open_lock(path: Path, flags: int = 0) -> int:
-    """Opens a lock file. The folder may come from a third party, so it raises `UserError` for a link, a hard link, a folder, a pipe or a
+    """Opens a lock file. The folder may come from a third party, so it raises `UserError` for a symbolic link, a folder, a pipe or a
     device: the record of the holder would overwrite a different file, or opening the file would block."""
     try:
         handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | flags, 0o600)
-        status = os.fstat(handle)
-        if stat.S_ISREG(status.st_mode) and status.st_nlink < 2:
+        if stat.S_ISREG(os.fstat(handle).st_mode):
             return handle
         os.close(handle)
     except OSError as error:
         if error.errno not in _NOT_REGULAR:
             raise
-    raise UserError(f"{path} is not a regular file, or is a link to one", fix=f"remove {path}, or choose a different --run-dir")
+    raise UserError(f"{path} is not a regular file, or is a symbolic link to one", fix=f"remove {path}, or choose a different --run-dir")
 
 
 def _taken(folder: Path) -> int:
@@ -114,7 +116,7 @@ def _taken(folder: Path) -> int:
             raise UserError(f"{folder} cannot be used as a run folder: {error.strerror}", fix="choose a different --run-dir") from error
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _same_file(handle, path):
+            if _same_file(handle, path) and not _unlink_if_shared(handle, path):
                 return handle
             os.close(handle)
         except BlockingIOError:
@@ -137,6 +139,14 @@ def _same_file(handle: int, path: Path) -> bool:
         return False
     own = os.fstat(handle)
     return (status.st_dev, status.st_ino) == (own.st_dev, own.st_ino)
+
+
+def _unlink_if_shared(handle: int, path: Path) -> bool:
+    """Removes a lock file's path if the file has other hard links. Returns whether it did. Call it only while the lock is held."""
+    if os.fstat(handle).st_nlink < 2:
+        return False
+    path.unlink()
+    return True
 
 
 def _write(handle: int, holder: Holder) -> None:
@@ -183,6 +193,7 @@ def _wait_for_parts(folder: Path, wait_s: float) -> None:
         while True:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _unlink_if_shared(handle, path)
                 return
             except BlockingIOError:
                 waited = time.monotonic() - began

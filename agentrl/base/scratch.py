@@ -20,7 +20,7 @@ from agentrl.base.processes import boot_id
 
 class ScratchFolder:
     """A private temporary folder, which exists until `remove` is called. As a context manager, yields the path and removes the folder at
-    the end of the block.
+    the end of the block. Only the process that created the folder removes it, not a process that it forks.
 
     Raises `OSError` if the folder cannot be created, or if no file descriptor is free.
     """
@@ -28,22 +28,28 @@ class ScratchFolder:
     def __init__(self) -> None:
         _remove_abandoned()
         while True:
-            self._folder = tempfile.TemporaryDirectory(prefix=_prefix(), ignore_cleanup_errors=True)
-            self.path = Path(self._folder.name)
+            folder = tempfile.TemporaryDirectory(prefix=_prefix(), ignore_cleanup_errors=True)
+            self.path = Path(folder.name)
             if (handle := _lock(self.path)) is not None:
                 break
-        self._unlock = weakref.finalize(self, os.close, handle)
+        folder._finalizer.detach()  # type: ignore[attr-defined]  # it would also remove the folder when a forked process exits
+        self._remove = weakref.finalize(self, _remove, folder, handle, os.getpid())
 
     def remove(self) -> None:
         """Removes the folder with its content. Does nothing if it no longer exists."""
-        self._folder.cleanup()
-        self._unlock()
+        self._remove()
 
     def __enter__(self) -> Path:
         return self.path
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.remove()
+
+
+def _remove(folder: tempfile.TemporaryDirectory[str], handle: int, owner: int) -> None:
+    if os.getpid() == owner:
+        folder.cleanup()
+        os.close(handle)
 
 
 def _prefix() -> str:

@@ -47,7 +47,7 @@ def problems(run: Subject, *, orphans: frozenset[str] = frozenset()) -> Iterator
 
 def orphaned_sandboxes() -> frozenset[str]:
     """Returns the sandboxes of dead drivers on this machine."""
-    return frozenset(sandbox.name for sandbox in list_open() if not sandbox.driver_alive)
+    return frozenset(sandbox.name for sandbox in list_open() if sandbox.driver_alive is False)
 
 
 def _ledger_problems(run: Subject, recipe: Recipe) -> Iterator[str]:

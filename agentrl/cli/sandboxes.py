@@ -28,8 +28,9 @@ def sandbox_ls(as_json: JsonFlag = False) -> None:
     if as_json:
         print(json.dumps([codec.to_data(item) for item in opened]))
         return
+    states = {True: "in use", False: "left over", None: "unknown"}
     for item in opened:
-        print(f"{item.name:40} {item.backend:11} {'in use' if item.driver_alive else 'left over':9} {item.run}")
+        print(f"{item.name:40} {item.backend:11} {states[item.driver_alive]:9} {item.run}")
     if not opened:
         print("no sandboxes")
 
@@ -47,12 +48,16 @@ def sandbox_prune(
 
     if unused_days is not None and not images:
         raise UserError("--unused-days needs --images", fix="add --images")
+    opened = list_open()
     if dry_run:
-        for sandbox in list_open():
-            if not sandbox.driver_alive:
+        for sandbox in opened:
+            if sandbox.driver_alive is False:
                 print(f"would remove sandbox {sandbox.name} ({sandbox.backend})")
     else:
         print(f"sandboxes removed: {prune()}")
+    if unknown := [sandbox.name for sandbox in opened if sandbox.driver_alive is None]:
+        print(f"sandboxes kept, because their drivers run in other containers or have ended there: {', '.join(unknown)}")
+        print("  fix: run agentrl sandbox prune in those containers; if they no longer exist, docker rm -f NAME")
     if images:
         evicted = evict(days=30.0 if unused_days is None else unused_days, dry=dry_run)
         for item in evicted:

@@ -71,11 +71,14 @@ class HttpServer:
                     await asyncio.sleep(0.002)
         except BaseException as error:
             server.should_exit = True
+            try:
+                await asyncio.wait({task}, timeout=CLOSE_S)
+            finally:  # also if this call is cancelled a second time
+                task.cancel()
+                for started in getattr(server, "servers", ()):  # uvicorn closes them only if it has started completely
+                    started.close()
+                listener.close()
             await asyncio.wait({task}, timeout=CLOSE_S)
-            task.cancel()
-            for started in getattr(server, "servers", ()):  # uvicorn closes them only if it has started completely
-                started.close()
-            listener.close()
             if isinstance(error, TimeoutError):
                 raise InfrastructureError(f"the {self.name} did not start within {START_S:g} s") from None
             raise

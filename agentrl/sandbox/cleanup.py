@@ -39,7 +39,7 @@ class OpenSandbox:
     name: str
     backend: str  # "docker", "bubblewrap", or "container" for a container that several Docker sandboxes share
     run: str
-    driver_alive: bool
+    driver_alive: bool | None  # None: the driver runs in a different pid namespace, such as a container, and cannot be checked
 
 
 def list_open() -> list[OpenSandbox]:
@@ -60,20 +60,21 @@ def list_open() -> list[OpenSandbox]:
 
 
 def prune() -> int:
-    """Removes the containers, folders and control groups of dead drivers. Returns the number of removed sandboxes. Blocking.
+    """Removes the containers, folders and control groups of dead drivers, but not of drivers that cannot be checked. Returns the number of
+    removed sandboxes. Blocking.
 
     Raises the errors of `list_open`, and `SandboxError` if a process in a control group does not exit.
     """
-    dead = {sandbox.name for sandbox in list_open() if not sandbox.driver_alive}
+    dead = {sandbox.name for sandbox in list_open() if sandbox.driver_alive is False}
     for name in dead & _containers().keys():
         docker_client.remove(name)
     for driver in _subfolders(runtime_folder()):
-        if not alive(driver.name):
+        if alive(driver.name) is False:
             shutil.rmtree(driver, ignore_errors=True)
     groups = limits.find_control_groups()
     if groups is not None:
         for name in groups.names():
-            if not alive(lease_in_name(name)):
+            if alive(lease_in_name(name)) is False:
                 groups.end(name)
                 dead.add(name)
     return len(dead)

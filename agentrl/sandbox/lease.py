@@ -1,7 +1,8 @@
 """Leases identify driver processes, so that any process can check later whether the owner of a sandbox is still running.
 
-A lease is `<boot>-<pid>-<start time>`, which no other process ever has. Each driver has one folder per sandbox in
-`<runtime>/<lease>/`, and labels its containers with the lease.
+A lease is `<machine>-<pid>-<start time>`, which no other process ever has. `<machine>` consists of the start of the boot id and the end of
+the pid namespace's inode, because a pid has no meaning in a different namespace, such as that of a container. Each driver has one folder
+per sandbox in `<runtime>/<lease>/`, and labels its containers with the lease.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 from agentrl.base.processes import boot_id
 from agentrl.errors import SandboxError
 
-_LEASE = re.compile(r"[0-9a-f]{8}-([0-9]{1,10})-([0-9]{1,20})")
+_LEASE = re.compile(r"[0-9a-f]{9}-([0-9]{1,10})-([0-9]{1,20})")
 _numbers = itertools.count()
 _creating = threading.Lock()  # prevents the removal of a lease's folder while a folder is being created in it
 _stuck: set[Path] = set()
@@ -35,19 +36,22 @@ def lease() -> str:
 
 @functools.cache
 def _lease_of(pid: int) -> str:
-    return f"{_boot()}-{pid}-{start_time(pid)}"
+    return f"{''.join(_machine())}-{pid}-{start_time(pid)}"
 
 
-def alive(other: str) -> bool:
-    """Whether the process with the lease `other` is still running. True if `other` is not a lease, because its owner may not be a driver of
-    agentrl.
+def alive(other: str) -> bool | None:
+    """Whether the process with the lease `other` is still running; None if it is a process of a different pid namespace, which this process
+    cannot check. True if `other` is not a lease, because its owner may not be a driver of agentrl.
 
     Raises `SandboxError` if no descriptor is free for the check.
     """
     match = _LEASE.fullmatch(other)
     if match is None:
         return True
-    return other.startswith(_boot()) and start_time(int(match[1])) == int(match[2])
+    boot, namespace = _machine()
+    if not other.startswith(boot):
+        return False
+    return start_time(int(match[1])) == int(match[2]) if other.startswith(boot + namespace) else None
 
 
 def sandbox_name() -> str:
@@ -111,9 +115,10 @@ def remove_folder(folder: Path) -> None:
         folder.parent.rmdir()
 
 
-def _boot() -> str:
+def _machine() -> tuple[str, str]:
+    """Returns the parts of this boot and of this pid namespace in a lease. They are short, because socket paths contain leases."""
     try:
-        return boot_id()
+        return boot_id()[:4], f"{os.stat('/proc/self/ns/pid').st_ino & 0xFFFFF:05x}"
     except OSError as error:
         raise SandboxError(f"cannot read {error.filename}: {error.strerror}") from error
 

@@ -109,9 +109,12 @@ class LazySandboxes:
     def __init__(self, opening: Callable[[], Awaitable[SandboxBackend]]) -> None:
         self._opening, self._lock = opening, asyncio.Lock()
         self._backend: SandboxBackend | None = None
+        self._closed = False
 
     async def _opened(self) -> SandboxBackend:
         async with self._lock:
+            if self._closed:
+                raise SandboxError("the sandboxes of this run are closed")
             self._backend = self._backend or await self._opening()
             return self._backend
 
@@ -131,6 +134,8 @@ class LazySandboxes:
         return await (await self._opened()).open(spec, files=files, snapshot=snapshot, timeout_s=timeout_s)
 
     async def close(self) -> None:
-        """See `SandboxBackend.close`."""
-        if self._backend is not None:
-            await self._backend.close()
+        """See `SandboxBackend.close`. Waits if the backend is being opened."""
+        self._closed = True
+        async with self._lock:
+            if self._backend is not None:
+                await self._backend.close()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -33,6 +34,7 @@ _RECIPE, _STARTED = "recipe.json", "run.json"
 _FREE_BYTES = 1 << 30
 _LARGEST = 16 << 20  # maximum size of run.json in bytes
 _SANDBOX = "sandbox.backend="
+_CHANGED = re.compile(r"\.(jsonl|log)$|\.sqlite")  # files that a run does not replace when it writes to them
 _WANDB = "wandb"  # subfolder in which the package wandb stores the links debug.log and debug-internal.log
 
 
@@ -99,16 +101,14 @@ def _take(stack: ExitStack, folder: Path, *, resume: bool, command: str, resumab
     if not resume and holds_run(folder):
         go_on = "continue it with --resume, or " if resumable else ""
         raise UserError(f"{folder} already contains a run", fix=f"{go_on}choose a different --run-dir (or delete {folder})")
+    _copy_hard_links(folder)
 
 
 def check_links(folder: Path) -> None:
     """Raises `UserError` if the folder or one of its subfolders contains a link to a file outside the folder, because runs and commands
     append to files there. Skips the folder of wandb, which replaces its links itself, missing folders, and folders of other users that this
     user cannot enter."""
-    entries = _entries(folder)
-    for part in [entry for entry in entries if entry.is_dir(follow_symlinks=False) and entry.name != _WANDB]:
-        entries += _entries(Path(part))
-    for entry in entries:
+    for entry in _entries(folder):
         if entry.is_symlink() and not os.path.isdir(entry) and not _is_inside(entry.path, folder):
             raise UserError(
                 f"{entry.path} is a symbolic link, and agentrl could write to {os.readlink(entry)!r}",
@@ -116,7 +116,24 @@ def check_links(folder: Path) -> None:
             )
 
 
+def _copy_hard_links(folder: Path) -> None:
+    """Replaces hard links of files that a run changes in place with copies, so that a copy of the folder by `cp -al` can be continued.
+    Call it only with the folder's lock."""
+    for entry in _entries(folder):
+        if _CHANGED.search(entry.name) and entry.is_file(follow_symlinks=False) and os.stat(entry.path).st_nlink > 1:
+            with files.replace_file(Path(entry.path)) as part:
+                shutil.copyfile(entry.path, part)
+
+
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    """Returns the entries of the folder and of its subfolders (see `check_links`)."""
+    entries = _scan(folder)
+    for part in [entry for entry in entries if entry.is_dir(follow_symlinks=False) and entry.name != _WANDB]:
+        entries += _scan(Path(part))
+    return entries
+
+
+def _scan(folder: Path) -> list[os.DirEntry[str]]:
     try:
         return [*os.scandir(folder)]
     except (FileNotFoundError, NotADirectoryError):  # a running driver removes temporary folders

@@ -181,7 +181,7 @@ def test_a_folder_with_an_impossible_path_is_an_error(folder: str, why: str) -> 
     assert str(error.value).isascii()
 
 
-@pytest.mark.parametrize("kind", ["link", "link to nothing", "hard link", "folder", "pipe"])
+@pytest.mark.parametrize("kind", ["link", "link to nothing", "folder", "pipe"])
 @pytest.mark.parametrize("name", [DRIVER, PARTS])
 def test_a_lock_file_that_is_a_link_or_no_file_raises_and_nothing_is_overwritten(name: str, kind: str, tmp_path: Path) -> None:
     victim, run = tmp_path / "victim", tmp_path / "run"
@@ -191,7 +191,6 @@ def test_a_lock_file_that_is_a_link_or_no_file_raises_and_nothing_is_overwritten
     {
         "link": lambda: lock.symlink_to(victim),
         "link to nothing": lambda: lock.symlink_to(tmp_path / "absent"),
-        "hard link": lambda: lock.hardlink_to(victim),
         "folder": lock.mkdir,
         "pipe": lambda: os.mkfifo(lock),
     }[kind]()
@@ -202,3 +201,32 @@ def test_a_lock_file_that_is_a_link_or_no_file_raises_and_nothing_is_overwritten
         with pytest.raises(UserError, match="is not a regular file"):
             hold_shared_lock(run)
     assert victim.read_text() == "mine" and not (tmp_path / "absent").exists()
+
+
+def test_a_hard_link_in_place_of_a_lock_file_is_replaced_and_nothing_is_overwritten(tmp_path: Path) -> None:
+    victim, run = tmp_path / "victim", tmp_path / "run"
+    victim.write_text("mine")
+    run.mkdir()
+    for name in (DRIVER, PARTS):
+        (run / name).hardlink_to(victim)
+    with drive_folder(run, command="mine"):
+        os.close(hold_shared_lock(run))
+        assert victim.read_text() == "mine" and victim.stat().st_nlink == 1
+        assert json.loads((run / DRIVER).read_text())["command"] == "mine"
+
+
+def test_a_hard_linked_copy_of_a_run_folder_gets_a_lock_of_its_own(holder: subprocess.Popen[str], tmp_path: Path) -> None:
+    run, copy = tmp_path / "run", tmp_path / "copy"
+    (run / "recipe.json").write_text("{}")
+    os.close(hold_shared_lock(run))
+    subprocess.run(["cp", "-al", run, copy], check=True)
+    for folder in (run, copy):
+        with pytest.raises(RunFolderBusy, match=f"process {holder.pid} "), drive_folder(folder, command="second"):
+            pytest.fail("its files belong to a run in progress")
+    os.close(hold_shared_lock(run))  # of a server that is restarted
+    holder.kill()
+    holder.wait()
+    with drive_folder(run, command="first"), drive_folder(copy, command="second"):
+        assert [json.loads((folder / DRIVER).read_text())["command"] for folder in (run, copy)] == ["first", "second"]
+        with pytest.raises(RunFolderBusy, match="first"), drive_folder(run, command="third"):
+            pytest.fail("two drive it")

@@ -74,6 +74,27 @@ def test_the_folder_of_a_killed_process_is_removed_and_that_of_a_running_process
             process.wait()
 
 
+FORK = """
+import os, sys
+from agentrl.base.scratch import ScratchFolder
+
+folder, removed = ScratchFolder(), ScratchFolder()
+with ScratchFolder() as block:
+    if (child := os.fork()) == 0:
+        removed.remove()
+        sys.exit(0)  # leaves the block, and runs the finalizers
+    assert os.waitpid(child, 0)[1] == 0
+    assert folder.path.exists() and removed.path.exists() and block.exists()
+    ScratchFolder().remove()  # removes abandoned folders
+    assert folder.path.exists() and removed.path.exists() and block.exists()
+"""
+
+
+def test_a_forked_process_that_exits_does_not_remove_the_folders_of_its_parent(temporary: Path) -> None:
+    subprocess.run([sys.executable, "-c", FORK], check=True)
+    assert not list(temporary.iterdir()), "the parent removes them"
+
+
 def test_other_folders_are_not_removed(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mine, target, elsewhere = temporary / "agentrl-runs", temporary / "target", temporary / "agentrl-scratch-00000000-x"
     for folder in (mine, target, elsewhere):  # the last one is that of a different machine

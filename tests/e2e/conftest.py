@@ -141,8 +141,8 @@ def _marked(mark: str) -> dict[int, str]:
 def _orphans() -> set[str]:
     """Sandboxes (folder, container or process) whose driver is dead."""
     lines = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
-    leases = {match for line in lines if "bwrap" in line for match in re.findall(r"agentrl-([0-9a-f]{8}-\d+-\d+)-\d+", line)}
-    return {sandbox.name for sandbox in list_open() if not sandbox.driver_alive} | {lease for lease in leases if not alive(lease)}
+    leases = {match for line in lines if "bwrap" in line for match in re.findall(r"agentrl-([0-9a-f]{9}-\d+-\d+)-\d+", line)}
+    return {sandbox.name for sandbox in list_open() if sandbox.driver_alive is False} | {lease for lease in leases if alive(lease) is False}
 
 
 def _shm() -> set[str]:

@@ -163,9 +163,12 @@ async def test_a_killed_host_fails_its_calls_and_is_restarted(start: Start) -> N
 
 
 @pytest.mark.slow
-async def test_a_host_that_keeps_dying_is_not_started_again(start: Start) -> None:
+@pytest.mark.parametrize("pings", [False, True])
+async def test_a_host_that_keeps_dying_is_not_started_again(start: Start, pings: bool) -> None:
     host = start()
     for _ in range(hosting.MAX_DEATHS + 1):
+        if pings:  # as before each episode
+            await host.call("ping", {}, timeout_s=20)
         with pytest.raises(HostDied, match=r"(?s)status 3.*last words"):
             await host.call("die", {}, timeout_s=20)
     with pytest.raises(HostDied, match="died 6 times in a row"):

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+import uvicorn
 
 from agentrl.errors import InfrastructureError
 from agentrl.gateway import http_server
@@ -39,4 +40,29 @@ async def test_a_server_that_did_not_start_leaves_its_port_free(cause: str, monk
         with pytest.raises(asyncio.CancelledError):
             await starting
     await asyncio.sleep(0.05)
+    assert await starts(port) == port
+
+
+@pytest.mark.parametrize("cancellations", [0, 1, 2])
+async def test_a_server_whose_start_hangs_leaves_neither_its_task_nor_its_port(cancellations: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def hang(server: uvicorn.Server, sockets: Any) -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.01)
+
+    port = await starts(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(uvicorn.Server, "serve", hang)
+        patch.setattr(http_server, "START_S", 60.0 if cancellations else 0.01)
+        patch.setattr(http_server, "CLOSE_S", 60.0 if cancellations > 1 else 0.2)
+        starting = asyncio.create_task(HttpServer(app=app, name="test server", host="127.0.0.1", port=port).start())
+        for _ in range(cancellations):
+            await asyncio.sleep(0.01)
+            starting.cancel()
+        await asyncio.wait({starting})
+    if cancellations > 1:
+        await asyncio.sleep(0.2)  # the task is cancelled, but the second cancellation does not wait for it
+    assert starting.cancelled() == (cancellations > 0) and (cancellations or isinstance(starting.exception(), InfrastructureError))
+    assert "test server" not in {task.get_name() for task in asyncio.all_tasks()}
     assert await starts(port) == port

@@ -107,7 +107,7 @@ async def test_if_a_cell_dies_its_sandboxes_fail_and_others_open_elsewhere(root)
 
 
 async def test_a_cell_removes_leftovers_of_dead_cells():
-    folder = lease.runtime_folder() / "00000000-1-1" / "agentrl-00000000-1-1-0"
+    folder = lease.runtime_folder() / "000000000-1-1" / "agentrl-000000000-1-1-0"
     folder.mkdir(parents=True)
     process, _ = cell_process()
     assert not folder.exists()

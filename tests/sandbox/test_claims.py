@@ -148,6 +148,37 @@ async def test_leases_are_renewed_and_a_lost_pod_is_dropped(root, api, monkeypat
         assert len(api.claims) == 1
 
 
+async def test_a_pod_that_is_briefly_not_ready_keeps_its_sandboxes(root, api, monkeypatch):
+    """Readiness probes fail while a node is busy; a deleted claim ends every sandbox in the pod."""
+    monkeypatch.setattr(claims, "RENEW_S", 0.05)
+    async with pods(api, 1), claiming(root, api) as opened:
+        sandbox = await opened.open(SPEC)
+        (name,) = api.claims
+        renewals = itertools.count(1)
+
+        def flap(method, path):
+            if method == "PATCH":
+                api.claims[name]["status"]["conditions"][0]["status"] = "False" if next(renewals) % claims.MOST_UNREADY else "True"
+
+        api.answer = flap
+        await until(lambda: api.deleted or len([method for method, _ in api.requests if method == "PATCH"]) > 2 * claims.MOST_UNREADY)
+        assert (await sandbox.exec(["true"], timeout_s=20)).ok and not api.deleted
+
+
+@pytest.mark.parametrize("loss", ["replaced", "deleted"])
+async def test_a_pod_that_is_gone_is_dropped_at_the_next_renewal(loss, root, api, monkeypatch):
+    monkeypatch.setattr(claims, "RENEW_S", 0.05)
+    monkeypatch.setattr(claims, "MOST_UNREADY", 10**9)
+    async with pods(api, 1), claiming(root, api) as opened:
+        await (await opened.open(SPEC)).close()
+        (name,) = api.claims
+        if loss == "replaced":
+            api.claims[name]["status"]["sandbox"]["podIPs"] = ["127.0.9.9"]
+        else:
+            del api.claims[name]
+        await until(lambda: not opened._claims)
+
+
 @pytest.mark.parametrize("hours", [-3, 3])
 async def test_lease_is_right_if_the_clock_of_this_machine_is_wrong(hours, root, api, monkeypatch):
     """The controller compares the lease with its own clock: an expired lease would end every sandbox at once."""

@@ -10,9 +10,10 @@ import docker as library
 import pytest
 
 from agentrl.base.processes import boot_id
+from agentrl.cli.sandboxes import sandbox_prune
 from agentrl.errors import SandboxError
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import docker_client, evict, images, lease, select_backend
+from agentrl.sandbox import cleanup, docker_client, evict, images, lease, limits, select_backend
 from agentrl.sandbox.cleanup import lease_in_name
 from tests.commands import agentrl
 from tests.descriptors import descriptors_left
@@ -150,7 +151,7 @@ def test_lease_of_a_dead_process_is_not_alive():
 def test_exhausted_descriptors_are_a_sandbox_error():
     boot_id.cache_clear()
     with descriptors_left(0), pytest.raises(SandboxError, match="cannot read /proc/sys/kernel/random/boot_id: Too many open files"):
-        lease.alive("00000000-1-1")
+        lease.alive("000000000-1-1")
 
 
 def test_file_in_place_of_the_runtime_folder_is_a_sandbox_error(tmp_path, monkeypatch):
@@ -165,11 +166,33 @@ def test_reused_pid_has_another_lease():
     boot, pid, start = lease.lease().split("-")
     assert int(pid) == os.getpid()
     assert not lease.alive(f"{boot}-{pid}-{int(start) - 1}")
-    assert not lease.alive(f"00000000-{pid}-{start}")
+    assert not lease.alive(f"000000000-{pid}-{start}")
 
 
 def test_other_text_counts_as_alive():
     assert lease.alive("") and lease.alive("somebody-else")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can create a pid namespace")
+def test_driver_in_another_pid_namespace_is_neither_alive_nor_dead(cache, tmp_path, monkeypatch, capsys):
+    """Two containers that share a Docker daemon have the same boot id, and each would take the other's drivers for dead."""
+    command = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c"]
+    code = "from agentrl.sandbox.lease import alive, lease; print(lease(), alive({!r}))"
+    output = subprocess.run([*command, code.format(lease.lease())], capture_output=True, text=True, check=True).stdout
+    other, judged = output.split()
+    assert judged == "None" and lease.alive(other) is None and lease.alive(lease.lease()) is True
+    monkeypatch.setattr(cleanup, "runtime_folder", lambda: tmp_path / "runtime")
+    monkeypatch.setattr(limits, "find_control_groups", lambda: None)
+    folder = tmp_path / "runtime" / other / f"agentrl-{other}-0"
+    folder.mkdir(parents=True)
+    lease.write_run_label(folder, "bubblewrap", "theirs")
+    assert [sandbox.driver_alive for sandbox in cleanup.list_open()] == [None]
+    assert cleanup.prune() == 0 and folder.exists()
+    for dry_run in (True, False):
+        sandbox_prune(images=False, unused_days=None, dry_run=dry_run)
+        shown = capsys.readouterr().out
+        assert f"sandboxes kept, because their drivers run in other containers or have ended there: {folder.name}" in shown
+        assert "would remove" not in shown and folder.exists()
 
 
 def test_name_contains_its_lease():

@@ -22,7 +22,7 @@ from tests.waiting import until
 
 LISTED = replace(SPEC, network=("127.0.0.1:9",))
 
-DEAD = "00000000-1-1"
+DEAD = "000000000-1-1"
 """The lease of a driver before the last start of the machine."""
 
 

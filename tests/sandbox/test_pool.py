@@ -7,6 +7,7 @@ import pytest
 from agentrl.errors import SandboxError, SandboxTimeout
 from agentrl.records import SandboxSpec
 from agentrl.sandbox.pool import MAX_SPECS, WarmPool
+from agentrl.sandbox.select import LazySandboxes
 from agentrl.testing.sandboxes import ScriptedSandbox, ScriptedSandboxes, printing
 
 SPEC = SandboxSpec(image="none")
@@ -161,3 +162,28 @@ async def test_closed_pool_opens_nothing(backend):
     await pool.close()
     with pytest.raises(SandboxError, match="closed"):
         await pool.open(SPEC)
+
+
+async def test_a_backend_that_is_opened_while_its_run_ends_is_closed(backend):
+    started, finish = asyncio.Event(), asyncio.Event()
+    pool = WarmPool(backend, warm=0, max_open=1)
+
+    async def opening():
+        started.set()
+        await finish.wait()
+        return pool
+
+    lazy = LazySandboxes(opening)
+    first, second = (asyncio.create_task(lazy.open(SPEC)) for _ in range(2))
+    await started.wait()
+    closing = asyncio.create_task(lazy.close())
+    await settle()
+    assert not closing.done()
+    finish.set()
+    await asyncio.wait({first, second, closing})
+    assert isinstance(second.exception(), SandboxError)
+    with pytest.raises(SandboxError, match="closed"):
+        await pool.open(SPEC)
+    with pytest.raises(SandboxError, match="closed"):
+        await lazy.open(SPEC)
+    await closing

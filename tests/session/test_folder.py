@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -136,6 +137,28 @@ def test_a_run_folder_with_links_to_files_is_not_driven(tmp_path: Path, name: st
     (folder / name).unlink()
     with claim_run_folder(folder, tmp_path, "x", resume=True, command="c"):
         pass
+
+
+def test_a_hard_linked_copy_of_a_run_is_continued_without_changing_the_original(tmp_path: Path) -> None:
+    run, copy, victim = tmp_path / "run", tmp_path / "copy", tmp_path / "victim"
+    hold_run(run)
+    changed = ["metrics.jsonl", "experience.sqlite", "experience.sqlite-wal", "logs/driver.log", "failures/traces.sqlite"]
+    for name in [*changed, "model/model.safetensors", "model/policy.safetensors"]:
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).write_text("original")
+    shutil.copytree(run, copy, copy_function=os.link)
+    victim.write_text("mine")
+    (copy / ".metrics.jsonl.part").hardlink_to(victim)
+    with (
+        claim_run_folder(copy, tmp_path, "x", resume=True, command="c"),
+        claim_run_folder(run, tmp_path, "x", resume=True, command="c"),
+    ):
+        for name in changed:
+            with (copy / name).open("a") as file:
+                file.write(", changed")
+            assert (copy / name).read_text() == "original, changed" and (run / name).read_text() == "original"
+        assert (copy / "model" / "model.safetensors").samefile(run / "model" / "model.safetensors"), "weights are never changed in place"
+    assert victim.read_text() == "mine"
 
 
 def test_links_of_trackers_and_folders_of_others_do_not_prevent_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

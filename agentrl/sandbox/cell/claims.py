@@ -41,6 +41,8 @@ log = logging.getLogger(__name__)
 
 API_VERSION = "extensions.agents.x-k8s.io/v1beta1"
 LEASE_S, RENEW_S = 600.0, 60.0
+MOST_UNREADY = 3
+"""A claim is dropped if its pod is not ready at this number of renewals in a row. At fewer, a readiness probe may have been late."""
 READY_S = 110.0
 """Seconds within which a claim must have a ready pod."""
 REQUEST_S = 10.0
@@ -199,8 +201,9 @@ class ClaimBackend(CellBackend):
             self._claiming = None
 
     async def _renew(self, claim: _Claim) -> None:
-        """Extends the lease of a claim until the claim is dropped. Drops it if its pod is no longer ready or 10 renewals in a row fail."""
-        failures = 0
+        """Extends the lease of a claim until the claim is dropped. Drops it if it was deleted, if its pod was replaced or is not ready at
+        `MOST_UNREADY` renewals in a row, or if 10 renewals in a row fail."""
+        failures = unready = 0
         while claim in self._claims and failures < LEASE_S / RENEW_S:
             await asyncio.sleep(RENEW_S)
             try:
@@ -210,7 +213,10 @@ class ClaimBackend(CellBackend):
                 log.warning("cannot renew claim %s: %s", claim.name, error)
                 failures += 1
                 continue
-            if _address(now) != claim.cell.address[0]:
+            address = _address(now)
+            unready = 0 if address else unready + 1
+            if now is None or unready == MOST_UNREADY or address not in ("", claim.cell.address[0]):
+                log.warning("claim %s is dropped: %s", claim.name, "it was deleted" if now is None else f"its pod is lost: {_reason(now)}")
                 break
         self._drop(claim)
 
