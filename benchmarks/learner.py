@@ -38,7 +38,7 @@ sys.path.insert(0, str(ROOT))
 
 from agentrl.base.files import write_atomically  # noqa: E402
 from agentrl.config import ObjectiveConfig, OffPolicyConfig  # noqa: E402
-from agentrl.learner.forest_attention import register  # noqa: E402
+from agentrl.learner.forest import register  # noqa: E402
 from agentrl.learner.packing import build_micro_batch, plan_micro_batches  # noqa: E402
 from agentrl.learner.token_scorer import LOGITS_AT_ONCE, LogprobHead, TokenScorer  # noqa: E402
 from agentrl.objective.policy_loss import TrainedTokens, policy_loss  # noqa: E402

@@ -45,7 +45,7 @@ from agentrl.failure.trace import Trace  # noqa: E402
 from agentrl.gate.verdict import GateOutcome, read_verdicts  # noqa: E402
 from agentrl.observe.drift import drift_alerts  # noqa: E402
 from agentrl.records import Split, Task  # noqa: E402
-from agentrl.reward.combine import AUDIT_PART  # noqa: E402
+from agentrl.reward.scorer import AUDIT_PART  # noqa: E402
 from benchmarks import stored  # noqa: E402
 from benchmarks.weakness_recipe import KIND, whole_part  # noqa: E402
 from sandboxes.tables import Tables  # noqa: E402

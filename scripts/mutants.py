@@ -51,10 +51,9 @@ LAWS = {
     "objective": Law(
         files=(
             "agentrl/objective/advantages.py",
-            "agentrl/objective/aggregate.py",
+            "agentrl/objective/losses.py",
             "agentrl/objective/branches.py",
             "agentrl/objective/credit.py",
-            "agentrl/objective/losses.py",
             "agentrl/objective/policy_loss.py",
             "agentrl/objective/samples.py",
             "agentrl/objective/values.py",

@@ -19,7 +19,7 @@ from agentrl.judge.ledger import JudgeUsage
 from agentrl.judge.query import digest
 from agentrl.protocols import Verifier
 from agentrl.records import Blame, Episode, Score, Task
-from agentrl.reward.combine import named_parts
+from agentrl.reward.scorer import named_parts
 from agentrl.reward.verifier_call import call_verifier, needs_sandboxes, prepare_verifier, timeout_of
 
 _TIMEOUT_S = 30.0  # deadline of a member that declares none

@@ -18,7 +18,7 @@ from agentrl.base.installation import install_command
 from agentrl.base.media import image_token
 from agentrl.config.recipe import Recipe
 from agentrl.errors import UserError
-from agentrl.learner import forest_attention
+from agentrl.learner import forest
 from agentrl.learner.token_scorer import TokenScorer, ValuedScorer
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -31,10 +31,10 @@ def load_model(folder: Path, recipe: Recipe, device: torch.device) -> Any:
     dropout. Raises the errors of `use_liger_kernels` if the recipe selects Liger's kernels."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    attention: str | dict[str, str] = forest_attention.register()
+    attention: str | dict[str, str] = forest.register()
     kind, dtype = AutoModelForCausalLM, _DTYPES[recipe.policy.dtype]
     if image_token(folder) is not None:
-        kind, attention = AutoModelForImageTextToText, {"text_config": forest_attention.NAME, "vision_config": "sdpa"}
+        kind, attention = AutoModelForImageTextToText, {"text_config": forest.NAME, "vision_config": "sdpa"}
     lm = kind.from_pretrained(folder, dtype=dtype, attn_implementation=attention, use_safetensors=True, trust_remote_code=False).to(device)
     _disable_dropout(lm)
     if recipe.learner.kernels == "liger":

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from agentrl.config.recipe import CriticConfig, Recipe
 from agentrl.learner.causal_lm import load_model
 from agentrl.learner.engine import PolicyEngine, apply_gradient, deepspeed_config, make_optimizer
-from agentrl.learner.forest_attention import ForestLayout
+from agentrl.learner.forest import ForestLayout
 from agentrl.learner.images import ImageInputs, run_trunk
 from agentrl.learner.optimizer import learning_rate
 from agentrl.learner.packing import MicroBatch

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from agentrl.base.media import MediaFolder, image_token, load_processor, open_png, process_images
 from agentrl.errors import LearnerError
-from agentrl.learner.forest import build_forest
-from agentrl.learner.forest_attention import ForestLayout
+from agentrl.learner.forest import ForestLayout, build_forest
 from agentrl.records.images import FIRST, NAME_DIGITS, image_blocks, image_ids
 
 _SIZE = (96, 64)

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from agentrl.errors import LearnerError
-from agentrl.learner.forest import Forest, Ints, build_forest, common_prefix
-from agentrl.learner.forest_attention import ForestLayout
+from agentrl.learner.forest import Forest, ForestLayout, Ints, build_forest, common_prefix
 from agentrl.learner.ranks import Team
 from agentrl.learner.ulysses import TokenShard
 from agentrl.records import Batch, Sample

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from agentrl.errors import UserError
-from agentrl.learner.forest import build_forest
-from agentrl.learner.forest_attention import ForestLayout
+from agentrl.learner.forest import ForestLayout, build_forest
 from agentrl.learner.images import ImageInputs, run_trunk
 from agentrl.records.sampling import MAX_SUPPORT
 

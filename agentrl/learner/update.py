@@ -21,10 +21,8 @@ from agentrl.learner.packing import MicroBatch, build_micro_batch, check_vocabul
 from agentrl.learner.token_recorder import TokenRecorder
 from agentrl.learner.update_guard import UpdateGuard
 from agentrl.objective import scale_for_residuals
-from agentrl.objective.aggregate import loss_denominator
-from agentrl.objective.losses import second_moment_reach, sequence_penalty
-from agentrl.objective.metrics import MAX_NAMES, SUM_NAMES, combine_steps, summarize
-from agentrl.objective.policy_loss import TrainedTokens, load_loss, policy_loss
+from agentrl.objective.losses import loss_denominator, second_moment_reach, sequence_penalty
+from agentrl.objective.policy_loss import MAX_NAMES, SUM_NAMES, TrainedTokens, combine_steps, load_loss, policy_loss, summarize
 from agentrl.objective.values import VALUE_WEIGHT, gae, value_loss
 from agentrl.records import Batch, Sample
 

@@ -99,7 +99,7 @@ def load_model(folder: Path, config: Any, dtype: str, *, file: str | None = None
     import torch
     from transformers import AutoModelForCausalLM
 
-    from agentrl.learner import forest_attention
+    from agentrl.learner import forest
 
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
@@ -107,7 +107,7 @@ def load_model(folder: Path, config: Any, dtype: str, *, file: str | None = None
             config=config,
             gguf_file=file,
             dtype=getattr(torch, dtype),
-            attn_implementation=forest_attention.register(),
+            attn_implementation=forest.register(),
             output_loading_info=True,
             trust_remote_code=False,
             local_files_only=True,

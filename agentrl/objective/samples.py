@@ -78,7 +78,7 @@ def scale_for_residuals(batch: Batch, recipe: Recipe) -> Batch:
     residual = [sample for sample in samples if sample.group_index < 0]
     if not residual:
         return batch
-    from agentrl.objective.aggregate import loss_denominator  # imports torch
+    from agentrl.objective.losses import loss_denominator  # imports torch
 
     others = [sample for sample in samples if sample.group_index >= 0]
     aggregation, length = recipe.objective.aggregation, recipe.policy.max_model_len

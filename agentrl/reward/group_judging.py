@@ -19,8 +19,7 @@ from agentrl.plugins.protocol_checks import protocol_errors
 from agentrl.plugins.references import resolve
 from agentrl.protocols.reward import AWAITING_GROUP_JUDGE, GroupJudge
 from agentrl.records import Blame, Episode, Score, ScoredEpisode, Task
-from agentrl.reward.combine import named_parts, weighted_turns
-from agentrl.reward.scorer import TaskScorer
+from agentrl.reward.scorer import TaskScorer, named_parts, weighted_turns
 from agentrl.reward.verifier_call import (
     CONTROL_ANSWERS,
     InvalidScore,

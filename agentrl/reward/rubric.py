@@ -25,7 +25,7 @@ from agentrl.errors import PluginError
 from agentrl.plugins.references import resolve
 from agentrl.protocols import SandboxBackend, SandboxVerifier, Verifier
 from agentrl.records import Blame, Episode, Score, Task
-from agentrl.reward.combine import add_branches, named_parts, weighted_turns
+from agentrl.reward.scorer import add_branches, named_parts, weighted_turns
 from agentrl.reward.verifier_call import bounds_of, call_verifier, needs_sandboxes, prepare_verifier, timeout_of
 
 AnyVerifier: TypeAlias = Verifier | SandboxVerifier | str  # a verifier, or a reference to one

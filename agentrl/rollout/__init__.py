@@ -9,8 +9,8 @@ from agentrl.rollout.faults import failure_from_error, task_fault
 from agentrl.rollout.group import GroupRunner, excluded_attempt, excluded_group
 from agentrl.rollout.hooks import AttemptListener, CaptureState, GroupSampler, MemorySource, RequestRouter, TurnListener
 from agentrl.rollout.pace import Pace
+from agentrl.rollout.requests import thinking_bound
 from agentrl.rollout.scheduling import Admission
-from agentrl.rollout.thinking import thinking_bound
 
 __all__ = [
     "Admission",

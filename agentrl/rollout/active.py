@@ -22,9 +22,8 @@ from agentrl.rollout.episode_sandbox import EpisodeEnvironment, EpisodeSandbox
 from agentrl.rollout.hooks import TurnListener
 from agentrl.rollout.pace import OutOfTime, SamplingTime
 from agentrl.rollout.repeats import SANDBOX, SampledTurns
-from agentrl.rollout.requests import WALL_LIMIT, EpisodeRequests, TimedExternalRequest, loop_time
+from agentrl.rollout.requests import WALL_LIMIT, EpisodeRequests, TimedExternalRequest, loop_time, sample_turn, thinking_bound
 from agentrl.rollout.sub_episode import SubEpisode, open_sub_episode
-from agentrl.rollout.thinking import sample_turn, thinking_bound
 
 if TYPE_CHECKING:
     from agentrl.rollout.episode import EpisodeRunner

@@ -33,7 +33,7 @@ from agentrl.observe.exclusions import count_exclusions, exclusion_reason, forma
 from agentrl.observe.summary import read_sessions as read_sessions
 from agentrl.observe.timeline import loop_latency
 from agentrl.records import ADAPTER, Group, ScoredEpisode, Split, SwapReport
-from agentrl.reward.combine import AUDIT_PART
+from agentrl.reward.scorer import AUDIT_PART
 
 log = logging.getLogger(__name__)
 

@@ -42,7 +42,7 @@ from agentrl.plugins import parts
 from agentrl.protocols import Launcher, PolicyServer, SandboxBackend, TaskFamily, Tracker, VersionRegistry
 from agentrl.protocols.serving import MAX_CACHE_USE
 from agentrl.records import PolicyVersion, Split
-from agentrl.reward.combine import audit_contradiction
+from agentrl.reward.scorer import audit_contradiction
 from agentrl.rollout import Admission, EpisodeRunner, GroupRunner, Pace
 from agentrl.run.late import LateGroups, check_late
 from agentrl.sandbox import open_sandboxes

@@ -25,7 +25,7 @@ import torch
 
 from agentrl.config import ObjectiveConfig
 from agentrl.learner import causal_lm
-from agentrl.learner.forest_attention import register
+from agentrl.learner.forest import register
 from agentrl.learner.packing import MicroBatch, build_micro_batch
 from agentrl.learner.token_scorer import TokenScorer, check_scorer
 from agentrl.objective.policy_loss import TrainedTokens, policy_loss

@@ -19,7 +19,7 @@ from agentrl.experience.residuals import split_group, why_no_residuals
 from agentrl.learner.packing import split_minibatches
 from agentrl.objective import assemble, scale_for_residuals
 from agentrl.objective.advantages import batch_advantages
-from agentrl.objective.aggregate import loss_denominator
+from agentrl.objective.losses import loss_denominator
 from agentrl.protocols import ExperienceStore
 from agentrl.records import Group, GroupUse, LateScore, PendingPart, Score, sampled_tokens
 from agentrl.run.late import check_late

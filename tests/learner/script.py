@@ -24,7 +24,7 @@ from agentrl.learner import ranks as processes
 from agentrl.learner.checkpoint import CheckpointMeta, newest, restore, save
 from agentrl.learner.critic import Critic
 from agentrl.learner.engine import PolicyEngine, score_tokens
-from agentrl.learner.forest_attention import register
+from agentrl.learner.forest import register
 from agentrl.learner.packing import build_micro_batch, plan_micro_batches
 from agentrl.learner.publish import gather_weights
 from agentrl.learner.ranks import Ranks

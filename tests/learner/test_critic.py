@@ -13,7 +13,7 @@ import transformers
 
 from agentrl.config import CriticConfig
 from agentrl.learner.critic import ValueScorer, advantage_moments
-from agentrl.learner.forest_attention import register
+from agentrl.learner.forest import register
 from agentrl.learner.packing import build_micro_batch
 from agentrl.learner.ranks import Ranks
 from agentrl.objective.values import value_loss

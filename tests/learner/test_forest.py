@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from agentrl.learner import forest_attention
-from agentrl.learner.forest import build_forest
-from agentrl.learner.forest_attention import ForestLayout, register
+from agentrl.learner import forest as forest_module
+from agentrl.learner.forest import ForestLayout, build_forest, register
 from agentrl.learner.packing import build_micro_batch, plan_micro_batches
 from agentrl.learner.token_scorer import TokenScorer
 from agentrl.records import Sample
@@ -147,9 +146,9 @@ def test_the_block_kernel_equals_the_branch_kernel(window: int | None, monkeypat
     """FlexAttention, which CUDA uses, without a compiler. Its backward pass has no CPU implementation."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    monkeypatch.setattr(forest_attention, "_flex", lambda: flex_attention)
+    monkeypatch.setattr(forest_module, "_flex", lambda: flex_attention)
     layout = ForestLayout(build_forest([sample.token_ids for sample in _samples(2)]), CPU)
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, heads, layout.length, 16, dtype=torch.float64) for heads in (4, 2, 2))
-    by_branch = forest_attention._by_branch(query, key, value, layout, 0.3, window)
-    assert _gap(by_branch, forest_attention._by_block(query, key, value, layout, 0.3, window)) < 1e-12
+    by_branch = forest_module._by_branch(query, key, value, layout, 0.3, window)
+    assert _gap(by_branch, forest_module._by_block(query, key, value, layout, 0.3, window)) < 1e-12

@@ -13,7 +13,7 @@ from torch import Tensor
 from agentrl.config import LoraConfig
 from agentrl.errors import UserError
 from agentrl.learner import lora
-from agentrl.learner.forest_attention import register
+from agentrl.learner.forest import register
 from agentrl.learner.packing import build_micro_batch, plan_micro_batches
 from agentrl.learner.token_scorer import TokenScorer
 from agentrl.version.adapters import merge_folder

@@ -6,7 +6,7 @@ import transformers
 from torch import nn
 
 from agentrl.errors import UserError
-from agentrl.learner.forest_attention import register
+from agentrl.learner.forest import register
 from agentrl.learner.packing import single_sequence
 from agentrl.learner.token_scorer import LogprobHead, TokenScorer, check_scorer
 from tests.learner.building import VOCABULARY, tiny_config

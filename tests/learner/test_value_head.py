@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from agentrl.config import CriticConfig, ObjectiveConfig, OffPolicyConfig
-from agentrl.learner.forest_attention import register
+from agentrl.learner.forest import register
 from agentrl.learner.packing import build_micro_batch, plan_micro_batches
 from agentrl.learner.token_scorer import ValuedScorer
 from agentrl.objective.policy_loss import TrainedTokens, policy_loss

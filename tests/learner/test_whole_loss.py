@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from agentrl.config import ObjectiveConfig
-from agentrl.learner.forest_attention import register
+from agentrl.learner.forest import register
 from agentrl.learner.packing import build_micro_batch, plan_micro_batches, split_minibatches
 from agentrl.learner.token_scorer import TokenScorer
-from agentrl.objective.aggregate import loss_denominator
+from agentrl.objective.losses import loss_denominator
 from agentrl.objective.policy_loss import TrainedTokens, policy_loss
 from agentrl.records import Batch, Sample
 from tests.learner.test_forest import CPU, _model

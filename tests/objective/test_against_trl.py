@@ -13,8 +13,7 @@ from torch import Tensor
 
 from agentrl.config import ObjectiveConfig
 from agentrl.config.objective import Correction
-from agentrl.objective.aggregate import Segments
-from agentrl.objective.losses import importance_weights
+from agentrl.objective.losses import Segments, importance_weights
 from agentrl.objective.policy_loss import TrainedTokens, policy_loss
 
 pytestmark = pytest.mark.slow

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from agentrl.config import ObjectiveConfig
-from agentrl.objective.aggregate import Segments, sum_segments
-from agentrl.objective.losses import sequence_penalty
+from agentrl.objective.losses import Segments, sequence_penalty, sum_segments
 from agentrl.objective.policy_loss import policy_loss
 from tests.objective.test_policy_loss import draw, total_weight
 

@@ -10,10 +10,8 @@ from pydantic import ValidationError
 
 from agentrl.config import ObjectiveConfig, OffPolicyConfig
 from agentrl.config.objective import Correction
-from agentrl.objective.aggregate import Segments
-from agentrl.objective.losses import dual_clip, importance_weights, k3
-from agentrl.objective.metrics import summarize
-from agentrl.objective.policy_loss import TrainedTokens, policy_loss
+from agentrl.objective.losses import Segments, dual_clip, importance_weights, k3
+from agentrl.objective.policy_loss import TrainedTokens, policy_loss, summarize
 
 
 def _tokens(gaps: list[float], sequence: list[int]) -> TrainedTokens:

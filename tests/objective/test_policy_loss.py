@@ -17,10 +17,8 @@ from torch import Tensor
 
 from agentrl.config import ObjectiveConfig
 from agentrl.errors import PluginError
-from agentrl.objective.aggregate import loss_denominator
-from agentrl.objective.losses import LossInput, check_surrogate, k1, k2, k3, second_moment_reach, sequence_penalty
-from agentrl.objective.metrics import combine_steps, summarize
-from agentrl.objective.policy_loss import PolicyLoss, TrainedTokens, policy_loss
+from agentrl.objective.losses import LossInput, check_surrogate, k1, k2, k3, loss_denominator, second_moment_reach, sequence_penalty
+from agentrl.objective.policy_loss import PolicyLoss, TrainedTokens, combine_steps, policy_loss, summarize
 from agentrl.records import Sample
 from tests.strategies import examples
 

@@ -12,7 +12,7 @@ from agentrl.config import TasksConfig, build
 from agentrl.errors import RecipeError
 from agentrl.records import Episode, Message, PendingPart, SandboxSpec, Score, ScoredEpisode, Split, Task
 from agentrl.reward import Rubric, TaskScorer
-from agentrl.reward.combine import AUDIT_PART, add_audit, add_branches, audit_contradiction
+from agentrl.reward.scorer import AUDIT_PART, add_audit, add_branches, audit_contradiction
 from agentrl.session.measure import MAX_PARTS, score_part_means
 from rewards.late import Late
 

@@ -15,7 +15,7 @@ from agentrl.config import GroupConfig, ObjectiveConfig, PolicyConfig, Recipe, R
 from agentrl.experience import SqliteStore
 from agentrl.learner.packing import build_micro_batch, plan_micro_batches
 from agentrl.objective import assemble, counted_samples
-from agentrl.objective.aggregate import Segments, loss_denominator, token_weights
+from agentrl.objective.losses import Segments, loss_denominator, token_weights
 from agentrl.observe import write_report
 from agentrl.protocols import LiveEpisode
 from agentrl.records import Episode, EpisodeState, Group, Limits, Message, Parent, Score, ScoredEpisode, Task, Trajectory, codec
