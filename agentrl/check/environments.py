@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any, cast
 
 from agentrl.base import user_code
-from agentrl.check.report import Finding, Proof, plural
+from agentrl.check.report import Finding, Proof, plural, shorten_difference
 from agentrl.environment import close_environments, is_resumable, open_environment
 from agentrl.errors import EnvironmentFault, PluginError, PolicyFault, TaskError
 from agentrl.plugins.references import resolve
@@ -318,12 +318,14 @@ def _seen(step: Step) -> tuple[str, float, bool, bool]:
 
 
 def _difference(wanted: Played, got: Played) -> str:
-    """Returns the first difference between two episodes; empty if they are equal."""
-    for one, other in zip(wanted.steps, got.steps, strict=False):
+    """Describes the first difference between two episodes with the same seed and actions; empty if they are equal."""
+    for number, (one, other) in enumerate(zip(wanted.steps, got.steps, strict=False)):
         for what, before, after in zip(("observation", "reward", "terminated", "truncated"), one, other, strict=True):
             if before != after:
-                return f"a different {what} after the same actions"
-    return "" if len(wanted.steps) == len(got.steps) else "a different number of steps after the same actions"
+                first, second = shorten_difference(str(before), str(after))
+                when = f"after {number} equal actions" if number else "after a reset with the same seed"
+                return f"{when}, {what} differs: {first} and {second}"
+    return "" if len(wanted.steps) == len(got.steps) else "equal actions gave different numbers of steps"
 
 
 def _class(spec: EnvironmentSpec) -> Any:

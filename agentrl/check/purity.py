@@ -20,7 +20,7 @@ from typing import Any
 
 from agentrl.base.error_text import one_line_error
 from agentrl.base.processes import import_environment
-from agentrl.check.report import Finding, Proof, join_examples, plural, shorten
+from agentrl.check.report import Finding, Proof, join_examples, plural, shorten_difference
 from agentrl.config.recipe import MCPConfig, TasksConfig, ToolConfig
 from agentrl.plugins.references import add_project_root
 from agentrl.protocols import TaskFamily
@@ -133,21 +133,16 @@ def _differences(first: Mapping[Draw, Drawn], second: Mapping[Draw, Drawn], how:
         return []
     draw, names = next(iter(differing.items()))
     drawn, other = first[draw], second[draw]
-    was, now = ("a task", str(other)) if isinstance(drawn, str) or isinstance(other, str) else _first_difference(drawn, other, names[0])
+    was, now = "a task", str(other)
+    if not isinstance(drawn, str) and not isinstance(other, str):
+        was, now = (values[names[0]][1] if names[0] in values else "absent" for values in (drawn, other))
+    was, now = shorten_difference(was, now)
     fields = list(dict.fromkeys(name for differences in differing.values() for name in differences))
     text = (
         f"{plural(len(differing), 'task')} of {len(first):,} differ {how}, in {join_examples(fields)};"
-        f" {draw_name(draw)}: {names[0]} was {shorten(was)} and is {shorten(now)}"
+        f" {draw_name(draw)}: {names[0]} was {was} and is {now}"
     )
     return [Finding(severity="failure", what=text, tasks=tuple(map(draw_name, differing)))]
-
-
-def _first_difference(first: Mapping[str, tuple[str, str]], second: Mapping[str, tuple[str, str]], name: str) -> tuple[str, str]:
-    """Returns both versions of a field's text, starting shortly before their first difference."""
-    old, new = (drawn[name][1] if name in drawn else "absent" for drawn in (first, second))
-    same = next((at for at, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
-    begin = max(0, same - 20)
-    return ("..." if begin else "") + old[begin:], ("..." if begin else "") + new[begin:]
 
 
 def _by_seed(source: FamilySource, sizes: Mapping[Split, int]) -> list[Finding]:

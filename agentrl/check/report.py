@@ -176,6 +176,14 @@ def shorten(text: str, limit: int = 60) -> str:
     return line if len(line) <= limit else f"{line[: limit - 3]}..."
 
 
+def shorten_difference(first: str, second: str) -> tuple[str, str]:
+    """Returns two different texts, each on one line, shortened, and from shortly before their first difference."""
+    same = next((at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))
+    begin = max(0, same - 20)
+    mark = "..." if begin else ""
+    return shorten(mark + first[begin:]), shorten(mark + second[begin:])
+
+
 def unique(texts: Iterable[str]) -> tuple[str, ...]:
     """Returns the strings without duplicates, in order."""
     return tuple(dict.fromkeys(texts))

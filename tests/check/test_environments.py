@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 
 import pytest
@@ -64,6 +65,11 @@ async def test_a_good_environment_passes_and_its_expert_beats_random_actions() -
 )
 async def test_each_fault_of_an_environment_is_a_failure(fault: str, claim: str) -> None:
     assert not (await prove("Walk", fault=fault))[claim].ok
+
+
+async def test_a_difference_between_episodes_is_shown_with_its_step() -> None:
+    (finding,) = (await prove("Walk", fault="random"))["equal seeds and actions give equal episodes"].findings[:1]
+    assert re.fullmatch(r"after (a reset with the same seed|\d+ equal actions), \w+ differs: .* and .*", finding.what), finding.what
 
 
 async def test_a_weak_expert_is_a_warning() -> None:
