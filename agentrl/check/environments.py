@@ -110,15 +110,18 @@ def _fault_text(error: BaseException) -> str:
 
 
 async def _proof(name: str, tasks: Sequence[Task], check: Callable[[Task], Awaitable[str]]) -> Proof:
-    """Returns the proof of a claim. `check` returns the problem with a task, or an empty string if there is none."""
-    wrong: dict[str, list[str]] = {}
+    """Returns the proof of a claim. `check` returns the problem with a task, or an empty string if there is none. Tasks whose problems
+    differ only after the first colon share a finding, which shows the first problem."""
+    wrong: dict[str, tuple[str, list[str]]] = {}
     for task in tasks:
+        problem = ""
         with user_code.fault_boundary() as fault:
-            if problem := await check(task):
-                wrong.setdefault(problem, []).append(task.id)
+            problem = await check(task)
         if fault.error is not None:
-            wrong.setdefault(_fault_text(fault.error), []).append(task.id)
-    findings = tuple(Finding(severity="failure", what=problem, tasks=tuple(ids)) for problem, ids in wrong.items())
+            problem = _fault_text(fault.error)
+        if problem:
+            wrong.setdefault(problem.partition(":")[0], (problem, []))[1].append(task.id)
+    findings = tuple(Finding(severity="failure", what=problem, tasks=tuple(ids)) for problem, ids in wrong.values())
     return Proof(name=name, looked_at=plural(len(tasks), "seed"), findings=findings)
 
 
@@ -323,8 +326,8 @@ def _difference(wanted: Played, got: Played) -> str:
         for what, before, after in zip(("observation", "reward", "terminated", "truncated"), one, other, strict=True):
             if before != after:
                 first, second = shorten_difference(str(before), str(after))
-                when = f"after {number} equal actions" if number else "after a reset with the same seed"
-                return f"{when}, {what} differs: {first} and {second}"
+                when = f"after {plural(number, 'equal action')}" if number else "after a reset with the same seed"
+                return f"{what} differs: {first} and {second}, {when}"
     return "" if len(wanted.steps) == len(got.steps) else "equal actions gave different numbers of steps"
 
 
