@@ -61,7 +61,7 @@ def report(run: Path, *, every: int) -> None:
         if index % every == 0 or index == len(folders) - 1:
             current = exploitability(Kuhn(), _policy(tables[index]))
             newer = exploitability(Kuhn(), _policy(average(tables[index // 2 : index + 1])))
-            linear = exploitability(Kuhn(), _policy(average(tables[: index + 1], range(1, index + 2))))
+            linear = exploitability(Kuhn(), _policy(average(tables[: index + 1], [int(older.name) + 1 for older in folders[: index + 1]])))
             rows.append({"version": int(folder.name), "exploitability": current, "of_average": newer, "of_linear_average": linear})
             averages = f"of the average of the newer half {newer:.3f}, of the linear average {linear:.3f}"
             print(f"{run.name} version {int(folder.name):4d}: exploitability {current:.3f}, {averages}", flush=True)

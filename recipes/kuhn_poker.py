@@ -26,7 +26,7 @@ GAME = {"limits": {"turns": 4, "turn_tokens": 4, "episode_tokens": 128, "all_tok
 
 recipe = Recipe(
     name="kuhn_poker",
-    steps=600,
+    steps=1000,
     policy=PolicyConfig(model="recipes/models/tables-base", dtype="float32", max_model_len=128),
     tasks=TasksConfig(family=Part("sandboxes.games:KuhnPoker", options=GAME)),
     rollout=RolloutConfig(
