@@ -123,7 +123,9 @@ async def _draw(
         variants = []
         for variant in islice(cast(VariedFamily, family).variants(case.task, seed=seed), DRAWS * count):
             variants.append(variant)
-            await asyncio.sleep(0)  # not in a thread: a family may use, for example, a database connection only in the thread that opened it
+            await asyncio.sleep(
+                0
+            )  # not in a thread: a family may use, for example, a database connection only in the thread that opened it
     else:
         variants = await _mutants(case.task, family, sandboxes, withheld, count=count, seed=seed, root=root)
     drawn: list[PracticeTask] = []
