@@ -120,7 +120,12 @@ async def _draw(
         problem = f"case {case.id} belongs to family {case.task.family!r}, but the recipe's family is {family.name!r}"
         raise TaskError(problem, fix="give a recipe of the case's family")
     if callable(getattr(family, "variants", None)):
-        variants = await asyncio.to_thread(lambda: list(islice(cast(VariedFamily, family).variants(case.task, seed=seed), DRAWS * count)))
+        variants = []
+        for variant in islice(cast(VariedFamily, family).variants(case.task, seed=seed), DRAWS * count):
+            variants.append(variant)
+            await asyncio.sleep(
+                0
+            )  # not in a thread: a family may use, for example, a database connection only in the thread that opened it
     else:
         variants = await _mutants(case.task, family, sandboxes, withheld, count=count, seed=seed, root=root)
     drawn: list[PracticeTask] = []

@@ -45,6 +45,7 @@ def sandbox_prune(
 ) -> None:
     """Remove the sandboxes of dead drivers. With --images, also remove unused images."""
     from agentrl.sandbox import evict, list_open, prune
+    from agentrl.sandbox.lease import runtime_folder
 
     if unused_days is not None and not images:
         raise UserError("--unused-days needs --images", fix="add --images")
@@ -57,7 +58,10 @@ def sandbox_prune(
         print(f"sandboxes removed: {prune()}")
     if unknown := [sandbox.name for sandbox in opened if sandbox.driver_alive is None]:
         print(f"sandboxes kept, because their drivers run in other containers or have ended there: {', '.join(unknown)}")
-        print("  fix: run agentrl sandbox prune in those containers; if they no longer exist, docker rm -f NAME")
+        print(
+            "  fix: run agentrl sandbox prune in those containers; if they no longer exist, docker rm -f NAME, or for bubblewrap"
+            f" rm -r {runtime_folder()}/*/NAME"
+        )
     if images:
         evicted = evict(days=30.0 if unused_days is None else unused_days, dry=dry_run)
         for item in evicted:

@@ -18,7 +18,7 @@ from typing import Any
 
 from agentrl.base.error_text import one_line_error
 from agentrl.base.installation import install_command
-from agentrl.base.user_code import raising_as
+from agentrl.base.user_code import logging_faults, raising_as
 from agentrl.environment.base import Environment, number_of
 from agentrl.environment.spaces import describe_outside, is_inside, kind_of, schema_of, text_of, value_of
 from agentrl.errors import EnvironmentFault, PluginError, PolicyFault
@@ -89,12 +89,13 @@ class GymnasiumEnvironment(Environment):
         self._numbers: dict[str, int] = {}
         if kind_of(self._space) == "Discrete":
             count, start = int(self._space.n), int(self._space.start)
-            names = tuple(action_names or ACTIONS.get(self._name) or _declared_names(getattr(self._wrapped, "unwrapped", None)))
-            if not action_names and len({*names}) != count:
-                names = tuple(map(str, range(start, start + count)))
-            if len(set(names)) != count:
+            numbers = range(start, start + count)
+            names = tuple(action_names or ACTIONS.get(self._name) or self._declared_names(numbers))
+            if not action_names and not len(names) == len({*names}) == count:
+                names = tuple(map(str, numbers))
+            if not len(names) == len({*names}) == count:
                 raise PluginError(f"action_names has {len(names)} names for {count} actions", fix="give each action a different name")
-            self._numbers = {name: start + number for number, name in enumerate(names)}
+            self._numbers = dict(zip(names, numbers, strict=True))
             self.actions = names
             return
         schema = schema_of(self._space)
@@ -103,6 +104,12 @@ class GymnasiumEnvironment(Environment):
             self.actions = ({"type": "function", "function": {"name": "act", "description": "Acts.", "parameters": parameters}},)
         elif instructions is None:
             self.instructions += f" Write it as JSON: {json.dumps(schema)}"
+
+    def _declared_names(self, numbers: Sequence[int]) -> tuple[str, ...]:
+        names: tuple[str, ...] = ()
+        with logging_faults(f"{self._name}: the names of the actions"):  # such as a property that requires a reset
+            names = _declared_names(getattr(self._wrapped, "unwrapped", None), numbers)
+        return names
 
     def reset(self, seed: int) -> str | Observation:
         """Starts an episode."""
@@ -210,14 +217,17 @@ def _broken_module(id: str, error: BaseException) -> PluginError:
     return PluginError(f"gymnasium:{id} cannot be imported: {one_line_error(error)}", fix="correct its module")
 
 
-def _declared_names(environment: Any) -> tuple[str, ...]:
+def _declared_names(environment: Any, numbers: Sequence[int]) -> tuple[str, ...]:
     """Returns the names that an environment declares for its discrete actions, in order, as Atari (`get_action_meanings()`), MiniGrid and
-    NetHack (`actions`, members of enumerations) do. Empty if it declares none."""
+    NetHack (`actions`, members of enumerations) do. Empty if it declares none, or if a name cannot be an action."""
     if callable(meanings := getattr(environment, "get_action_meanings", None)):
-        return tuple(map(str, meanings()))
+        names = tuple(map(str, meanings()))
+        return names if all(name and name == name.strip() for name in names) else ()
     actions = getattr(environment, "actions", ())
     if not isinstance(actions, tuple | list | type(Enum)) or not all(isinstance(action, Enum) for action in actions):
         return ()
+    if isinstance(actions, type) and all(action.value in numbers for action in actions):
+        actions = sorted(actions, key=lambda action: numbers.index(action.value))  # the values are the actions, in any order
     short = tuple(action.name for action in actions)
     return short if len({*short}) == len(short) else tuple(f"{type(action).__name__}.{action.name}" for action in actions)
 

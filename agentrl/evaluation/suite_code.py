@@ -50,7 +50,8 @@ def check_suite_code(suite: Suite, root: Path, *, family: Part | None = None) ->
     Args:
         family: the task family of the recipe that evaluates the suite. Secrets to which it refers may be used for the same environment.
     """
-    only_cases = all(_DATA.fullmatch(path.relative_to(suite.folder).as_posix()) for path in suite.folder.rglob("*"))
+    paths = suite.folder.rglob("*")
+    only_cases = all(_DATA.fullmatch(path.relative_to(suite.folder).as_posix()) and not path.is_symlink() for path in paths)
     for case in suite.cases:
         _check_secrets(suite, case, family)
         for wrong, where in _outside(case, suite.folder.resolve(), root.resolve(), only_cases=only_cases):

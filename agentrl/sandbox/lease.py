@@ -22,7 +22,7 @@ from pathlib import Path
 from agentrl.base.processes import boot_id
 from agentrl.errors import SandboxError
 
-_LEASE = re.compile(r"[0-9a-f]{9}-([0-9]{1,10})-([0-9]{1,20})")
+_LEASE = re.compile(r"[0-9a-f]{8,9}-([0-9]{1,10})-([0-9]{1,20})")  # 8 digits of the boot id and no namespace in an earlier version
 _numbers = itertools.count()
 _creating = threading.Lock()  # prevents the removal of a lease's folder while a folder is being created in it
 _stuck: set[Path] = set()
@@ -40,8 +40,8 @@ def _lease_of(pid: int) -> str:
 
 
 def alive(other: str) -> bool | None:
-    """Whether the process with the lease `other` is still running; None if it is a process of a different pid namespace, which this process
-    cannot check. True if `other` is not a lease, because its owner may not be a driver of agentrl.
+    """Whether the process with the lease `other` is still running; None if it is a process of a different or unknown pid namespace, which
+    this process cannot check. True if `other` is not a lease, because its owner may not be a driver of agentrl.
 
     Raises `SandboxError` if no descriptor is free for the check.
     """

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -34,7 +35,8 @@ _RECIPE, _STARTED = "recipe.json", "run.json"
 _FREE_BYTES = 1 << 30
 _LARGEST = 16 << 20  # maximum size of run.json in bytes
 _SANDBOX = "sandbox.backend="
-_CHANGED = re.compile(r"\.(jsonl|log)$|\.sqlite")  # files that a run does not replace when it writes to them
+_CHANGED = re.compile(r"^\.lock$|\.(jsonl|log|sqlite(-\w+)?)$")  # files that a run locks, or does not replace when it writes to them
+_NO_FOLDER = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 _WANDB = "wandb"  # subfolder in which the package wandb stores the links debug.log and debug-internal.log
 
 
@@ -117,12 +119,12 @@ def check_links(folder: Path) -> None:
 
 
 def _copy_hard_links(folder: Path) -> None:
-    """Replaces hard links of files that a run changes in place with copies, so that a copy of the folder by `cp -al` can be continued.
-    Call it only with the folder's lock."""
+    """Replaces hard links of files that a run locks or changes in place with copies, so that a copy of the folder by `cp -al` can be
+    continued. Call it only with the folder's lock."""
     for entry in _entries(folder):
         if _CHANGED.search(entry.name) and entry.is_file(follow_symlinks=False) and os.stat(entry.path).st_nlink > 1:
             with files.replace_file(Path(entry.path)) as part:
-                shutil.copyfile(entry.path, part)
+                shutil.copy(entry.path, part)
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
@@ -136,10 +138,12 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
 def _scan(folder: Path) -> list[os.DirEntry[str]]:
     try:
         return [*os.scandir(folder)]
-    except (FileNotFoundError, NotADirectoryError):  # a running driver removes temporary folders
-        return []
-    except PermissionError as error:  # such as lost+found
-        if os.access(folder, os.X_OK):
+    except OSError as error:
+        if error.errno in _NO_FOLDER:  # a running driver removes temporary folders
+            return []
+        if not isinstance(error, PermissionError):
+            raise
+        if os.access(folder, os.X_OK):  # otherwise it is a folder such as lost+found
             raise UserError(f"{folder} cannot be read: {error.strerror}", fix=f"chmod u+r {shlex.quote(str(folder))}") from None
         return []
 

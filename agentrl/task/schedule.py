@@ -34,14 +34,22 @@ def open_family(config: TasksConfig, *, seed: int, root: Path | None = None) -> 
 
     If the recipe lists verifiers, they replace the verifiers of every task.
 
-    Raises `PluginError` if the reference does not resolve or the constructor fails with an error other than `AgentRLError`, `TaskError` if
+    Raises `PluginError` if the reference does not resolve or the family fails with an error other than `AgentRLError`, `TaskError` if
     task folders contain mistakes, and `UserError` if there is no such folder or an option of it is invalid.
     """
-    family = _open(config, seed=seed, root=root or Path.cwd())
-    if not config.verifiers:
-        return family
-    judged = _VariedWithVerifiers if callable(getattr(family, "variants", None)) else _WithVerifiers
-    return judged(family, config.verifiers)
+
+    def not_opened(error: BaseException) -> PluginError:
+        return PluginError(
+            f"tasks.family {config.family.ref!r} cannot be opened: {one_line_error(error)} ({raise_location(error)})",
+            fix="correct tasks.family.options, or the code there, which is called as family(seed=0, **options)",
+        )
+
+    with raising_as(not_opened, but=(AgentRLError,)):
+        family = _open(config, seed=seed, root=root or Path.cwd())
+        if config.verifiers:
+            judged = _VariedWithVerifiers if callable(getattr(family, "variants", None)) else _WithVerifiers
+            family = judged(family, config.verifiers)
+    return family
 
 
 def _open(config: TasksConfig, *, seed: int, root: Path) -> TaskFamily:
@@ -58,15 +66,7 @@ def _open(config: TasksConfig, *, seed: int, root: Path) -> TaskFamily:
         factory = partial(resolve(ENVIRONMENT_FAMILY), reference)
     else:
         options = secrets.resolve_options(options)
-
-    def not_opened(error: BaseException) -> PluginError:
-        return PluginError(
-            f"tasks.family {reference!r} cannot be opened: {one_line_error(error)} ({raise_location(error)})",
-            fix="correct tasks.family.options, or the code there, which is called as family(seed=0, **options)",
-        )
-
-    with raising_as(not_opened, but=(AgentRLError,)):
-        family = factory(seed=seed, **options)
+    family = factory(seed=seed, **options)
     for name in ("task", "size"):
         if not callable(getattr(family, name, None)):
             raise PluginError(f"tasks.family {reference!r} has no method {name!r}", fix="define task(split, index) and size(split)")

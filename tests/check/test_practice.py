@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sqlite3
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -96,6 +98,22 @@ def test_the_command_writes_practice_that_a_run_accepts(tmp_path: Path) -> None:
     assert report["tasks"] == 6 and report["refused"] == [] and report["cases"]["c3"] == {"alike": 1, "harder": 1, "easier": 1}
     tasks = load_practice(tmp_path / "suite", withheld=load_withheld(["suite"], root=tmp_path))
     assert [practice.task.data["kind"] for practice in tasks] == ["average"] * 3 + ["extreme"] * 3
+
+
+async def test_variants_are_drawn_in_the_thread_that_opened_the_family() -> None:
+    """A connection to a database of SQLite cannot be used in a different thread."""
+
+    class FromDatabase(Plain):
+        def __init__(self) -> None:
+            self.database = sqlite3.connect(":memory:")
+
+        def variants(self, task: Task, *, seed: int) -> Iterator[tuple[str, Task]]:
+            for (index,) in self.database.execute("VALUES (0), (1), (2)"):
+                yield "alike", FAMILY.task(Split.TRAIN, index)
+
+    with contextlib.closing((family := FromDatabase()).database):
+        report = await generate(family, ScriptedSandboxes(printing("")), FAMILY.task(Split.HELDOUT, 0))
+    assert "alike" in dict(report.rejected)["c0"], "the variants are drawn; their gold solutions print nothing here"
 
 
 async def test_a_failure_of_the_sandboxes_is_raised_and_never_a_rejection(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,6 +98,12 @@ def test_options_reach_the_environment_and_errors_name_the_fix() -> None:
         ({"actions": (Turn.left,)}, ("0", "1")),
         ({"actions": ("left", "right")}, ("0", "1")),
         ({"actions": 2}, ("0", "1")),
+        ({"actions": Enum("Values", {"second": 1, "first": 0})}, ("first", "second")),
+        ({"actions": Enum("Texts", {"first": "1", "second": []})}, ("first", "second")),
+        ({"actions": property(lambda self: {}["before reset"])}, ("0", "1")),
+        ({"get_action_meanings": lambda self: None}, ("0", "1")),
+        ({"get_action_meanings": lambda self: ["", " FIRE"]}, ("0", "1")),
+        ({"get_action_meanings": lambda self: ["NOOP", "FIRE", "FIRE"]}, ("0", "1")),
         ({"get_action_meanings": staticmethod(lambda: ["NOOP", "FIRE"])}, ("NOOP", "FIRE")),
     ],
 )
@@ -109,6 +115,8 @@ def test_actions_have_the_names_that_the_environment_declares(declared: dict[str
         assert environment.actions == expected
         assert [environment.step(name)[1] for name in expected] == [0.0, 1.0]
         assert GymnasiumEnvironment("Named-v0", action_names=["a", "b"]).actions == ("a", "b")
+        with pytest.raises(PluginError, match="action_names has 3 names for 2 actions"):
+            GymnasiumEnvironment("Named-v0", action_names=["a", "b", "b"])
     finally:
         gymnasium.registry.pop("Named-v0")
 

@@ -240,6 +240,12 @@ def test_a_suite_without_code_may_have_the_name_of_a_word_in_the_options(project
         with pytest.raises(UserError, match=r"refers to '[Pp]ricing[.,]?', which is the suite's folder, and contains more than cases"):
             check_suite_code(suite, project)
         (suite.folder / name).unlink()
+    (project / "linked").mkdir()
+    (project / "linked" / "evil.py").write_text(EVIL)
+    (suite.folder / "code.md").symlink_to("../linked")
+    with pytest.raises(UserError, match="contains more than cases"):
+        check_suite_code(suite, project)
+    (suite.folder / "code.md").unlink()
     named = a_case(environment=EnvironmentSpec(ref=DIALOGUE, options={"user": "pricing.evil:u"}))
     with pytest.raises(UserError, match="code in the suite's folder"):
         check_suite_code(make_suite(suite.folder, named), project)

@@ -165,6 +165,15 @@ async def test_a_pod_that_is_briefly_not_ready_keeps_its_sandboxes(root, api, mo
         assert (await sandbox.exec(["true"], timeout_s=20)).ok and not api.deleted
 
 
+async def test_an_idle_claim_that_was_deleted_by_its_backend_is_not_reported_as_lost(root, api, monkeypatch, caplog):
+    monkeypatch.setattr(claims, "RENEW_S", 0.1)
+    async with pods(api, 2), claiming(root, api, slots=1) as opened:
+        for sandbox in [await opened.open(SPEC) for _ in range(2)]:
+            await sandbox.close()
+        await until(lambda: len(api.claims) == 1 and len(opened._tasks) == 1)  # the task of the deleted claim has ended
+    assert "is dropped" not in caplog.text
+
+
 @pytest.mark.parametrize("loss", ["replaced", "deleted"])
 async def test_a_pod_that_is_gone_is_dropped_at_the_next_renewal(loss, root, api, monkeypatch):
     monkeypatch.setattr(claims, "RENEW_S", 0.05)

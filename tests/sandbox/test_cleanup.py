@@ -169,6 +169,12 @@ def test_reused_pid_has_another_lease():
     assert not lease.alive(f"000000000-{pid}-{start}")
 
 
+def test_lease_without_a_namespace_is_dead_after_a_reboot():
+    """Earlier versions wrote leases with 8 digits of the boot id, which remain in the labels of containers."""
+    assert lease.alive("00000000-1-1") is False
+    assert lease.alive(f"{boot_id()}-{os.getpid()}-{lease.start_time(os.getpid())}") is None
+
+
 def test_other_text_counts_as_alive():
     assert lease.alive("") and lease.alive("somebody-else")
 

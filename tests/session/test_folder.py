@@ -25,6 +25,7 @@ from agentrl.observe import Summary
 from agentrl.observe.summary import read_sessions, record_end
 from agentrl.session.folder import (
     RunStart,
+    check_links,
     check_resumed_recipe,
     claim_run_folder,
     finished_summary,
@@ -142,11 +143,16 @@ def test_a_run_folder_with_links_to_files_is_not_driven(tmp_path: Path, name: st
 def test_a_hard_linked_copy_of_a_run_is_continued_without_changing_the_original(tmp_path: Path) -> None:
     run, copy, victim = tmp_path / "run", tmp_path / "copy", tmp_path / "victim"
     hold_run(run)
-    changed = ["metrics.jsonl", "experience.sqlite", "experience.sqlite-wal", "logs/driver.log", "failures/traces.sqlite"]
+    changed = ["metrics.jsonl", "experience.sqlite", "experience.sqlite-wal", "logs/driver.log", "failures/traces.sqlite", "events/.lock"]
     for name in [*changed, "model/model.safetensors", "model/policy.safetensors"]:
         (run / name).parent.mkdir(exist_ok=True)
         (run / name).write_text("original")
+    (run / "failures" / "traces.sqlite").chmod(0o600)
+    for name in ("metrics.jsonl", "experience.sqlite", "experience.sqlite-wal"):  # left by a driver that was killed while it copied
+        (run / f".{name}.part").write_text("")
     shutil.copytree(run, copy, copy_function=os.link)
+    (copy / ".metrics.jsonl.part").unlink()
+    copy.chmod(0o755)
     victim.write_text("mine")
     (copy / ".metrics.jsonl.part").hardlink_to(victim)
     with (
@@ -159,6 +165,13 @@ def test_a_hard_linked_copy_of_a_run_is_continued_without_changing_the_original(
             assert (copy / name).read_text() == "original, changed" and (run / name).read_text() == "original"
         assert (copy / "model" / "model.safetensors").samefile(run / "model" / "model.safetensors"), "weights are never changed in place"
     assert victim.read_text() == "mine"
+    assert (copy / "failures" / "traces.sqlite").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("name", ["loop", "a" * 300])
+def test_a_folder_that_cannot_exist_contains_no_links(name: str, tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    check_links(tmp_path / name)
 
 
 def test_links_of_trackers_and_folders_of_others_do_not_prevent_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -56,6 +57,23 @@ def test_the_error_for_a_limit_of_zero_names_the_limit_and_the_options(family: s
     config = TasksConfig(family=Part(f"sandboxes.{family}", options={limit: 0}))
     with pytest.raises(UserError, match=rf"(?s){limit}(=0| must be positive, got 0).*fix: (correct tasks.family.options,|use kinds)"):
         open_family(config, seed=0)
+
+
+class Unready(Ten):
+    def __init__(self, *, seed: int) -> None:
+        super().__init__()
+
+    @property
+    def name(self) -> str:
+        raise RuntimeError("not ready")
+
+
+@pytest.mark.parametrize("reference", [f"{__name__}:Unready", "sandboxes/loop"])
+def test_every_error_while_a_family_is_opened_is_reported_with_its_reference(reference: str, tmp_path: Path) -> None:
+    (tmp_path / "sandboxes").mkdir()
+    (tmp_path / "sandboxes" / "loop").symlink_to("loop")
+    with pytest.raises(PluginError, match=rf"tasks.family '{reference}' cannot be opened: RuntimeError"):
+        open_family(TasksConfig(family=reference, verifiers=("a:b",)), seed=0, root=tmp_path)
 
 
 def test_every_image_of_a_family_has_a_spec_to_prepare() -> None:

@@ -215,6 +215,8 @@ class ClaimBackend(CellBackend):
                 continue
             address = _address(now)
             unready = 0 if address else unready + 1
+            if claim not in self._claims:  # dropped meanwhile
+                break
             if now is None or unready == MOST_UNREADY or address not in ("", claim.cell.address[0]):
                 log.warning("claim %s is dropped: %s", claim.name, "it was deleted" if now is None else f"its pod is lost: {_reason(now)}")
                 break
