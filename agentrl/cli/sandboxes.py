@@ -57,7 +57,7 @@ def sandbox_prune(
         print(f"sandboxes removed: {prune()}")
     if unknown := [sandbox.name for sandbox in opened if sandbox.driver_alive is None]:
         print(f"sandboxes kept, because their drivers run in other containers or have ended there: {', '.join(unknown)}")
-        print("  fix: run agentrl sandbox prune in those containers; if they no longer exist, docker rm -f NAME")
+        print("  fix: run agentrl sandbox prune in those containers; if they no longer exist, as root outside them, or docker rm -f NAME")
     if images:
         evicted = evict(days=30.0 if unused_days is None else unused_days, dry=dry_run)
         for item in evicted:
