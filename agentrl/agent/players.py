@@ -306,12 +306,19 @@ class VersionPlayer(UntrainedPlayer):
         self._messages: list[Message] = []
 
     async def move(self, observation: Observation) -> str:
-        """Returns a sampled action. Raises `NoMove` if the context has no room for an answer, or if the answer is cut off."""
+        """Returns a sampled action. Raises `NoMove` if the context has no room for an answer, or if the answer is cut off, and `TaskError`
+        if not even the first move of the game has room."""
         chat, limits, sampling = self._agent.chat, self._episode.task.limits, self._agent.sampling
         message = Message(role="user", content=chat.escape_text(observation.text))
         self._messages += [message] if self._messages else self._prompt(observation.text)
         ids = chat.opening(self._messages, ())
-        if len(ids) >= self._episode.room:
+        if (room := self._episode.room) <= len(ids):
+            if self._episode.turn_count == 0:  # as for the trained policy: the task is too long, and no player is to blame
+                task, role = self._episode.task.id, self.trajectory.agent
+                raise TaskError(
+                    f"task {task!r}: the prompt of {role!r} has {len(ids)} tokens, but the limit for prompt and answer is {room}",
+                    fix="shorten the prompt, or raise the lower of policy.max_model_len and limits.episode_tokens",
+                )
             raise NoMove
         constraint = choice_constraint(observation.actions, chat)
         sampling = sampling.constrained() if constraint else sampling
@@ -320,7 +327,7 @@ class VersionPlayer(UntrainedPlayer):
             top_k=sampling.top_k,
             top_p=sampling.top_p,
             min_p=sampling.min_p,
-            max_tokens=min(limits.turn_tokens, self._episode.room - len(ids)),
+            max_tokens=min(limits.turn_tokens, room - len(ids)),
             stop_token_ids=chat.stop_token_ids,
             constraint=constraint,
         )

@@ -59,8 +59,8 @@ def sandbox_prune(
     if unknown := [sandbox.name for sandbox in opened if sandbox.driver_alive is None]:
         print(f"sandboxes kept, because their drivers run in other containers or have ended there: {', '.join(unknown)}")
         print(
-            "  fix: run agentrl sandbox prune in those containers; if they no longer exist, docker rm -f NAME, or for bubblewrap"
-            f" rm -r {runtime_folder()}/*/NAME"
+            "  fix: run agentrl sandbox prune in those containers; if they no longer exist, run it as root outside them, or"
+            f" docker rm -f NAME, or for bubblewrap rm -r {runtime_folder()}/*/NAME"
         )
     if images:
         evicted = evict(days=30.0 if unused_days is None else unused_days, dry=dry_run)

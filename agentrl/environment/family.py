@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, cast
 
@@ -49,7 +49,7 @@ class EnvironmentFamily:
         context_turns: int | None = None,
         resume: str = "replay",
         pass_threshold: float | str | None = DECLARED,
-        verifiers: tuple[str, ...] | list[str] = (RETURN,),
+        verifiers: Sequence[str] = (RETURN,),
         **options: Any,
     ) -> None:
         self.name = ref

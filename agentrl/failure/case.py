@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -151,14 +152,15 @@ def save_case(folder: Path, case: Case) -> Path:
     contains a character that is not printable.
     """
     settings, path, text = folder / _SETTINGS, folder / "cases" / f"{case.id}.json", codec.to_json(case)
+    name = _folder_name(folder)
     if len(text) > _MAX_BYTES:
         problem = f"case {case.id} has {len(text) >> 20} MiB; the limit is {_MAX_BYTES >> 20} MiB"
         raise UserError(problem, fix="use smaller files in the task, or remove files")
-    if (new := not settings.exists()) and not folder.name.isprintable():  # TOML does not allow all of these characters
-        raise UserError(f"a suite cannot have the name {folder.name!a}", fix="use a folder whose name has only printable characters")
+    if (new := not settings.exists()) and not name.isprintable():  # TOML does not allow all of these characters
+        raise UserError(f"a suite cannot have the name {name!a}", fix="use a folder whose name has only printable characters")
     path.parent.mkdir(parents=True, exist_ok=True)
     if new:
-        write_atomically(settings, f"name = {json.dumps(folder.name, ensure_ascii=False)}\nrepeats = 1\n", durable=True)
+        write_atomically(settings, f"name = {json.dumps(name, ensure_ascii=False)}\nrepeats = 1\n", durable=True)
     write_atomically(path, text, durable=True)
     return path
 
@@ -182,7 +184,12 @@ def _settings(path: Path) -> dict[str, Any]:
             raise UserError(f"{path}: {key} = {value!r} is not a valid setting", fix=fix)
     if not 1 <= settings.get("repeats", 1) <= MAX_REPEATS:
         raise UserError(f"{path}: repeats = {settings['repeats']} is out of range", fix=f"give a number from 1 to {MAX_REPEATS}")
-    return {"name": path.parent.name, **settings}
+    return {"name": _folder_name(path.parent), **settings}
+
+
+def _folder_name(folder: Path) -> str:
+    """Returns the name of a folder, also for `.` and `..`. Does not follow links."""
+    return os.path.basename(os.path.abspath(folder))
 
 
 def _case(path: Path) -> Case:

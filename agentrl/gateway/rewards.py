@@ -17,7 +17,7 @@ import hmac
 import itertools
 import os
 import secrets
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ class PostedRewards:
 
     def __init__(self) -> None:
         self._rewards: OrderedDict[str, asyncio.Future[Score]] = OrderedDict()
-        self._open: set[str] = set()
+        self._open: Counter[str] = Counter()  # opened twice if an attempt starts while a cancelled one with the same id ends
         self._keys: set[bytes] = set()
 
     def make_key(self, path: str) -> None:
@@ -64,14 +64,14 @@ class PostedRewards:
         """Accepts a reward for a session from now on, and discards an earlier reward for it. The session is open during the block."""
         self._rewards[session] = asyncio.get_running_loop().create_future()
         self._rewards.move_to_end(session)
-        self._open.add(session)
+        self._open[session] += 1
         ended = (other for other in self._rewards if other not in self._open)
         for other in list(itertools.islice(ended, max(0, len(self._rewards) - MAX_SESSIONS))):
             del self._rewards[other]
         try:
             yield
         finally:
-            self._open.discard(session)
+            self._open -= Counter((session,))
 
     def check_key(self, key: str) -> None:
         """Raises `RequestError` if the key does not belong to the host."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping, Set
 from contextlib import suppress
 from pathlib import Path
 
@@ -48,17 +49,18 @@ def check_runs_folder(path: Path) -> None:
         raise UserError(f"there is no folder {path}", fix=fix)
 
 
-def run_state(path: Path, locks: frozenset[int] | None = None) -> str:
+def run_state(path: Path, locks: Mapping[int, Set[str]] | None = None) -> str:
     """Returns "running" if a driver runs on this machine, otherwise how the last session ended: "finished", "interrupted", "failed" or
     "killed".
 
     Returns "unknown" if the folder has no readable sessions.
 
     Args:
-        locks: inodes of the files that are locked on this machine; None calls `held_locks`.
+        locks: result of `held_locks`; None calls it.
     """
     try:
-        if os.lstat(path / DRIVER).st_ino in (held_locks() if locks is None else locks):
+        devices = (held_locks() if locks is None else locks).get(os.lstat(path / DRIVER).st_ino)
+        if devices is not None and _device(path / DRIVER) in {"", *devices}:
             return "running"
     except OSError:
         pass
@@ -69,17 +71,34 @@ def run_state(path: Path, locks: frozenset[int] | None = None) -> str:
     return sessions[-1].ended if sessions else "unknown"
 
 
-def held_locks() -> frozenset[int]:
-    """Returns the inodes of files that processes on this machine have locked (flock); empty if /proc/locks cannot be read.
+def held_locks() -> Mapping[int, Set[str]]:
+    """Returns a mapping inode -> devices for the files that processes on this machine have locked (flock); empty if /proc/locks cannot be
+    read.
 
     Testing a driver's lock by acquiring it could prevent a driver from starting, so /proc/locks is read instead.
     """
+    held: dict[int, set[str]] = {}
+    with suppress(OSError, ValueError), open("/proc/locks", encoding="ascii") as file:
+        for words in map(str.split, file):
+            if len(words) > 5 and words[1] == "FLOCK":
+                device, _, inode = words[5].rpartition(":")
+                held.setdefault(int(inode), set()).add(device)
+    return held
+
+
+def _device(path: Path) -> str:
+    """Returns the device of a file in the format of /proc/locks, such as `fe:00`; empty if it is unknown, for example in a chroot.
+
+    It is the device of the file's mount. On btrfs, `stat` returns a different one.
+    """
+    handle = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        with open("/proc/locks", encoding="ascii") as file:
-            fields = [line.split() for line in file if " FLOCK " in line]
-        return frozenset(int(words[5].rpartition(":")[2]) for words in fields if len(words) > 5 and words[1] == "FLOCK")
-    except (OSError, ValueError):
-        return frozenset()
+        mount = Path(f"/proc/self/fdinfo/{handle}").read_text().partition("mnt_id:")[2].split()[0]
+    finally:
+        os.close(handle)
+    mounts = (line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines())
+    device = next((fields[2] for fields in mounts if fields[0] == mount), "")
+    return ":".join(f"{int(part):02x}" for part in device.split(":") if part)
 
 
 def last_step(path: Path) -> Line:

@@ -64,6 +64,30 @@ def signature_error(function: Callable[..., Any], *arguments: Any, **named: Any)
     return ""
 
 
+_OPTION_TYPES: Mapping[str, tuple[str, tuple[type, ...]]] = {
+    "int": ("a whole number", (int,)),
+    "float": ("a number", (int, float)),
+    "bool": ("true or false", (bool,)),
+    "str": ("text", (str,)),
+    "Sequence[str]": ("a list of texts", (list, tuple)),
+}
+
+
+def option_type_error(function: Callable[..., Any], options: Mapping[str, Any]) -> str:
+    """Returns the first option that does not have the annotated type, with the reason; empty if there is none, or if the
+    signature is unknown. Accepts None, and checks only parameters whose annotation is in `_OPTION_TYPES`."""
+    try:
+        parameters = inspect.signature(_constructor(function)).parameters
+    except (TypeError, ValueError):
+        return ""
+    for name, value in options.items():
+        annotation = parameters[name].annotation if name in parameters else ""
+        wanted, types = _OPTION_TYPES.get(str(getattr(annotation, "__name__", annotation)), ("", (object,)))
+        if wanted and value is not None and (not isinstance(value, types) or (type(value) is bool and bool not in types)):
+            return f"{name} must be {wanted}, got {value!r:.80}"
+    return ""
+
+
 def _constructor(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the callable whose signature applies to a call of `function`. A class that inherits `__init__` from a Protocol accepts no
     arguments."""

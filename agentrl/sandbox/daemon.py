@@ -18,7 +18,6 @@ import time
 from pathlib import Path
 
 from agentrl.base.files import tail_bytes
-from agentrl.base.processes import read_stat
 from agentrl.errors import SandboxError, SandboxUnavailable
 from agentrl.sandbox import docker_client
 
@@ -97,14 +96,14 @@ def _command() -> list[str]:
 
 
 def _own_pid() -> int | None:
-    """Returns the pid of the daemon that `start` started, or None if that daemon is not running. Checks the process name, because pids are
-    reused."""
+    """Returns the pid of the daemon that `start` started, or None if that daemon is not running. Checks the process's arguments, because
+    pids are reused, also by other daemons."""
     try:
         pid = int(_PIDFILE.read_text())
-        name = Path(f"/proc/{pid}/comm").read_text().strip()
+        arguments = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")  # empty for a zombie
     except (OSError, ValueError):
         return None
-    return None if name != "dockerd" or read_stat(pid).has_ended else pid
+    return pid if f"--pidfile={_PIDFILE}" in arguments else None
 
 
 def main(argv: list[str] | None = None) -> int:

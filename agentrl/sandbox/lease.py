@@ -22,7 +22,8 @@ from pathlib import Path
 from agentrl.base.processes import boot_id
 from agentrl.errors import SandboxError
 
-_LEASE = re.compile(r"[0-9a-f]{8,9}-([0-9]{1,10})-([0-9]{1,20})")  # 8 digits of the boot id and no namespace in an earlier version
+_LEASE = re.compile(r"[0-9a-f]{9}-([0-9]{1,10})-([0-9]{1,20})")
+_INITIAL_NAMESPACE = 0xEFFFFFFC  # inode of the initial pid namespace: PROC_PID_INIT_INO in Linux
 _numbers = itertools.count()
 _creating = threading.Lock()  # prevents the removal of a lease's folder while a folder is being created in it
 _stuck: set[Path] = set()
@@ -40,8 +41,8 @@ def _lease_of(pid: int) -> str:
 
 
 def alive(other: str) -> bool | None:
-    """Whether the process with the lease `other` is still running; None if it is a process of a different or unknown pid namespace, which
-    this process cannot check. True if `other` is not a lease, because its owner may not be a driver of agentrl.
+    """Whether the process with the lease `other` is still running; None if this process cannot determine it, because the lease belongs to a
+    different pid namespace that may have processes. True if `other` is not a lease, because its owner may not be a driver of agentrl.
 
     Raises `SandboxError` if no descriptor is free for the check.
     """
@@ -51,7 +52,9 @@ def alive(other: str) -> bool | None:
     boot, namespace = _machine()
     if not other.startswith(boot):
         return False
-    return start_time(int(match[1])) == int(match[2]) if other.startswith(boot + namespace) else None
+    if other.startswith(boot + namespace):
+        return start_time(int(match[1])) == int(match[2])
+    return None if _may_have_processes(other[len(boot) :].partition("-")[0]) else False
 
 
 def sandbox_name() -> str:
@@ -118,9 +121,29 @@ def remove_folder(folder: Path) -> None:
 def _machine() -> tuple[str, str]:
     """Returns the parts of this boot and of this pid namespace in a lease. They are short, because socket paths contain leases."""
     try:
-        return boot_id()[:4], f"{os.stat('/proc/self/ns/pid').st_ino & 0xFFFFF:05x}"
+        return boot_id()[:4], _namespace_of("self")
     except OSError as error:
         raise SandboxError(f"cannot read {error.filename}: {error.strerror}") from error
+
+
+def _namespace_of(pid: str) -> str:
+    return f"{os.stat(f'/proc/{pid}/ns/pid').st_ino & 0xFFFFF:05x}"
+
+
+def _may_have_processes(namespace: str) -> bool:
+    """Whether a process may exist in a pid namespace. False only if this process sees all processes of the machine: it is in the initial
+    namespace, which contains all others, and can read the namespace of every process, including process 1, which `hidepid` would hide."""
+    if os.stat("/proc/self/ns/pid").st_ino != _INITIAL_NAMESPACE:
+        return True
+    try:
+        pids = [name for name in os.listdir("/proc") if name.isdecimal()]
+        for pid in pids:
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has exited, so it is not the driver
+                if _namespace_of(pid) == namespace:
+                    return True
+    except OSError:
+        return True
+    return "1" not in pids
 
 
 def start_time(pid: int) -> int | None:

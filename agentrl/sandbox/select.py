@@ -91,14 +91,23 @@ async def open_sandboxes(config: SandboxConfig, *, run_label: str, root: Path, w
     """
     if lazily:
         return LazySandboxes(functools.partial(open_sandboxes, config, run_label=run_label, root=root, warm=warm))
-    backend = await asyncio.to_thread(open_backend, config, run_label=run_label, root=root)
+    opening = asyncio.create_task(asyncio.to_thread(open_backend, config, run_label=run_label, root=root))
+    try:
+        backend = await asyncio.shield(opening)  # a cancellation would not stop the thread, so its backend could not be closed
+        await _prune(backend)
+    except BaseException:
+        await (await opening).close()
+        raise
+    return WarmPool(backend, warm=min(warm, config.max_open, getattr(backend, "most_warm", warm)), max_open=config.max_open)
+
+
+async def _prune(backend: SandboxBackend) -> None:
     try:
         await asyncio.to_thread(cleanup.prune)
     except SandboxError as error:
         if backend.name == "docker":
             raise
         log.warning("cannot remove the sandboxes of dead drivers: %s", error)  # the problem is a daemon that this run does not use
-    return WarmPool(backend, warm=min(warm, config.max_open, getattr(backend, "most_warm", warm)), max_open=config.max_open)
 
 
 class LazySandboxes:

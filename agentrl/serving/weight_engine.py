@@ -8,7 +8,6 @@ with. Therefore, requests do not refer to an adapter, and decoding costs the sam
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +53,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
     def __init__(self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
         self._versions_folder: Path | None = None
-        self._copy = WeightCopy(Path(tempfile.gettempdir()))
+        self._copy = WeightCopy()
         self._tied = bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
         self._first_folder = Path(self.model_config.model).resolve()  # the folder with which the server was started
         self._first_paths = sorted(self._first_folder.glob("*.safetensors"))

@@ -178,7 +178,7 @@ def evaluation_differences(run_dir: Path, before: VersionRecord, after: VersionR
 def held_out_scores(run_dir: Path, phase: str) -> Scores:
     """Returns the scores in a held-out evaluation by task, from its transcripts. An excluded attempt has the score None."""
     scores: dict[str, list[float | None]] = {}
-    for line in read_lines(run_dir / "episodes" / f"{phase}.jsonl", _TRANSCRIPT, []):
+    for line in read_lines(run_dir / "episodes" / f"{phase}.jsonl", _TRANSCRIPT, [], inside=run_dir):
         value = None if line.get("left_out") else line.get("score")
         scores.setdefault(f"{line['split']}/{line['task_id']}", []).append(float(value) if is_finite(value) else None)
     return scores

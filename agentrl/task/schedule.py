@@ -20,6 +20,7 @@ from agentrl.base.user_code import describe_error, error_text, fault_boundary, r
 from agentrl.config.recipe import TasksConfig
 from agentrl.errors import AgentRLError, PluginError, RecipeError, TaskError, UserError
 from agentrl.plugins.parts import ENVIRONMENT_FAMILY, environment_kind
+from agentrl.plugins.protocol_checks import option_type_error
 from agentrl.plugins.references import resolve
 from agentrl.protocols import GoldFamily, TaskFamily, VariedFamily
 from agentrl.records import SandboxSpec, Split, Task
@@ -59,13 +60,16 @@ def _open(config: TasksConfig, *, seed: int, root: Path) -> TaskFamily:
             raise RecipeError(f"tasks.family.options.{unknown[0]}: unknown option of task folders; the only option is heldout")
         return TaskFolders(root / reference, root=root, seed=seed, heldout=_share(options.get("heldout", 0.25)))
     kind = environment_kind(reference)
-    factory = resolve(reference if kind is None else kind.family)
+    factory = named = resolve(reference if kind is None else kind.family)
     if kind is not None:
         factory = partial(factory, reference)
     elif inspect.isclass(factory) and callable(getattr(factory, "reset", None)):  # an environment; each of its seeds is a task
         factory = partial(resolve(ENVIRONMENT_FAMILY), reference)
     else:
         options = secrets.resolve_options(options)
+    recorded = config.family.options  # without the values of secrets, which the error must not contain
+    if problem := option_type_error(named, recorded) or option_type_error(factory, recorded):
+        raise PluginError(f"tasks.family.options.{problem}", fix="correct the value, or remove it to use the default")
     family = factory(seed=seed, **options)
     for name in ("task", "size"):
         if not callable(getattr(family, name, None)):

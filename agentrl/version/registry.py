@@ -71,6 +71,7 @@ class FolderRegistry:
     def add(self, version: PolicyVersion) -> None:
         """Registers a published version. Adding a registered version again does nothing, but adding it with different weights raises
         `StoreError`."""
+        self._check_folder(version)
         with self._locked(fcntl.LOCK_EX):
             known = self._read(version.number)
             if known is None:
@@ -284,7 +285,14 @@ class FolderRegistry:
             raise StoreError(f"{path} is not a policy version: {error}") from error
         if version.number != number:
             raise StoreError(f"{path} is the record of version {version.number}")
+        self._check_folder(version)
         return version
+
+    def _check_folder(self, version: PolicyVersion) -> None:
+        """Raises `StoreError` unless a version is stored next to its record. A record from a third party could lead elsewhere."""
+        if self.path(version) != self._home(version.number):
+            name = f"{version.folder[:200]!a}"
+            raise StoreError(f"version {version.number} cannot be stored in {name}: its folder must be {self._home(version.number)}")
 
     def _must_read(self, number: int) -> PolicyVersion:
         version = self._read(number)
@@ -300,9 +308,13 @@ class FolderRegistry:
             fsync_path(self.folder)
 
     def _remove(self, number: int) -> None:
-        with _translated(self._home(number)):
-            (self._home(number) / _RECORD).unlink(missing_ok=True)  # deleted first, because a folder without it is not a version
-            shutil.rmtree(self._home(number))
+        home = self._home(number)
+        with _translated(home):
+            if home.is_symlink():  # may lead to a folder that is not the run's
+                home.unlink()
+                return
+            (home / _RECORD).unlink(missing_ok=True)  # deleted first, because a folder without it is not a version
+            shutil.rmtree(home)
 
     def _drop_weights(self, number: int) -> bool:
         home = self._home(number)

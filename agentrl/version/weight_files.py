@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from agentrl.base.files import sha256_file
+from agentrl.base.scratch import ScratchFolder
 from agentrl.version import deltas
 
 
@@ -47,10 +47,11 @@ def check_same_shapes(expected: Mapping[str, tuple[int, ...]], actual: Mapping[s
 
 
 class WeightCopy:
-    """The weights to which deltas are applied: a file in `folder` that the first delta creates and each delta changes in place."""
+    """The weights to which deltas are applied: a temporary file that the first delta creates and each delta changes in place."""
 
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / f"agentrl-weights-{os.getpid()}.safetensors"
+    def __init__(self) -> None:
+        self._folder = ScratchFolder()
+        self._path = self._folder.path / deltas.WEIGHTS
         self._sha256 = ""  # hash of the file; empty if the file is missing or may be incomplete
 
     def apply_delta(self, folder: Path) -> Path:
@@ -70,9 +71,8 @@ class WeightCopy:
         return self._path
 
     def remove(self) -> None:
-        """Deletes the file. Idempotent."""
-        self._sha256 = ""
-        self._path.unlink(missing_ok=True)
+        """Deletes the file, after which no delta can be applied. Idempotent."""
+        self._folder.remove()
 
     def _take(self, parent: Path, sha256: str) -> None:
         if not parent.is_file():

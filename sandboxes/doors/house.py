@@ -31,6 +31,10 @@ class Doors(Environment):
     actions = DOORS
 
     def __init__(self, gold: str, days: int = 1, visit: int = 1) -> None:
+        if gold not in DOORS or min(days, visit) < 1:
+            raise UserError(
+                f"gold={gold!r} must be one of {', '.join(DOORS)}, and days={days} and visit={visit} at least 1", fix="correct them"
+            )
         self._gold, self._days, self._visit = gold, days, visit
 
     def reset(self, seed: int) -> str:

@@ -27,7 +27,7 @@ class SortingNetwork(Environment):
         budget: maximum number of comparators, including those of the initial network.
         archive: file of an `Archive`. An episode starts from a state in the archive with the probability `restarts`.
         restarts: probability that an episode starts from a state in `archive`.
-        novelty: weight of the part `novelty`.
+        novelty: weight of the part `novelty`, from 0 to 1.
     """
 
     rewards = (0.0, 3.0)
@@ -37,10 +37,14 @@ class SortingNetwork(Environment):
             raise UserError(
                 f"channels={channels} must be from 2 to {MAX_CHANNELS}, and budget={budget} at least 1", fix="correct tasks.family.options"
             )
+        if not 0 <= restarts <= 1 or not 0 <= novelty <= 1:
+            raise UserError(f"restarts={restarts} and novelty={novelty} must be from 0 to 1", fix="correct tasks.family.options")
         self.instructions = f"Sort {channels} channels. Add one comparator per turn."
         self.actions = tuple(map(label, comparators(channels)))
         self._channels, self._budget = channels, budget
         self._archive = Archive.load(Path(archive)) if archive else None
+        if self._archive is not None and self._archive.channels != channels:
+            raise UserError(f"archive={archive} has {self._archive.channels} channels, not channels={channels}", fix="use one of its own")
         self._restarts, self._novelty = restarts, novelty
 
     def reset(self, seed: int) -> str:

@@ -234,6 +234,16 @@ async def test_a_past_version_without_room_forfeits_the_game(tokenizer: Any) -> 
     assert [gain for _, gain, _ in league.results] == [0.0, 2.0]
 
 
+@pytest.mark.parametrize("role", ["first", "second"])
+async def test_a_task_without_room_for_the_first_move_is_a_fault_of_the_task(tokenizer: Any, role: str) -> None:
+    """Whoever has the first move, neither the policy nor a past version gets a reward."""
+    league = FixedLeague(ScriptedPolicy(tokenizer, lambda turn, _: "p"))
+    policy = ScriptedPolicy(tokenizer, lambda turn, _: "p", version=9)
+    task = task_of(KUHN, limits={"episode_tokens": 16})
+    episode = await play(task, policy, tokenizer, players={role: "league"}, league=league)
+    assert [failure.blame for failure in episode.failures] == [Blame.TASK] and episode.left_out and not league.results
+
+
 async def test_an_unreadable_move_forfeits_the_game(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A text that cannot be read must not be better than losing."""
     runner, parse = runner_of(policy_of(tokenizer, **{"-": "p", "p": "b"}), tokenizer), ChatFormat.parse

@@ -41,6 +41,17 @@ def test_a_suite_whose_folder_name_contains_quotes_is_read_back(tmp_path: Path) 
     assert load_suite(folder).name == folder.name
 
 
+@pytest.mark.parametrize("path", [".", "../suite", "inner/.."])
+def test_a_suite_has_the_name_of_its_folder(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "suite"
+    (folder / "inner").mkdir(parents=True)
+    monkeypatch.chdir(folder)
+    save_case(Path(path), Case(id="a", task=make_task()))
+    assert load_suite(Path(path)).name == load_suite(folder).name == "suite"
+    (folder / "suite.toml").write_text("repeats = 1\n")
+    assert load_suite(Path(path)).name == "suite"
+
+
 @pytest.mark.parametrize("character", ["\x7f", "\n", "\x1b", "\x85", "\u202e", "\udcff"])
 def test_a_new_suite_cannot_have_a_name_with_control_characters(character: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="a suite cannot have the name 'a") as error:

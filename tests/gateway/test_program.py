@@ -334,6 +334,13 @@ async def test_the_oldest_ended_session_is_evicted(monkeypatch: pytest.MonkeyPat
     with rewards.open("f"):
         pass
     assert present() == ["d", "e", "f"]
+    with rewards.open("a"):
+        with rewards.open("a"):  # opened twice at once, for example while a cancelled attempt ends
+            rewards.post("a", {"value": 0.5})
+        for session in "bcde":
+            with rewards.open(session):
+                pass
+        assert rewards.of("a").value == 0.5
 
 
 async def test_concurrent_sessions_have_separate_keys_and_an_ended_session_is_reported(tokenizer: Any, run_episode: Any) -> None:

@@ -169,12 +169,6 @@ def test_reused_pid_has_another_lease():
     assert not lease.alive(f"000000000-{pid}-{start}")
 
 
-def test_lease_without_a_namespace_is_dead_after_a_reboot():
-    """Earlier versions wrote leases with 8 digits of the boot id, which remain in the labels of containers."""
-    assert lease.alive("00000000-1-1") is False
-    assert lease.alive(f"{boot_id()}-{os.getpid()}-{lease.start_time(os.getpid())}") is None
-
-
 def test_other_text_counts_as_alive():
     assert lease.alive("") and lease.alive("somebody-else")
 
@@ -186,6 +180,7 @@ def test_driver_in_another_pid_namespace_is_neither_alive_nor_dead(cache, tmp_pa
     code = "from agentrl.sandbox.lease import alive, lease; print(lease(), alive({!r}))"
     output = subprocess.run([*command, code.format(lease.lease())], capture_output=True, text=True, check=True).stdout
     other, judged = output.split()
+    monkeypatch.setattr(lease, "_may_have_processes", lambda namespace: True)
     assert judged == "None" and lease.alive(other) is None and lease.alive(lease.lease()) is True
     monkeypatch.setattr(cleanup, "runtime_folder", lambda: tmp_path / "runtime")
     monkeypatch.setattr(limits, "find_control_groups", lambda: None)
@@ -199,6 +194,47 @@ def test_driver_in_another_pid_namespace_is_neither_alive_nor_dead(cache, tmp_pa
         shown = capsys.readouterr().out
         assert f"sandboxes kept, because their drivers run in other containers or have ended there: {folder.name}" in shown
         assert "would remove" not in shown and folder.exists()
+
+
+def namespaces(monkeypatch, unreadable=()):
+    """Makes process 1, which some virtual machines hide, readable, and `unreadable` processes not."""
+    real = lease._namespace_of
+
+    def namespace_of(pid):
+        if pid in unreadable:
+            raise PermissionError(pid)
+        return "ffffc" if pid == "1" else real(pid)
+
+    monkeypatch.setattr(lease, "_namespace_of", namespace_of)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can create a pid namespace and sees all processes")
+def test_driver_in_a_pid_namespace_is_dead_when_the_namespace_has_no_processes(monkeypatch):
+    if os.stat("/proc/self/ns/pid").st_ino != lease._INITIAL_NAMESPACE:
+        pytest.skip("this process is in a container, so it does not see all processes")
+    command = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", sys.executable, "-c"]
+    code = "from agentrl.sandbox.lease import lease; print(lease(), flush=True); input()"
+    with subprocess.Popen([*command, code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as driver:
+        other = driver.stdout.readline().strip()
+        namespaces(monkeypatch)
+        assert lease.alive(other) is None, "a process of its namespace is running"
+        driver.communicate("\n")
+    assert lease.alive(other) is False
+    namespaces(monkeypatch, unreadable={str(os.getpid())})
+    assert lease.alive(other) is None, "a process cannot be checked"
+    monkeypatch.setattr(lease, "_INITIAL_NAMESPACE", 1)
+    assert lease.alive(other) is None, "this process does not see all others"
+
+
+@pytest.mark.parametrize("listed", [[], ["2"]])
+def test_hidden_processes_may_be_drivers(listed, monkeypatch):
+    """With `hidepid=invisible`, processes of other users are not listed in /proc."""
+    monkeypatch.setattr(lease, "_INITIAL_NAMESPACE", os.stat("/proc/self/ns/pid").st_ino)
+    monkeypatch.setattr(lease, "_namespace_of", lambda pid: "ffffc")
+    monkeypatch.setattr(os, "listdir", lambda path: listed)
+    assert lease._may_have_processes("00000")
+    monkeypatch.setattr(os, "listdir", lambda path: ["1", *listed])
+    assert not lease._may_have_processes("00000")
 
 
 def test_name_contains_its_lease():

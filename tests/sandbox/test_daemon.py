@@ -1,6 +1,9 @@
 """The command that starts and stops the Docker daemon: every failure is an error that says what to do."""
 
 import os
+import subprocess
+import time
+from pathlib import Path
 
 import pytest
 
@@ -39,6 +42,21 @@ def test_stopping_without_rights_names_the_command(absent, monkeypatch, capsys):
 def test_pid_of_another_program_is_not_the_daemon(absent):
     daemon._PIDFILE.write_text(str(os.getpid()))
     assert daemon._own_pid() is None
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_another_docker_daemon_with_the_recorded_pid_is_not_stopped(absent, is_own, tmp_path):
+    (tmp_path / "dockerd").write_text("#!/bin/sh\nread line\n")
+    (tmp_path / "dockerd").chmod(0o755)
+    file = daemon._PIDFILE if is_own else tmp_path / "docker.pid"
+    with subprocess.Popen([tmp_path / "dockerd", f"--pidfile={file}"], stdin=subprocess.PIPE) as process:
+        daemon._PIDFILE.write_text(str(process.pid))
+        while Path(f"/proc/{process.pid}/comm").read_text() != "dockerd\n":
+            time.sleep(0.01)
+        assert daemon._own_pid() == (process.pid if is_own else None)
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert daemon._own_pid() is None, "a zombie has ended"
 
 
 def test_service_that_does_not_start_in_time(absent, tmp_path, monkeypatch):

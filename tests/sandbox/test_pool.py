@@ -1,11 +1,14 @@
 """The warm pool with scripted sandboxes: each is used once; the pool is limited, refilled, and drops dead ones."""
 
 import asyncio
+import threading
 
 import pytest
 
+from agentrl.config.tools import SandboxConfig
 from agentrl.errors import SandboxError, SandboxTimeout
 from agentrl.records import SandboxSpec
+from agentrl.sandbox import select
 from agentrl.sandbox.pool import MAX_SPECS, WarmPool
 from agentrl.sandbox.select import LazySandboxes
 from agentrl.testing.sandboxes import ScriptedSandbox, ScriptedSandboxes, printing
@@ -187,3 +190,40 @@ async def test_a_backend_that_is_opened_while_its_run_ends_is_closed(backend):
     with pytest.raises(SandboxError, match="closed"):
         await lazy.open(SPEC)
     await closing
+
+
+class NewBackend(Backend):
+    name = "docker"
+    closed = False
+
+    async def close(self):
+        self.closed = True
+
+
+@pytest.mark.parametrize("ends", ["while it opens", "while it prunes", "with an error"])
+async def test_a_backend_whose_opening_does_not_complete_is_closed(ends, monkeypatch, tmp_path):
+    new, started, finish = NewBackend(printing("x")), threading.Event(), threading.Event()
+
+    def open_backend(config, *, run_label, root):
+        if ends == "while it opens":
+            started.set()
+            finish.wait(30)
+        return new
+
+    def prune():
+        if ends == "with an error":
+            raise SandboxError("the daemon fails")
+        started.set()
+        finish.wait(30)
+
+    monkeypatch.setattr(select, "open_backend", open_backend)
+    monkeypatch.setattr(select.cleanup, "prune", prune)
+    opening = asyncio.create_task(select.open_sandboxes(SandboxConfig(), run_label="test", root=tmp_path))
+    if ends != "with an error":
+        await asyncio.to_thread(started.wait, 30)
+        opening.cancel()
+        await settle()
+        finish.set()
+    with pytest.raises(SandboxError if ends == "with an error" else asyncio.CancelledError):
+        await opening
+    assert new.closed

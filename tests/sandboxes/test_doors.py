@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -28,6 +29,12 @@ def test_a_day_is_a_door_and_a_note_of_any_door() -> None:
         (NEWEST_NOTE, 0.0, True, "o3"),
     ]
     assert [step[1:3] for step in played(Doors("o"), "o", "o")] == [(1.0, False), (0.0, True)]
+
+
+@pytest.mark.parametrize("options", [{"gold": "x"}, {"gold": "o", "days": 0}, {"gold": "o", "visit": 0}])
+def test_houses_that_make_no_sense_are_user_errors(options: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"gold='[xo]' must be one of l, n, o, d"):
+        Doors(**options)
 
 
 @pytest.mark.parametrize(("observation", "door"), [("no notes", "l"), ("d3", "d"), ("n", "n"), (NEWEST_NOTE, "l")])

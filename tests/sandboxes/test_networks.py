@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import subprocess
 import sys
@@ -58,6 +59,13 @@ def test_sizes_out_of_range_are_user_errors(options: dict[str, int]) -> None:
         SortingNetwork(**options)
 
 
+@pytest.mark.parametrize("name", ["restarts", "novelty"])
+@pytest.mark.parametrize("value", [-0.1, 1.1, math.nan])
+def test_shares_out_of_range_are_user_errors(name: str, value: float) -> None:
+    with pytest.raises(UserError, match=f"{name}={value} .*must be from 0 to 1"):
+        SortingNetwork(**{name: value})
+
+
 def test_restarts_come_from_the_archive_and_new_states_are_rewarded(tmp_path: Path) -> None:
     archive, path = Archive(CHANNELS), tmp_path / "archive.json"
     assert archive.best() is None and archive.draw(random.Random(0), budget=9).network == ()
@@ -73,6 +81,8 @@ def test_restarts_come_from_the_archive_and_new_states_are_rewarded(tmp_path: Pa
     for seed in range(40):  # a start leaves room for at least one comparator
         environment.reset(seed)
         assert environment.step("1-2")[4]["comparators"] <= 2
+    with pytest.raises(UserError, match=f"has {CHANNELS} channels, not channels={CHANNELS + 1}"):
+        SortingNetwork(channels=CHANNELS + 1, archive=str(path))
     environment = SortingNetwork(channels=CHANNELS, budget=2, archive=str(path), restarts=0.0)
     environment.reset(0)
     environment.step("1-2")

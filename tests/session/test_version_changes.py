@@ -22,7 +22,7 @@ from agentrl.evaluation.splits import SplitEvaluation
 from agentrl.observe import Rate
 from agentrl.records import PolicyVersion, Split, VersionState
 from agentrl.session import measure
-from agentrl.session.versions import lineage
+from agentrl.session.versions import held_out_scores, lineage
 from agentrl.version import FolderRegistry, rollback
 
 
@@ -270,3 +270,12 @@ def test_no_command_writes_through_a_link_in_a_run_folder(name: str, command: li
         assert (content is None and not (tmp_path / "victim").exists()) or (tmp_path / "victim").read_text() == content
     (run / name).unlink()
     assert run_command("list", run).exit_code == 0
+
+
+def test_a_held_out_evaluation_is_read_only_from_the_run_folder(tmp_path: Path) -> None:
+    line = {"task_id": "a", "split": "heldout", "score": 1.0}
+    for path in (tmp_path / "run" / "episodes" / "after.jsonl", tmp_path / "private.jsonl"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{json.dumps(line)}\n")
+    assert held_out_scores(tmp_path / "run", "after") == {"heldout/a": [1.0]}
+    assert held_out_scores(tmp_path / "run", "../../private") == {}

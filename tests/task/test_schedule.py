@@ -76,6 +76,28 @@ def test_every_error_while_a_family_is_opened_is_reported_with_its_reference(ref
         open_family(TasksConfig(family=reference, verifiers=("a:b",)), seed=0, root=tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("family", "name", "value", "wanted"),
+    [
+        ("sandboxes.archive:Archive", "projects", 1.5, "a whole number"),
+        ("sandboxes.archive:Archive", "entries", True, "a whole number"),
+        ("sandboxes.desk:Desk", "turns", "x", "a whole number"),
+        ("sandboxes.desk:Desk", "kinds", "refund", "a list of texts"),
+        ("sandboxes.desk:Desk", "buttons", "false", "true or false"),
+        ("sandboxes.doors:DoorTasks", "visits", 1.5, "a whole number"),
+        ("sandboxes.pages:Questions", "wall_s", "x", "a number"),
+        ("sandboxes.reasoning:Reasoning", "examples", 1.5, "a whole number"),
+        ("sandboxes.tables:Tables", "kinds", 0, "text"),
+        ("sandboxes.networks:SortingNetwork", "budget", 1.5, "a whole number"),
+        ("sandboxes.networks:SortingNetwork", "verifiers", "abc", "a list of texts"),
+    ],
+)
+def test_an_option_of_the_wrong_type_is_an_error_with_its_name(family: str, name: str, value: object, wanted: str) -> None:
+    with pytest.raises(PluginError, match=rf"tasks.family.options.{name} must be {wanted}, got "):
+        open_family(TasksConfig(family=Part(family, options={name: value})), seed=0)
+    open_family(TasksConfig(family=Part("sandboxes.pages:Questions", options={"wall_s": 60})), seed=0)
+
+
 def test_every_image_of_a_family_has_a_spec_to_prepare() -> None:
     class Two(Ten):
         def task(self, split: Split, index: int) -> Task:

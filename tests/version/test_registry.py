@@ -161,6 +161,36 @@ def test_a_damaged_record_is_an_error_not_an_absent_version(registry: FolderRegi
         registry.get(0)
 
 
+@pytest.mark.parametrize("folder", ["../../elsewhere", "/tmp", "versions/../../elsewhere/000000", "versions/000001", ""])
+def test_the_record_of_a_third_party_does_not_lead_elsewhere(registry: FolderRegistry, folder: str) -> None:
+    version = publish(registry, 0)
+    with pytest.raises(StoreError, match="its folder must be"):
+        registry.add(replace(version, number=7, folder=folder))
+    assert registry.get(7) is None
+    record = registry.folder / "000000" / "version.json"
+    record.write_text(record.read_text().replace('"versions/000000"', json.dumps(folder)))
+    for read in (lambda: registry.get(0), registry.versions, registry.latest, lambda: registry.prune(keep=1)):
+        with pytest.raises(StoreError, match="its folder must be"):
+            read()
+
+
+def test_a_link_in_place_of_a_version_is_removed_but_not_its_target(registry: FolderRegistry, tmp_path: Path) -> None:
+    publish(registry, 0)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "version.json").write_text("{}")
+    (registry.folder / "000001").symlink_to(tmp_path / "other")
+    assert registry.reconcile(0) == (1,)
+    assert (tmp_path / "other" / "version.json").exists() and not (registry.folder / "000001").exists()
+
+
+def test_versions_can_be_on_a_different_disk(registry: FolderRegistry, tmp_path: Path) -> None:
+    version = publish(registry, 0)
+    registry.folder.rename(tmp_path / "disk")
+    registry.folder.symlink_to(tmp_path / "disk")
+    registry.verify(version)
+    assert publish(registry, 1) == registry.latest()
+
+
 def test_verify_compares_the_hash_of_the_weights(registry: FolderRegistry) -> None:
     version = publish(registry, 3)
     registry.verify(version)
