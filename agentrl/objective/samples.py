@@ -11,10 +11,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from agentrl.base.numbers import all_negligible
 from agentrl.config.recipe import ObjectiveConfig, Recipe
 from agentrl.errors import RecipeError
-from agentrl.objective.advantages import GroupAdvantages, batch_advantages
+from agentrl.objective.advantages import GroupAdvantages, batch_advantages, is_zero_credit
 from agentrl.objective.branches import CreditedTrajectory, assign_shared_turns
 from agentrl.objective.credit import CountedEpisode, branch_credit, continuations, penalized_score, turn_advantages
 from agentrl.records import Batch, Episode, Group, Sample, Trajectory
@@ -144,7 +143,7 @@ def _group_samples(
     critic = objective.advantage.ref == "gae"
     branches = {} if critic else branch_credit(rollouts, objective)
     credits = [value for table in (turns, branches) for rows in table.values() for row in rows for value in row]
-    if not critic and not objective.entropy_coef and all_negligible(credits, [rollout.score for rollout in rollouts]):
+    if not critic and not objective.entropy_coef and is_zero_credit(credits, [rollout.score for rollout in rollouts], objective):
         return [], "all_equal"
     trajectories, after = [], {}
     for rollout in rollouts:
