@@ -51,8 +51,6 @@ def assemble(step: int, groups: Sequence[Group], recipe: Recipe, *, penalties: M
     advantages = batch_advantages(fit, recipe.objective, min_group_size=recipe.rollout.group.min_size, penalties=penalties)
     for group, estimate in zip(fit, advantages, strict=True):
         own, reason = _group_samples(group, estimate, recipe.objective, penalties or {})
-        if not all(abs(value) <= _LARGEST for sample in own for value in (*sample.advantages, *sample.rewards)):
-            own, reason = [], "non_finite_advantage"
         samples.extend(_with_rollout_tokens(own))
         if reason:
             dropped[group.index] = reason
@@ -156,6 +154,8 @@ def _group_samples(
                     credit = [value + objective.turn_coef * extra for value, extra in zip(credit, turns[name][number], strict=True)]
                 trajectories.append(CreditedTrajectory(episode_id=name, index=number, trajectory=trajectory, credit=credit))
                 after[name, number] = following[number]
+    if not all(abs(value) <= _LARGEST for each in trajectories for value in each.credit):
+        return [], "non_finite_advantage"
     credited = assign_shared_turns(trajectories, mean=not critic)
     samples = [_sample(each.episode_id, group.index, each.trajectory, each.credit, trains=each.trains, rewards=critic) for each in credited]
     if critic:
