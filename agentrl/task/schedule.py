@@ -186,8 +186,8 @@ class GroupSchedule:
     _orders: dict[tuple[int, int], list[int]] = field(default_factory=dict, repr=False)
 
     def task(self, group_index: int, weights: Weights | None = None, *, slot: int | None = None) -> Task:
-        """Returns the task of a group. A task that `weights` rejects is replaced by a task at some distance in the order. If all of up to
-        256 candidates are rejected, the first that may be trained on is used.
+        """Returns the task of a group. A task that `weights` rejects is replaced by a task at some distance in the order. After 256
+        rejected candidates, the first that may be trained on is used.
 
         Args:
             group_index: position of the group in the schedule.
@@ -203,7 +203,10 @@ class GroupSchedule:
         if size == 0:
             raise RecipeError(f"task family {_family_name(family)!r} has no training tasks")
         first = None
-        for turn in range(_SUBSTITUTES if size is None else min(size, _SUBSTITUTES)):
+        candidates = _SUBSTITUTES if size is None else size
+        for turn in range(candidates):
+            if first is not None and turn >= _SUBSTITUTES:
+                break
             try:
                 task = make_task(family, Split.TRAIN, self._index(position, turn, size))
             except Exception:
@@ -218,7 +221,7 @@ class GroupSchedule:
         if first is not None:
             return first
         raise RecipeError(
-            f"task family {_family_name(family)!r}: group {group_index} has no training task that is neither withheld nor removed",
+            f"task family {_family_name(family)!r}: all {candidates} candidate tasks of group {group_index} are withheld or removed",
             fix="remove the suite from tasks.withhold, add tasks to the family, or see agentrl tasks list RUN",
         )
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from agentrl.config import Part, TasksConfig
-from agentrl.errors import PluginError, TaskError, UserError
+from agentrl.errors import PluginError, RecipeError, TaskError, UserError
 from agentrl.records import Message, SandboxSpec, Split, Task
 from agentrl.task import GroupSchedule, open_family, sandbox_specs
 
@@ -41,6 +41,24 @@ def test_each_epoch_has_every_task_once_in_a_different_order() -> None:
 def test_task_depends_only_on_the_index() -> None:
     first, second = GroupSchedule(Ten(), seed=3), GroupSchedule(Ten(), seed=3)
     assert [first.task(i).key for i in range(25)] == [second.task(i).key for i in reversed(range(25))][::-1]
+
+
+@pytest.mark.parametrize("left", [{"0", "1", "2"}, set()])
+def test_every_task_of_a_large_family_is_a_candidate_if_most_are_withheld(left: set[str]) -> None:
+    class Many(Ten):
+        def size(self, split: Split) -> int | None:
+            return 1000
+
+    class Withheld:
+        def __contains__(self, task: object) -> bool:
+            return isinstance(task, Task) and task.id not in left
+
+    schedule = GroupSchedule(Many(), seed=1, withheld=Withheld())
+    if left:
+        assert {schedule.task(group).id for group in range(20)} == left
+    else:
+        with pytest.raises(RecipeError, match="all 1000 candidate tasks of group 0 are withheld or removed"):
+            schedule.task(0)
 
 
 @pytest.mark.parametrize("family", [f"{__file__}:Missing", "no.such.module:X", "./absent.py:X", "nothing", "json:dumps"])
