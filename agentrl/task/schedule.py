@@ -210,7 +210,7 @@ class GroupSchedule:
             try:
                 task = make_task(family, Split.TRAIN, self._index(position, turn, size))
             except Exception:
-                if first is None:
+                if turn == 0:
                     raise
                 continue  # a broken substitute does not fail this group
             if task not in self.withheld and (mix is None or mix.weight_of(task) > 0):
@@ -221,7 +221,7 @@ class GroupSchedule:
         if first is not None:
             return first
         raise RecipeError(
-            f"task family {_family_name(family)!r}: all {candidates} candidate tasks of group {group_index} are withheld or removed",
+            f"task family {_family_name(family)!r}: all {candidates} candidates for group {group_index} are withheld, removed or broken",
             fix="remove the suite from tasks.withhold, add tasks to the family, or see agentrl tasks list RUN",
         )
 

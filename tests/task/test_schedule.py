@@ -57,8 +57,25 @@ def test_every_task_of_a_large_family_is_a_candidate_if_most_are_withheld(left: 
     if left:
         assert {schedule.task(group).id for group in range(20)} == left
     else:
-        with pytest.raises(RecipeError, match="all 1000 candidate tasks of group 0 are withheld or removed"):
+        with pytest.raises(RecipeError, match="all 1000 candidates for group 0 are withheld, removed or broken"):
             schedule.task(0)
+
+
+def test_a_broken_substitute_of_a_withheld_task_fails_only_its_own_groups() -> None:
+    class Broken(Ten):
+        def task(self, split: Split, index: int) -> Task:
+            if index in (1, 2, 3):
+                raise OSError("gone")
+            return Ten.task(self, split, index)
+
+    withheld = [Ten().task(Split.TRAIN, index) for index in (4, 5, 6, 7, 8)]
+    schedule, own = GroupSchedule(Broken(), seed=1, withheld=withheld), GroupSchedule(Ten(), seed=1)
+    for group in range(30):
+        if own.task(group).id in "123":
+            with pytest.raises(OSError, match="gone"):
+                schedule.task(group)
+        else:
+            assert schedule.task(group).id in "09"
 
 
 @pytest.mark.parametrize("family", [f"{__file__}:Missing", "no.such.module:X", "./absent.py:X", "nothing", "json:dumps"])
