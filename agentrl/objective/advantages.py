@@ -8,7 +8,7 @@ estimator returns NaN, and `agentrl.objective.samples.assemble` drops the group.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
@@ -106,11 +106,16 @@ def batch_advantages(
     advantages = []
     for group, counted, reason in zip(groups, scores, reasons, strict=True):
         estimate = {} if reason else dict(zip(counted, next(estimates), strict=True))
-        if not reason and objective.advantage.ref != "gae" and all_negligible(estimate.values(), counted.values()):
+        if not reason and objective.advantage.ref != "gae" and is_zero_credit(estimate.values(), counted.values(), objective):
             reason, estimate = "all_equal", {}
         values = tuple(estimate.get(index) for index in range(len(group.episodes)))
         advantages.append(GroupAdvantages(values=values, drop_reason=reason))
     return advantages
+
+
+def is_zero_credit(credits: Iterable[float], scores: Iterable[float], objective: ObjectiveConfig) -> bool:
+    """Whether all credits are zero up to rounding. The bound grows with the scores unless credits are divided by a standard deviation."""
+    return all_negligible(credits, () if objective.divides_by_std else scores)
 
 
 def _counted(group: Group, penalties: Mapping[str, float]) -> dict[int, float]:

@@ -11,10 +11,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from agentrl.base.numbers import all_negligible
 from agentrl.config.recipe import ObjectiveConfig, Recipe
 from agentrl.errors import RecipeError
-from agentrl.objective.advantages import GroupAdvantages, batch_advantages
+from agentrl.objective.advantages import GroupAdvantages, batch_advantages, is_zero_credit
 from agentrl.objective.branches import CreditedTrajectory, assign_shared_turns
 from agentrl.objective.credit import CountedEpisode, branch_credit, continuations, penalized_score, turn_advantages
 from agentrl.records import Batch, Episode, Group, Sample, Trajectory
@@ -52,8 +51,6 @@ def assemble(step: int, groups: Sequence[Group], recipe: Recipe, *, penalties: M
     advantages = batch_advantages(fit, recipe.objective, min_group_size=recipe.rollout.group.min_size, penalties=penalties)
     for group, estimate in zip(fit, advantages, strict=True):
         own, reason = _group_samples(group, estimate, recipe.objective, penalties or {})
-        if not all(abs(value) <= _LARGEST for sample in own for value in (*sample.advantages, *sample.rewards)):
-            own, reason = [], "non_finite_advantage"
         samples.extend(_with_rollout_tokens(own))
         if reason:
             dropped[group.index] = reason
@@ -144,7 +141,7 @@ def _group_samples(
     critic = objective.advantage.ref == "gae"
     branches = {} if critic else branch_credit(rollouts, objective)
     credits = [value for table in (turns, branches) for rows in table.values() for row in rows for value in row]
-    if not critic and not objective.entropy_coef and all_negligible(credits, [rollout.score for rollout in rollouts]):
+    if not critic and not objective.entropy_coef and is_zero_credit(credits, [rollout.score for rollout in rollouts], objective):
         return [], "all_equal"
     trajectories, after = [], {}
     for rollout in rollouts:
@@ -157,6 +154,8 @@ def _group_samples(
                     credit = [value + objective.turn_coef * extra for value, extra in zip(credit, turns[name][number], strict=True)]
                 trajectories.append(CreditedTrajectory(episode_id=name, index=number, trajectory=trajectory, credit=credit))
                 after[name, number] = following[number]
+    if not all(abs(value) <= _LARGEST for each in trajectories for value in each.credit):
+        return [], "non_finite_advantage"
     credited = assign_shared_turns(trajectories, mean=not critic)
     samples = [_sample(each.episode_id, group.index, each.trajectory, each.credit, trains=each.trains, rewards=critic) for each in credited]
     if critic:

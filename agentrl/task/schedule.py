@@ -190,8 +190,8 @@ class GroupSchedule:
     _orders: dict[tuple[int, int], list[int]] = field(default_factory=dict, repr=False)
 
     def task(self, group_index: int, weights: Weights | None = None, *, slot: int | None = None) -> Task:
-        """Returns the task of a group. A task that `weights` rejects is replaced by a task at some distance in the order. If all of up to
-        256 candidates are rejected, the first that may be trained on is used.
+        """Returns the task of a group. A task that `weights` rejects is replaced by a task at some distance in the order. After 256
+        rejected candidates, the first that may be trained on is used.
 
         Args:
             group_index: position of the group in the schedule.
@@ -207,11 +207,14 @@ class GroupSchedule:
         if size == 0:
             raise RecipeError(f"task family {_family_name(family)!r} has no training tasks")
         first = None
-        for turn in range(_SUBSTITUTES if size is None else min(size, _SUBSTITUTES)):
+        candidates = _SUBSTITUTES if size is None else size
+        for turn in range(candidates):
+            if first is not None and turn >= _SUBSTITUTES:
+                break
             try:
                 task = make_task(family, Split.TRAIN, self._index(position, turn, size))
             except Exception:
-                if first is None:
+                if turn == 0:
                     raise
                 continue  # a broken substitute does not fail this group
             if task not in self.withheld and (mix is None or mix.weight_of(task) > 0):
@@ -222,7 +225,7 @@ class GroupSchedule:
         if first is not None:
             return first
         raise RecipeError(
-            f"task family {_family_name(family)!r}: group {group_index} has no training task that is neither withheld nor removed",
+            f"task family {_family_name(family)!r}: all {candidates} candidates for group {group_index} are withheld, removed or broken",
             fix="remove the suite from tasks.withhold, add tasks to the family, or see agentrl tasks list RUN",
         )
 

@@ -92,6 +92,14 @@ def test_groups_without_a_signal_are_dropped_with_a_reason(episodes: list[Scored
     assert set(result.values) <= {None}
 
 
+@pytest.mark.parametrize("advantage", ["grpo", "rloo", "reinforce++", "reinforce++-baseline"])
+def test_scores_far_above_1_have_a_signal(advantage: str) -> None:
+    """Credits divided by a standard deviation are near 1, less than the rounding of scores above 1e9."""
+    settings = _settings(advantage=advantage, normalize_std=True)
+    (result,) = batch_advantages([_group(_episode(0, 1e10), _episode(1, 3e10))], settings, min_group_size=2)
+    assert not result.drop_reason and result.values[1] is not None and result.values[1] > 0.7
+
+
 def _settings(**changes: object) -> ObjectiveConfig:
     return ObjectiveConfig.model_validate(changes)
 

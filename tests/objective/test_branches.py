@@ -73,6 +73,16 @@ TREE = group(
 )
 
 
+def test_a_group_is_dropped_if_the_mean_over_a_shared_turn_overflows() -> None:
+    huge = group(
+        scored("stem", 1e308, STEM, turn(110)),
+        scored("other", -1e308, turn(130)),
+        scored("twig", 0.9e308, STEM, turn(120), inherited=("stem",)),
+        scored("fourth", -0.9e308, turn(140)),
+    )
+    assert assemble(0, [huge], build_recipe()).drop_reasons == {0: "non_finite_advantage"}
+
+
 def test_shared_turns_are_trained_in_the_first_episode_with_the_mean_advantage() -> None:
     batch = assemble(0, [TREE], build_recipe()).batch
     advantages = advantages_by_token(batch.samples)

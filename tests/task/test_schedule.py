@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.config import Part, TasksConfig
-from agentrl.errors import PluginError, TaskError, UserError
+from agentrl.errors import PluginError, RecipeError, TaskError, UserError
 from agentrl.records import Message, SandboxSpec, Split, Task
 from agentrl.task import GroupSchedule, open_family, sandbox_specs
 
@@ -42,6 +42,41 @@ def test_each_epoch_has_every_task_once_in_a_different_order() -> None:
 def test_task_depends_only_on_the_index() -> None:
     first, second = GroupSchedule(Ten(), seed=3), GroupSchedule(Ten(), seed=3)
     assert [first.task(i).key for i in range(25)] == [second.task(i).key for i in reversed(range(25))][::-1]
+
+
+@pytest.mark.parametrize("left", [{"0", "1", "2"}, set()])
+def test_every_task_of_a_large_family_is_a_candidate_if_most_are_withheld(left: set[str]) -> None:
+    class Many(Ten):
+        def size(self, split: Split) -> int | None:
+            return 1000
+
+    class Withheld:
+        def __contains__(self, task: object) -> bool:
+            return isinstance(task, Task) and task.id not in left
+
+    schedule = GroupSchedule(Many(), seed=1, withheld=Withheld())
+    if left:
+        assert {schedule.task(group).id for group in range(20)} == left
+    else:
+        with pytest.raises(RecipeError, match="all 1000 candidates for group 0 are withheld, removed or broken"):
+            schedule.task(0)
+
+
+def test_a_broken_substitute_of_a_withheld_task_fails_only_its_own_groups() -> None:
+    class Broken(Ten):
+        def task(self, split: Split, index: int) -> Task:
+            if index in (1, 2, 3):
+                raise OSError("gone")
+            return Ten.task(self, split, index)
+
+    withheld = [Ten().task(Split.TRAIN, index) for index in (4, 5, 6, 7, 8)]
+    schedule, own = GroupSchedule(Broken(), seed=1, withheld=withheld), GroupSchedule(Ten(), seed=1)
+    for group in range(30):
+        if own.task(group).id in "123":
+            with pytest.raises(OSError, match="gone"):
+                schedule.task(group)
+        else:
+            assert schedule.task(group).id in "09"
 
 
 @pytest.mark.parametrize("family", [f"{__file__}:Missing", "no.such.module:X", "./absent.py:X", "nothing", "json:dumps"])
