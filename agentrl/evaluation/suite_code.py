@@ -45,8 +45,8 @@ def check_project(suites: Sequence[Suite], root: Path) -> None:
 
 
 def check_suite_code(suite: Suite, root: Path, *, family: Part | None = None) -> None:
-    """Raises `UserError` if a case refers to a file or image outside the project `root`, to code in the suite's folder, to that folder if it
-    may contain code, or to a secret.
+    """Raises `UserError` if a case refers to a file or image outside the project `root`, to code in the suite's folder, to that folder if
+    it may contain code, or to a secret.
 
     Args:
         family: the task family of the recipe that evaluates the suite. Secrets to which it refers may be used for the same environment.
