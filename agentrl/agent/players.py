@@ -306,8 +306,8 @@ class VersionPlayer(UntrainedPlayer):
         self._messages: list[Message] = []
 
     async def move(self, observation: Observation) -> str:
-        """Returns a sampled action. Raises `NoMove` if the context has no room for an answer, or if the answer is cut off, and `TaskError`
-        if not even the first move of the game has room."""
+        """Returns a sampled action. Raises `NoMove` if the context has no room for an answer or if the answer is cut off, and `TaskError`
+        if the context has no room for the first move of the game."""
         chat, limits, sampling = self._agent.chat, self._episode.task.limits, self._agent.sampling
         message = Message(role="user", content=chat.escape_text(observation.text))
         self._messages += [message] if self._messages else self._prompt(observation.text)

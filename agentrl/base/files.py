@@ -149,7 +149,7 @@ def folder_manifest(folder: Path) -> dict[str, str]:
 def numbered_folders(folder: Path) -> list[Path]:
     """Returns the folders in `folder` whose names are numbers, in ascending order; empty if `folder` is missing.
 
-    From number 1,000,000 on, names with six digits are not in this order.
+    Sorting by name would be wrong from number 1,000,000 on, because names are padded to only six digits.
     """
     if not folder.is_dir():
         return []

@@ -4,8 +4,9 @@ Only the driver holds `.driver.lock`; its child processes do not inherit it. The
 kills them when their driver dies, but not at the same instant, so the next driver waits until the last of them has exited before it reads
 the folder.
 
-A lock file with several hard links, as in a copy of the folder by `cp -al`, would be one lock for several folders, and the record of its
-holder would overwrite the other files. The next driver therefore replaces it. If the lock is held at that time, the folder is in use.
+A lock file with several hard links, such as after `cp -al` of the folder, would lock all of these folders, and the holder's record would
+change the content of every link. Therefore the next driver replaces the file in its folder. If the lock is held at that time, the folder
+counts as in use.
 """
 
 from __future__ import annotations
@@ -82,8 +83,8 @@ def hold_shared_lock(folder: Path) -> int:
 
 
 def _open_lock(path: Path, flags: int = 0) -> int:
-    """Opens a lock file. The folder may come from a third party, so it raises `UserError` for a symbolic link, a folder, a pipe or a
-    device: the record of the holder would overwrite a different file, or opening the file would block."""
+    """Opens a lock file. Raises `UserError` for a symbolic link, a folder, a pipe or a device: the folder may come from a third party, and
+    the holder's record would overwrite a different file, or opening the file would block."""
     try:
         handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | flags, 0o600)
         if stat.S_ISREG(os.fstat(handle).st_mode):
@@ -92,7 +93,7 @@ def _open_lock(path: Path, flags: int = 0) -> int:
     except OSError as error:
         if error.errno not in _NOT_REGULAR:
             raise
-    raise UserError(f"{path} is not a regular file, or is a symbolic link to one", fix=f"remove {path}, or choose a different --run-dir")
+    raise UserError(f"{path} is not a regular file, or is a symbolic link", fix=f"remove {path}, or choose a different --run-dir")
 
 
 def _taken(folder: Path) -> int:
@@ -116,7 +117,7 @@ def _taken(folder: Path) -> int:
             raise UserError(f"{folder} cannot be used as a run folder: {error.strerror}", fix="choose a different --run-dir") from error
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _same_file(handle, path) and not _unlink_if_shared(handle, path):
+            if _same_file(handle, path) and not _unlink_if_hard_linked(handle, path):
                 return handle
             os.close(handle)
         except BlockingIOError:
@@ -141,8 +142,8 @@ def _same_file(handle: int, path: Path) -> bool:
     return (status.st_dev, status.st_ino) == (own.st_dev, own.st_ino)
 
 
-def _unlink_if_shared(handle: int, path: Path) -> bool:
-    """Removes a lock file's path if the file has other hard links. Returns whether it did. Call it only while the lock is held."""
+def _unlink_if_hard_linked(handle: int, path: Path) -> bool:
+    """Removes the path of a lock file that has other hard links. Returns whether it was removed. The caller must hold the lock."""
     if os.fstat(handle).st_nlink < 2:
         return False
     path.unlink()
@@ -193,7 +194,7 @@ def _wait_for_parts(folder: Path, wait_s: float) -> None:
         while True:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _unlink_if_shared(handle, path)
+                _unlink_if_hard_linked(handle, path)
                 return
             except BlockingIOError:
                 waited = time.monotonic() - began

@@ -20,7 +20,7 @@ from agentrl.base.processes import boot_id
 
 class ScratchFolder:
     """A private temporary folder, which exists until `remove` is called. As a context manager, yields the path and removes the folder at
-    the end of the block. Only the process that created the folder removes it, not a process that it forks.
+    the end of the block. Only the process that created the folder removes it; forked processes do not.
 
     Raises `OSError` if the folder cannot be created, or if no file descriptor is free.
     """
@@ -32,7 +32,7 @@ class ScratchFolder:
             self.path = Path(folder.name)
             if (handle := _lock(self.path)) is not None:
                 break
-        folder._finalizer.detach()  # type: ignore[attr-defined]  # it would also remove the folder when a forked process exits
+        folder._finalizer.detach()  # type: ignore[attr-defined]  # would also run when a forked process exits
         self._remove = weakref.finalize(self, _remove, folder, handle, os.getpid())
 
     def remove(self) -> None:

@@ -106,7 +106,7 @@ async def check_family(
 
 
 async def _prove_draws(source: FamilySource, wanted: Mapping[Split, int]) -> list[Proof]:
-    """Returns the proofs for which the tasks are only created."""
+    """Returns the proofs that only create tasks: that creating them is pure, and that the splits are disjoint."""
     return [await asyncio.to_thread(prove, source, wanted) for prove in (prove_purity, prove_splits)]
 
 
@@ -248,7 +248,7 @@ def _tasks(family: TaskFamily, wanted: Mapping[Split, int]) -> Iterator[Task]:
 
 
 async def _prepare(tasks: Sequence[Task], sandboxes: SandboxBackend) -> list[CaseResult]:
-    """Prepares every image. Returns a failed case for each task whose image cannot be prepared because of a fault of the image."""
+    """Prepares every image. Returns a failed case for each task whose image is faulty or is not ready in time."""
     failed: list[CaseResult] = []
     problems: dict[tuple[str, str], str] = {}
     for task in tasks:

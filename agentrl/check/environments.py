@@ -111,7 +111,7 @@ def _fault_text(error: BaseException) -> str:
 
 async def _proof(name: str, tasks: Sequence[Task], check: Callable[[Task], Awaitable[str]]) -> Proof:
     """Returns the proof of a claim. `check` returns the problem with a task, or an empty string if there is none. Tasks whose problems
-    differ only after the first colon share a finding, which shows the first problem."""
+    differ only after the first colon share a finding, which shows the problem with the first of these tasks."""
     wrong: dict[str, tuple[str, list[str]]] = {}
     for task in tasks:
         problem = ""
@@ -321,7 +321,7 @@ def _seen(step: Step) -> tuple[str, float, bool, bool]:
 
 
 def _difference(wanted: Played, got: Played) -> str:
-    """Describes the first difference between two episodes with the same seed and actions; empty if they are equal."""
+    """Returns a description of the first difference between two episodes with the same seed and actions; empty if they are equal."""
     for number, (one, other) in enumerate(zip(wanted.steps, got.steps, strict=False)):
         for what, before, after in zip(("observation", "reward", "terminated", "truncated"), one, other, strict=True):
             if before != after:

@@ -123,9 +123,8 @@ async def _draw(
         variants = []
         for variant in islice(cast(VariedFamily, family).variants(case.task, seed=seed), DRAWS * count):
             variants.append(variant)
-            await asyncio.sleep(
-                0
-            )  # not in a thread: a family may use, for example, a database connection only in the thread that opened it
+            # Not in a different thread, because a family may, for example, use a database connection only in the thread that opened it.
+            await asyncio.sleep(0)
     else:
         variants = await _mutants(case.task, family, sandboxes, withheld, count=count, seed=seed, root=root)
     drawn: list[PracticeTask] = []
@@ -152,7 +151,7 @@ async def _mutants(
         raise TaskError(f"the gold solution does not solve the case: {wrong.detail if wrong else 'it did not run'}")
     mutants: list[tuple[str, Task]] = []
     drawn = islice(mutate_task(task, seed=seed), DRAWS * count)
-    # In threads, because a mutant of a task with many numbers takes seconds.
+    # In a different thread, because creating a mutant of a task with many numbers takes seconds.
     while len(mutants) < count and (mutant := await asyncio.to_thread(next, drawn, None)) is not None:
         result, _ = await run_and_collect(mutant, gold_of(family, mutant), sandboxes, timeout_s=mutant.limits.tool_timeout_s)
         answer = render_result(result, mutant.limits) if result.ok else ""

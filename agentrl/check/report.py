@@ -177,11 +177,11 @@ def shorten(text: str, limit: int = 60) -> str:
 
 
 def shorten_difference(first: str, second: str) -> tuple[str, str]:
-    """Returns two different texts, each on one line, shortened, and from shortly before their first difference."""
-    same = next((at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))
-    begin = max(0, same - 20)
-    mark = "..." if begin else ""
-    return shorten(mark + first[begin:]), shorten(mark + second[begin:])
+    """Returns an excerpt on one line of each of two different texts. Both start at most 20 characters before the first difference."""
+    equal = next((at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))
+    start = max(0, equal - 20)
+    ellipsis = "..." if start else ""
+    return shorten(ellipsis + first[start:]), shorten(ellipsis + second[start:])
 
 
 def unique(texts: Iterable[str]) -> tuple[str, ...]:

@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 
 
 def checked_run(folder: Path | None) -> Path | None:
-    """Returns a run folder that a user gave. Raises `UserError` if it contains links through which a command could write elsewhere,
-    because the folder may come from a third party."""
+    """Returns `folder`. Raises `UserError` if it contains a symbolic link to a file outside the folder: the folder may come from a third
+    party, and a command could write to that file."""
     if folder is not None:
         check_links(folder)
     return folder

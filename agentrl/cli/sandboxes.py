@@ -57,10 +57,10 @@ def sandbox_prune(
     else:
         print(f"sandboxes removed: {prune()}")
     if unknown := [sandbox.name for sandbox in opened if sandbox.driver_alive is None]:
-        print(f"sandboxes kept, because their drivers run in other containers or have ended there: {', '.join(unknown)}")
+        print(f"sandboxes kept, because their drivers may still be running in other containers or on the host: {', '.join(unknown)}")
         print(
-            "  fix: run agentrl sandbox prune in those containers; if they no longer exist, run it as root outside them, or"
-            f" docker rm -f NAME, or for bubblewrap rm -r {runtime_folder()}/*/NAME"
+            "  fix: run agentrl sandbox prune there; if the containers no longer exist, run it as root on the host, or"
+            f" remove each sandbox with docker rm -f NAME (docker) or rm -r {runtime_folder()}/*/NAME (bubblewrap)"
         )
     if images:
         evicted = evict(days=30.0 if unused_days is None else unused_days, dry=dry_run)

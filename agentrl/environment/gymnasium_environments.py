@@ -35,7 +35,7 @@ ACTIONS = {
     "Acrobot": ("left", "none", "right"),
     "LunarLander": ("none", "left", "main", "right"),
 }
-"""Names of discrete actions, for environments that do not name them (see `_declared_names`)."""
+"""Names of discrete actions, for environments that declare none (see `_declared_names`)."""
 FEATURES = {
     "CartPole": ("position", "velocity", "angle", "angular velocity"),
     "MountainCar": ("position", "velocity"),
@@ -60,7 +60,8 @@ class GymnasiumEnvironment(Environment):
     Args:
         id: Gymnasium's id, such as `CartPole-v1` or `package.module:Name-v0`. If the id contains a module, the module is imported first.
         formatter: plug-in reference of a function that converts an observation to text, or to an `Observation` with images.
-        action_names: names of the discrete actions, in order. By default the names that the environment declares, and otherwise numbers.
+        action_names: names of the discrete actions, in order. Default: the names in `ACTIONS`, otherwise the names that the environment
+            declares, otherwise numbers.
         instructions: the system message; None means a default, and an empty string means no system message.
         json_actions: whether actions that are not discrete are JSON text instead of calls.
         options: arguments of `gymnasium.make`.
@@ -94,7 +95,8 @@ class GymnasiumEnvironment(Environment):
             if not action_names and not len(names) == len({*names}) == count:
                 names = tuple(map(str, numbers))
             if not len(names) == len({*names}) == count:
-                raise PluginError(f"action_names has {len(names)} names for {count} actions", fix="give each action a different name")
+                problem = f"action_names has {len(names)} names, {len({*names})} of them different, for {count} actions"
+                raise PluginError(problem, fix="give each action a different name")
             self._numbers = dict(zip(names, numbers, strict=True))
             self.actions = names
             return
@@ -155,7 +157,7 @@ class GymnasiumEnvironment(Environment):
                 no_module = "correct the id, or write gymnasium:MODULE:ID if another package's MODULE registers it"
                 fix = f"use an id that {module} registers, or write a class that wraps its environment" if module else no_module
             elif isinstance(error, gymnasium.error.DependencyNotInstalled):
-                fix = "install the package that the error describes"
+                fix = "install the missing package as the error describes"
             raise PluginError(f"gymnasium:{id} cannot be created: {str(error)[:500]}", fix=fix) from error
 
     def _value(self, action: str | ToolCall) -> Any:
@@ -219,7 +221,7 @@ def _broken_module(id: str, error: BaseException) -> PluginError:
 
 def _declared_names(environment: Any, numbers: Sequence[int]) -> tuple[str, ...]:
     """Returns the names that an environment declares for its discrete actions, in order, as Atari (`get_action_meanings()`), MiniGrid and
-    NetHack (`actions`, members of enumerations) do. Empty if it declares none, or if a name cannot be an action."""
+    NetHack (`actions`, members of enumerations) do. Empty if it declares none, or if a name is empty or has white space at its ends."""
     if callable(meanings := getattr(environment, "get_action_meanings", None)):
         names = tuple(map(str, meanings()))
         return names if all(name and name == name.strip() for name in names) else ()
@@ -227,7 +229,8 @@ def _declared_names(environment: Any, numbers: Sequence[int]) -> tuple[str, ...]
     if not isinstance(actions, tuple | list | type(Enum)) or not all(isinstance(action, Enum) for action in actions):
         return ()
     if isinstance(actions, type) and all(action.value in numbers for action in actions):
-        actions = sorted(actions, key=lambda action: numbers.index(action.value))  # the values are the actions, in any order
+        # The values are the actions, but the members may have any order.
+        actions = sorted(actions, key=lambda action: numbers.index(action.value))
     short = tuple(action.name for action in actions)
     return short if len({*short}) == len(short) else tuple(f"{type(action).__name__}.{action.name}" for action in actions)
 

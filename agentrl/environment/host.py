@@ -40,7 +40,7 @@ PING_S = 10.0
 SILENT_S = 60.0
 """A host that does not answer a ping within this many seconds (`DESCRIBE_S` for the first) is killed: its code blocks the event loop."""
 MAX_DEATHS = 5
-"""Maximum number of times that a host is restarted without a successful call in between; pings do not count."""
+"""Maximum number of times that a host is restarted without a successful call in between. Pings do not count as calls."""
 RESTART_S = 0.5
 MAX_SERVED = 512
 """Maximum number of requests from a host that are served at the same time."""
@@ -141,7 +141,7 @@ class Host:
 
     def __init__(self, spec: HostSpec) -> None:
         self.spec = spec
-        self.deaths = 0  # consecutive deaths, without a successful call except pings in between
+        self.deaths = 0  # deaths since the last successful call other than a ping
         self._process: _Process | None = None
         self._starting = asyncio.Lock()
 
@@ -162,7 +162,7 @@ class Host:
                 result = await (await self._running()).call(method, params, serve)
         except TimeoutError:
             raise InfrastructureError(f"{self.spec.name}: {method} returned no result within {timeout_s:g} s") from None
-        if method != "ping":  # precedes each episode, and shows only that the host has started
+        if method != "ping":  # a ping precedes each episode, and shows only that the host has started
             self.deaths = 0
         return result
 

@@ -27,7 +27,7 @@ from agentrl.records import Task, codec
 
 _SHOWN = 200  # maximum characters of a reference in an error message
 _SEPARATORS = re.compile(r'["\\\s:@;,=\x00-\x1f\x7f]+')  # of references and paths in an option
-_DATA = re.compile(r"suite\.toml|practice\.jsonl|cases(/[^/]+\.json)?|[^/]+\.md")  # files of a suite that no program loads as code
+_DATA = re.compile(r"suite\.toml|practice\.jsonl|cases(/[^/]+\.json)?|[^/]+\.md")  # files that contain no code
 
 
 def check_project(suites: Sequence[Suite], root: Path) -> None:
@@ -45,7 +45,8 @@ def check_project(suites: Sequence[Suite], root: Path) -> None:
 
 
 def check_suite_code(suite: Suite, root: Path, *, family: Part | None = None) -> None:
-    """Raises `UserError` if a case refers to a file or image outside the project `root`, to code in the suite's folder, or to a secret.
+    """Raises `UserError` if a case refers to a file or image outside the project `root`, to code in the suite's folder, to that folder if
+    it may contain code, or to a secret.
 
     Args:
         family: the task family of the recipe that evaluates the suite. Secrets to which it refers may be used for the same environment.
@@ -110,13 +111,13 @@ def _outside(case: Case, suite: Path, root: Path, *, only_cases: bool) -> Iterat
         if suite != root and any(path.is_relative_to(suite) for path in code):
             yield reference, "which is code in the suite's folder"
     for part, file in _of_environment(case.task, root):
-        if file == suite and only_cases:  # the folder contains nothing to run, and its name may be a word in any text
+        if file == suite and only_cases:  # the folder contains no code, and its name may be an ordinary word
             continue
         if suite != root and _SEPARATORS.search(str(suite.relative_to(root) if suite.is_relative_to(root) else suite)):
             yield str(suite), "a folder whose name contains a separator or white space, so that it cannot be recognized in the options"
         if suite != root and file.is_relative_to(suite):
-            folder_with_code = "which is the suite's folder, and contains more than cases"
-            yield part, folder_with_code if file == suite else "which is code in the suite's folder"
+            other_files = "which is the suite's folder, and the folder contains files other than cases"
+            yield part, other_files if file == suite else "which is code in the suite's folder"
         elif part.endswith(".py") and not file.is_relative_to(root) and os.path.exists(file):  # otherwise it is text, or a path elsewhere
             yield part, f"which is outside the project {root}"
     if case.task.sandbox is None:

@@ -80,7 +80,7 @@ def save_file(run_dir: Path, step: int, rank: int, content: bytes) -> None:
     folder = path.parent
     folder.mkdir(exist_ok=True)
     write_atomically(path, content)
-    sizes = [(path, path.stat().st_size) for path in sorted(folder.glob("*.tokens"), key=_order)]
+    sizes = [(path, path.stat().st_size) for path in sorted(folder.glob("*.tokens"), key=_sort_key)]
     total = sum(size for _, size in sizes)
     for path, size in sizes[:-1]:
         if total <= MAX_TOTAL_BYTES:
@@ -108,8 +108,8 @@ def _path(run_dir: Path, step: int, rank: int) -> Path:
     return run_dir / FOLDER / f"{step:06d}.{rank}.tokens"
 
 
-def _order(path: Path) -> tuple[int, str]:
-    """Sorts by step, also from step 1,000,000 on, whose name is longer."""
+def _sort_key(path: Path) -> tuple[int, str]:
+    """Returns a key that sorts files by step. From step 1,000,000 on, names are longer, so sorting by name would be wrong."""
     return path.name.index("."), path.name
 
 

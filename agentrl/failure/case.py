@@ -156,8 +156,9 @@ def save_case(folder: Path, case: Case) -> Path:
     if len(text) > _MAX_BYTES:
         problem = f"case {case.id} has {len(text) >> 20} MiB; the limit is {_MAX_BYTES >> 20} MiB"
         raise UserError(problem, fix="use smaller files in the task, or remove files")
-    if (new := not settings.exists()) and not name.isprintable():  # TOML does not allow all of these characters
-        raise UserError(f"a suite cannot have the name {name!a}", fix="use a folder whose name has only printable characters")
+    if (new := not settings.exists()) and not name.isprintable():  # TOML forbids some of these characters
+        problem = f"the name {name!a} of a new suite contains a character that is not printable"
+        raise UserError(problem, fix="use a folder whose name has only printable characters")
     path.parent.mkdir(parents=True, exist_ok=True)
     if new:
         write_atomically(settings, f"name = {json.dumps(name, ensure_ascii=False)}\nrepeats = 1\n", durable=True)

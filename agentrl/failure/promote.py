@@ -80,7 +80,7 @@ def promote(
         note: reason for promoting the cases.
         by: who promotes them.
         threshold: mean score that the attempts at each case must reach; None means the threshold that the environment
-            declares or, if it has the default, the evaluation's threshold. Required if the environment has no threshold.
+            declares or, if it has the default, the evaluation's threshold. Must not be None if the environment has no threshold.
         repeats: attempts at each case in an evaluation; None means the suite's number.
         starts: trace id -> the state at which the trace's case starts; other cases start with their task.
         supplied: user-supplied parts for imported traces.

@@ -41,7 +41,7 @@ class PostedRewards:
 
     def __init__(self) -> None:
         self._rewards: OrderedDict[str, asyncio.Future[Score]] = OrderedDict()
-        self._open: Counter[str] = Counter()  # opened twice if an attempt starts while a cancelled one with the same id ends
+        self._open: Counter[str] = Counter()  # 2 while an attempt starts before a cancelled one with the same id has ended
         self._keys: set[bytes] = set()
 
     def make_key(self, path: str) -> None:

@@ -1,5 +1,5 @@
-"""The loss that a recipe defines: surrogate, off-policy correction, KL term and entropy bonus, aggregated. Its metrics are sums and maxima
-to combine over micro-batches and ranks, and the values computed from them."""
+"""The loss that a recipe defines: surrogate, off-policy correction, KL term and entropy bonus, aggregated. Also its metrics: sums and
+maxima to combine over micro-batches and ranks, and the values that are computed from them."""
 
 from __future__ import annotations
 

@@ -72,24 +72,24 @@ def run_state(path: Path, locks: Mapping[int, Set[str]] | None = None) -> str:
 
 
 def held_locks() -> Mapping[int, Set[str]]:
-    """Returns a mapping inode -> devices for the files that processes on this machine have locked (flock); empty if /proc/locks cannot be
-    read.
+    """Returns a mapping inode -> devices (see `_device`) of the files that processes on this machine have locked with flock; empty if
+    /proc/locks cannot be read.
 
     Testing a driver's lock by acquiring it could prevent a driver from starting, so /proc/locks is read instead.
     """
     held: dict[int, set[str]] = {}
     with suppress(OSError, ValueError), open("/proc/locks", encoding="ascii") as file:
-        for words in map(str.split, file):
-            if len(words) > 5 and words[1] == "FLOCK":
-                device, _, inode = words[5].rpartition(":")
+        for fields in map(str.split, file):
+            if len(fields) > 5 and fields[1] == "FLOCK":
+                device, _, inode = fields[5].rpartition(":")
                 held.setdefault(int(inode), set()).add(device)
     return held
 
 
 def _device(path: Path) -> str:
-    """Returns the device of a file in the format of /proc/locks, such as `fe:00`; empty if it is unknown, for example in a chroot.
+    """Returns the device of a file's mount in the format of /proc/locks, such as `fe:00`; empty if it is unknown, for example in a chroot.
 
-    It is the device of the file's mount. On btrfs, `stat` returns a different one.
+    Does not use `stat`, which returns a different device on btrfs.
     """
     handle = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:

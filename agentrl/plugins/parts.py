@@ -249,7 +249,7 @@ def make_part(kind: PartKind, part: Part, *arguments: Any, **named: Any) -> Any:
     def plugin_error(error: BaseException) -> PluginError:
         return PluginError(
             f"{kind.key} {name!r} could not be opened: {one_line_error(error)} ({raise_location(error)})",
-            fix="correct its options, or the code there",
+            fix="correct its options, or the code at this location",
         )
 
     with raising_as(plugin_error, but=(AgentRLError, OSError)):

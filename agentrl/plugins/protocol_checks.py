@@ -68,14 +68,14 @@ _OPTION_TYPES: Mapping[str, tuple[str, tuple[type, ...]]] = {
     "int": ("a whole number", (int,)),
     "float": ("a number", (int, float)),
     "bool": ("true or false", (bool,)),
-    "str": ("text", (str,)),
-    "Sequence[str]": ("a list of texts", (list, tuple)),
+    "str": ("a string", (str,)),
+    "Sequence[str]": ("a list of strings", (list, tuple)),
 }
 
 
 def option_type_error(function: Callable[..., Any], options: Mapping[str, Any]) -> str:
-    """Returns the first option that does not have the annotated type, with the reason; empty if there is none, or if the
-    signature is unknown. Accepts None, and checks only parameters whose annotation is in `_OPTION_TYPES`."""
+    """Describes the first option whose value does not have the type of the parameter's annotation; empty if there is none, or if the
+    signature is unknown. Checks only annotations in `_OPTION_TYPES`, accepts None for each, and does not check the items of a list."""
     try:
         parameters = inspect.signature(_constructor(function)).parameters
     except (TypeError, ValueError):

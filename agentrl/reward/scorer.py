@@ -54,7 +54,7 @@ class TaskScorer:
     """Scores an episode with every verifier of its task. The value is the mean of the verifiers' values, and each verifier
     is a named part.
 
-    The verifiers in `audit` only add parts and evidence; see `agentrl.reward.scorer`.
+    The verifiers in `audit` only add parts and evidence; see the module's docstring.
     """
 
     timeout_s: float = 30.0

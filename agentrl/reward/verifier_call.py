@@ -1,5 +1,5 @@
-"""Calls one verifier, with a deadline. If the verifier fails, the caller receives the reason why there is no score. If a service fails that
-the verifier needs, the call raises `InfrastructureError`, and the caller retries.
+"""Calls one verifier, with a deadline. If the verifier fails, the call returns a score with a reason and no value. If a service that the
+verifier needs fails, the call raises `InfrastructureError`, and the caller retries the call.
 """
 
 from __future__ import annotations

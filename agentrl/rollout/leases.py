@@ -270,12 +270,12 @@ class GroupLeases:
         self.on_end(lease)
 
     async def _queue(self, job: _Job, *, first: bool = False) -> None:
-        """Queues a group, unless its result has arrived while no worker and no queue had it."""
+        """Queues a group, unless its result has already arrived, while the group was neither queued nor leased."""
         async with self._queued:
             group = self._early.pop(job.index, None)
             if group is not None and job.accepts(group) and not job.result.done():
                 job.result.set_result(group)
-            if job.result.done():  # or excluded or withdrawn in the meantime
+            if job.result.done():  # arrived just now, or excluded or withdrawn in the meantime
                 return
             if first:
                 self._waiting.appendleft(job)

@@ -106,7 +106,9 @@ async def profile_steps(
     run ends before these steps are recorded, and `KeyboardInterrupt` if the user interrupts it.
     """
     if not wanted or wanted[0] < 2:
-        raise ValueError(f"cannot profile {wanted}: the first step starts the pipeline, so measure steps from 2 on")
+        raise ValueError(
+            f"cannot profile steps {wanted}: give at least one step, and start at step 2 or later, because step 1 starts the pipeline"
+        )
     training = asyncio.create_task(train(recipe, start, checked, root=root, console=False))
     try:
         await _recording(training, start.folder, wanted[0] - 1)

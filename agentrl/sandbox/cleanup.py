@@ -39,7 +39,7 @@ class OpenSandbox:
     name: str
     backend: str  # "docker", "bubblewrap", or "container" for a container that several Docker sandboxes share
     run: str
-    driver_alive: bool | None  # None: the driver runs in a different pid namespace, such as a container, and cannot be checked
+    driver_alive: bool | None  # None: unknown, because the driver's pid namespace is different, such as a container's
 
 
 def list_open() -> list[OpenSandbox]:
@@ -60,7 +60,7 @@ def list_open() -> list[OpenSandbox]:
 
 
 def prune() -> int:
-    """Removes the containers, folders and control groups of dead drivers, but not of drivers that cannot be checked. Returns the number of
+    """Removes the containers, folders and control groups of drivers that are known to be dead. Returns the number of
     removed sandboxes. Blocking.
 
     Raises the errors of `list_open`, and `SandboxError` if a process in a control group does not exit.

@@ -97,7 +97,7 @@ def _command() -> list[str]:
 
 def _own_pid() -> int | None:
     """Returns the pid of the daemon that `start` started, or None if that daemon is not running. Checks the process's arguments, because
-    pids are reused, also by other daemons."""
+    pids are reused, even by other Docker daemons."""
     try:
         pid = int(_PIDFILE.read_text())
         arguments = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")  # empty for a zombie

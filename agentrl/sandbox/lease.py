@@ -1,8 +1,8 @@
 """Leases identify driver processes, so that any process can check later whether the owner of a sandbox is still running.
 
-A lease is `<machine>-<pid>-<start time>`, which no other process ever has. `<machine>` consists of the start of the boot id and the end of
-the pid namespace's inode, because a pid has no meaning in a different namespace, such as that of a container. Each driver has one folder
-per sandbox in `<runtime>/<lease>/`, and labels its containers with the lease.
+A lease is `<machine>-<pid>-<start time>`, which is practically unique. `<machine>` consists of the first 4 hex digits of the boot id and
+the last 5 of the pid namespace's inode, because a pid has no meaning in a different namespace, such as that of a container. Each driver
+has one folder per sandbox in `<runtime>/<lease>/`, and labels its containers with the lease.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def _machine() -> tuple[str, str]:
-    """Returns the parts of this boot and of this pid namespace in a lease. They are short, because socket paths contain leases."""
+    """Returns the parts of a lease that identify this boot and this pid namespace. They are short, because socket paths contain leases."""
     try:
         return boot_id()[:4], _namespace_of("self")
     except OSError as error:
@@ -131,14 +131,15 @@ def _namespace_of(pid: str) -> str:
 
 
 def _may_have_processes(namespace: str) -> bool:
-    """Whether a process may exist in a pid namespace. False only if this process sees all processes of the machine: it is in the initial
-    namespace, which contains all others, and can read the namespace of every process, including process 1, which `hidepid` would hide."""
+    """Whether a process may exist in a pid namespace. False only if this process sees all processes of the machine, and none is in the
+    namespace. It sees all processes if it is in the initial namespace, which contains all others, and can read the namespace of every
+    process, including process 1, which `hidepid` would hide."""
     if os.stat("/proc/self/ns/pid").st_ino != _INITIAL_NAMESPACE:
         return True
     try:
         pids = [name for name in os.listdir("/proc") if name.isdecimal()]
         for pid in pids:
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has exited, so it is not the driver
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # this process has exited, so it is not the driver
                 if _namespace_of(pid) == namespace:
                     return True
     except OSError:

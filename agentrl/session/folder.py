@@ -35,7 +35,7 @@ _RECIPE, _STARTED = "recipe.json", "run.json"
 _FREE_BYTES = 1 << 30
 _LARGEST = 16 << 20  # maximum size of run.json in bytes
 _SANDBOX = "sandbox.backend="
-_CHANGED = re.compile(r"^\.lock$|\.(jsonl|log|sqlite(-\w+)?)$")  # files that a run locks, or does not replace when it writes to them
+_CHANGED = re.compile(r"^\.lock$|\.(jsonl|log|sqlite(-\w+)?)$")  # files that a run locks or changes in place
 _NO_FOLDER = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 _WANDB = "wandb"  # subfolder in which the package wandb stores the links debug.log and debug-internal.log
 
@@ -120,7 +120,7 @@ def check_links(folder: Path) -> None:
 
 def _copy_hard_links(folder: Path) -> None:
     """Replaces hard links of files that a run locks or changes in place with copies, so that a copy of the folder by `cp -al` can be
-    continued. Call it only with the folder's lock."""
+    continued without changes to the original. The caller must hold the folder's lock."""
     for entry in _entries(folder):
         if _CHANGED.search(entry.name) and entry.is_file(follow_symlinks=False) and os.stat(entry.path).st_nlink > 1:
             with files.replace_file(Path(entry.path)) as part:
@@ -128,7 +128,7 @@ def _copy_hard_links(folder: Path) -> None:
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
-    """Returns the entries of the folder and of its subfolders (see `check_links`)."""
+    """Returns the entries of the folder and of its direct subfolders, except the folders that `check_links` skips."""
     entries = _scan(folder)
     for part in [entry for entry in entries if entry.is_dir(follow_symlinks=False) and entry.name != _WANDB]:
         entries += _scan(Path(part))

@@ -232,8 +232,8 @@ def open_tasks(recipe: Recipe, *, root: Path, folder: Path | None = None, held_o
     family = open_family(recipe.tasks, seed=recipe.seed, root=root)
 
     def broken_task(error: BaseException) -> TaskError:
-        said = f"{one_line_error(error)} ({error_text.raise_location(error)})"
-        return TaskError(f"the first task of {family_name!r} is broken: {said}", fix="correct the code there")
+        problem = f"{one_line_error(error)} ({error_text.raise_location(error)})"
+        return TaskError(f"the first task of {family_name!r} is broken: {problem}", fix="correct the code at this location")
 
     with raising_as(broken_task, but=(AgentRLError,)):
         if held_out:

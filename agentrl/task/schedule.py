@@ -35,14 +35,15 @@ def open_family(config: TasksConfig, *, seed: int, root: Path | None = None) -> 
 
     If the recipe lists verifiers, they replace the verifiers of every task.
 
-    Raises `PluginError` if the reference does not resolve or the family fails with an error other than `AgentRLError`, `TaskError` if
-    task folders contain mistakes, and `UserError` if there is no such folder or an option of it is invalid.
+    Raises `PluginError` if the reference does not resolve, if an option has the wrong type, or if the family lacks a method or fails with
+    an error other than `AgentRLError`; `TaskError` if task folders contain mistakes; and `UserError` if there is no such folder or an
+    option of it is invalid.
     """
 
     def not_opened(error: BaseException) -> PluginError:
         return PluginError(
             f"tasks.family {config.family.ref!r} cannot be opened: {one_line_error(error)} ({raise_location(error)})",
-            fix="correct tasks.family.options, or the code there, which is called as family(seed=0, **options)",
+            fix="correct tasks.family.options, or the code at this location; the family is called as family(seed=0, **options)",
         )
 
     with raising_as(not_opened, but=(AgentRLError,)):
@@ -60,15 +61,15 @@ def _open(config: TasksConfig, *, seed: int, root: Path) -> TaskFamily:
             raise RecipeError(f"tasks.family.options.{unknown[0]}: unknown option of task folders; the only option is heldout")
         return TaskFolders(root / reference, root=root, seed=seed, heldout=_share(options.get("heldout", 0.25)))
     kind = environment_kind(reference)
-    factory = named = resolve(reference if kind is None else kind.family)
+    factory = resolved = resolve(reference if kind is None else kind.family)
     if kind is not None:
         factory = partial(factory, reference)
     elif inspect.isclass(factory) and callable(getattr(factory, "reset", None)):  # an environment; each of its seeds is a task
         factory = partial(resolve(ENVIRONMENT_FAMILY), reference)
     else:
         options = secrets.resolve_options(options)
-    recorded = config.family.options  # without the values of secrets, which the error must not contain
-    if problem := option_type_error(named, recorded) or option_type_error(factory, recorded):
+    recorded = config.family.options  # with references to secrets, because the error must not contain their values
+    if problem := option_type_error(resolved, recorded) or option_type_error(factory, recorded):
         raise PluginError(f"tasks.family.options.{problem}", fix="correct the value, or remove it to use the default")
     family = factory(seed=seed, **options)
     for name in ("task", "size"):

@@ -103,7 +103,7 @@ class LeagueTable:
         write_atomically(self._path, json.dumps({"members": self.members, "results": rows}).encode())
 
     def add(self, version: int) -> None:
-        """Adds `version` if it is newer than all members, and removes members if there are too many."""
+        """Adds `version` if it is newer than all members, and removes members until at most `size` remain."""
         if version > self.members[-1]:
             self.members.append(version)
         while len(self.members) > self._size:

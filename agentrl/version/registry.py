@@ -69,8 +69,8 @@ class FolderRegistry:
             folder.mkdir(parents=True, exist_ok=True)
 
     def add(self, version: PolicyVersion) -> None:
-        """Registers a published version. Adding a registered version again does nothing, but adding it with different weights raises
-        `StoreError`."""
+        """Registers a published version. Adding a registered version again does nothing. Raises `StoreError` if it is registered with
+        different weights, or if its folder is not `versions/NUMBER`."""
         self._check_folder(version)
         with self._locked(fcntl.LOCK_EX):
             known = self._read(version.number)
@@ -289,10 +289,10 @@ class FolderRegistry:
         return version
 
     def _check_folder(self, version: PolicyVersion) -> None:
-        """Raises `StoreError` unless a version is stored next to its record. A record from a third party could lead elsewhere."""
+        """Raises `StoreError` if a version's folder is not the folder of its record. A third party's record could refer to any folder."""
         if self.path(version) != self._home(version.number):
             name = f"{version.folder[:200]!a}"
-            raise StoreError(f"version {version.number} cannot be stored in {name}: its folder must be {self._home(version.number)}")
+            raise StoreError(f"version {version.number} has the folder {name}, but its folder must be {self._home(version.number)}")
 
     def _must_read(self, number: int) -> PolicyVersion:
         version = self._read(number)
@@ -310,7 +310,7 @@ class FolderRegistry:
     def _remove(self, number: int) -> None:
         home = self._home(number)
         with _translated(home):
-            if home.is_symlink():  # may lead to a folder that is not the run's
+            if home.is_symlink():  # its target may be a folder outside the run
                 home.unlink()
                 return
             (home / _RECORD).unlink(missing_ok=True)  # deleted first, because a folder without it is not a version

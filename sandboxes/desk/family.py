@@ -57,7 +57,7 @@ class Desk:
     ) -> None:
         if not kinds or not set(kinds) <= set(KINDS) or min(turns, turn_tokens, episode_tokens) < 1:
             raise UserError(
-                f"desk cannot have kinds={list(kinds)}, {turns} turns, turn_tokens={turn_tokens}, episode_tokens={episode_tokens}",
+                f"desk cannot have kinds={list(kinds)}, turns={turns}, turn_tokens={turn_tokens}, episode_tokens={episode_tokens}",
                 fix=f"use kinds from {', '.join(KINDS)}, and at least 1 turn and 1 token",
             )
         if user != POLICY:

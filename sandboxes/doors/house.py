@@ -33,7 +33,8 @@ class Doors(Environment):
     def __init__(self, gold: str, days: int = 1, visit: int = 1) -> None:
         if gold not in DOORS or min(days, visit) < 1:
             raise UserError(
-                f"gold={gold!r} must be one of {', '.join(DOORS)}, and days={days} and visit={visit} at least 1", fix="correct them"
+                f"Doors: gold={gold!r} must be one of {', '.join(DOORS)}, and days={days} and visit={visit} at least 1",
+                fix="correct these options",
             )
         self._gold, self._days, self._visit = gold, days, visit
 

@@ -44,7 +44,10 @@ class SortingNetwork(Environment):
         self._channels, self._budget = channels, budget
         self._archive = Archive.load(Path(archive)) if archive else None
         if self._archive is not None and self._archive.channels != channels:
-            raise UserError(f"archive={archive} has {self._archive.channels} channels, not channels={channels}", fix="use one of its own")
+            raise UserError(
+                f"archive={archive} has {self._archive.channels} channels, not channels={channels}",
+                fix=f"use an archive with {channels} channels, or set channels={self._archive.channels}",
+            )
         self._restarts, self._novelty = restarts, novelty
 
     def reset(self, seed: int) -> str:

@@ -17,7 +17,7 @@ LIMITS = Limits(tool_timeout_s=5.0, tool_output_chars=400)
 
 
 class Episode:
-    """An episode's tools of a server."""
+    """The tools of one MCP server, opened for one episode."""
 
     def __init__(
         self,

@@ -215,18 +215,18 @@ def test_a_hard_link_in_place_of_a_lock_file_is_replaced_and_nothing_is_overwrit
         assert json.loads((run / DRIVER).read_text())["command"] == "mine"
 
 
-def test_a_hard_linked_copy_of_a_run_folder_gets_a_lock_of_its_own(holder: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_a_hard_linked_copy_of_a_run_folder_gets_a_separate_lock(holder: subprocess.Popen[str], tmp_path: Path) -> None:
     run, copy = tmp_path / "run", tmp_path / "copy"
     (run / "recipe.json").write_text("{}")
     os.close(hold_shared_lock(run))
     subprocess.run(["cp", "-al", run, copy], check=True)
     for folder in (run, copy):
         with pytest.raises(RunFolderBusy, match=f"process {holder.pid} "), drive_folder(folder, command="second"):
-            pytest.fail("its files belong to a run in progress")
+            pytest.fail("the lock file is shared with a running driver")
     os.close(hold_shared_lock(run))  # of a server that is restarted
     holder.kill()
     holder.wait()
     with drive_folder(run, command="first"), drive_folder(copy, command="second"):
         assert [json.loads((folder / DRIVER).read_text())["command"] for folder in (run, copy)] == ["first", "second"]
         with pytest.raises(RunFolderBusy, match="first"), drive_folder(run, command="third"):
-            pytest.fail("two drive it")
+            pytest.fail("two drivers hold the lock")

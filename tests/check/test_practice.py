@@ -101,7 +101,7 @@ def test_the_command_writes_practice_that_a_run_accepts(tmp_path: Path) -> None:
 
 
 async def test_variants_are_drawn_in_the_thread_that_opened_the_family() -> None:
-    """A connection to a database of SQLite cannot be used in a different thread."""
+    """An SQLite connection can only be used in the thread that opened it."""
 
     class FromDatabase(Plain):
         def __init__(self) -> None:

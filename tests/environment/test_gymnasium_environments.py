@@ -84,7 +84,7 @@ def test_options_reach_the_environment_and_errors_name_the_fix() -> None:
         ({"id": "gymnasium:Nope-v0"}, "fix: use an id that gymnasium registers"),
         ({"id": "Taxi-v3"}, "Please use `Taxi-v4` instead.*\n  fix: correct the id or the options as the error describes"),
         ({"id": "nowhere_at_all:Nope-v0"}, "cannot be imported.*\n  fix: install the package that contains nowhere_at_all"),
-        ({"id": "FrozenLake-v1", "action_names": ["a"]}, "1 names for 4 actions"),
+        ({"id": "FrozenLake-v1", "action_names": ["a"]}, "1 names, 1 of them different, for 4 actions"),
     ):
         with pytest.raises(PluginError, match=message):
             GymnasiumEnvironment(**wrong)  # type: ignore[arg-type]
@@ -115,7 +115,7 @@ def test_actions_have_the_names_that_the_environment_declares(declared: dict[str
         assert environment.actions == expected
         assert [environment.step(name)[1] for name in expected] == [0.0, 1.0]
         assert GymnasiumEnvironment("Named-v0", action_names=["a", "b"]).actions == ("a", "b")
-        with pytest.raises(PluginError, match="action_names has 3 names for 2 actions"):
+        with pytest.raises(PluginError, match="action_names has 3 names, 2 of them different, for 2 actions"):
             GymnasiumEnvironment("Named-v0", action_names=["a", "b", "b"])
     finally:
         gymnasium.registry.pop("Named-v0")
@@ -129,10 +129,10 @@ def _needs_a_package(**options: Any) -> Any:
     raise gymnasium.error.DependencyNotInstalled("MuJoCo is not installed, run `pip install mujoco`")
 
 
-def test_a_missing_dependency_is_named_with_its_fix() -> None:
+def test_the_error_for_a_missing_dependency_contains_a_fix() -> None:
     gymnasium.register(id="Needs-v0", entry_point=_needs_a_package)
     try:
-        with pytest.raises(PluginError, match=r"MuJoCo is not installed.*\n  fix: install the package that the error describes"):
+        with pytest.raises(PluginError, match=r"MuJoCo is not installed.*\n  fix: install the missing package as the error describes"):
             GymnasiumEnvironment("Needs-v0")
     finally:
         gymnasium.registry.pop("Needs-v0")

@@ -229,7 +229,7 @@ def test_an_option_found_in_the_current_directory_raises(project: Path, monkeypa
         check_suite_code(suite, project)
 
 
-def test_a_suite_without_code_may_have_the_name_of_a_word_in_the_options(project: Path) -> None:
+def test_the_name_of_a_suite_without_code_may_be_a_word_in_the_options(project: Path) -> None:
     """The word is not a path, although the folder of the suite is in the root of the project."""
     options = {"user": "rewards.mine:user", "brief": "Ask about pricing. Pricing, or pricing: which?", "opening": "pricing"}
     suite = make_suite(project / "pricing", a_case(environment=EnvironmentSpec(ref=DIALOGUE, options=options)))
@@ -237,13 +237,13 @@ def test_a_suite_without_code_may_have_the_name_of_a_word_in_the_options(project
     check_suite_code(suite, project)
     for name in ("__init__.py", "cases/evil.so", "sitecustomize.py", "README.md.py"):
         (suite.folder / name).write_text(EVIL)
-        with pytest.raises(UserError, match=r"refers to '[Pp]ricing[.,]?', which is the suite's folder, and contains more than cases"):
+        with pytest.raises(UserError, match=r"refers to '[Pp]ricing[.,]?', which is the suite's folder, and the folder contains"):
             check_suite_code(suite, project)
         (suite.folder / name).unlink()
     (project / "linked").mkdir()
     (project / "linked" / "evil.py").write_text(EVIL)
     (suite.folder / "code.md").symlink_to("../linked")
-    with pytest.raises(UserError, match="contains more than cases"):
+    with pytest.raises(UserError, match="contains files other than cases"):
         check_suite_code(suite, project)
     (suite.folder / "code.md").unlink()
     named = a_case(environment=EnvironmentSpec(ref=DIALOGUE, options={"user": "pricing.evil:u"}))

@@ -194,8 +194,8 @@ def test_limits_hold_in_a_phase_that_another_process_started(tmp_path: Path) -> 
             assert first._size_of("train").bytes == sum(row.bytes for row in first.rows())
 
 
-def test_limits_hold_in_a_phase_that_another_process_changed(tmp_path: Path) -> None:
-    """A process that has added traces to a phase notices changes by another process."""
+def test_limits_apply_to_a_phase_that_another_process_has_changed(tmp_path: Path) -> None:
+    """Each process counts the traces of a phase, and recounts them after another process has changed the collection."""
     traces = [replace(trace(*STEPS, answer="97"), id=f"t{number}", tags=(Tag(name="budget", by="rules"),)) for number in range(5)]
     with Collection(tmp_path, keep=2, make=True) as first, Collection(tmp_path, keep=2) as second:
         first.add(traces[:2])

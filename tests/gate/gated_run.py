@@ -1,6 +1,6 @@
-"""A run with a gate: server, channel and policy are scripted, and a version's weights say which cases it passes.
+"""A run with a gate: server, channel and policy are scripted, and a version's weights determine which cases it passes.
 
-Registry, store, suite, episodes, verifier, rule, tracker and the loop's own code are the real ones.
+Registry, store, suite, episodes, verifier, rule, tracker and the loop's code are real.
 """
 
 from __future__ import annotations

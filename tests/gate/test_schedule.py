@@ -1,6 +1,6 @@
 """The gate on its own server: versions are served while one is evaluated.
 
-The policy is scripted as in gated_run.py, and a version's weights say which cases it passes. The gate's server is
+The policy is scripted as in gated_run.py, and a version's weights determine which cases it passes. The gate's server is
 a double whose attempts can be blocked; the real one is tested in tests/gate/test_server.py and tests/e2e/test_lora.py.
 """
 

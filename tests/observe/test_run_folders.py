@@ -25,7 +25,7 @@ def test_a_run_is_running_while_its_driver_holds_the_lock(disk: str, monkeypatch
         assert run_state(folder) == "unknown"
 
 
-def test_a_lock_with_the_same_inode_on_a_different_disk_is_not_the_drivers(tmp_path: Path) -> None:
+def test_a_lock_on_a_different_device_with_the_same_inode_does_not_count(tmp_path: Path) -> None:
     (tmp_path / DRIVER).touch()
     with (tmp_path / DRIVER).open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -86,6 +86,6 @@ async def test_the_profile_of_real_rollouts_adds_up(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("wanted", [range(1, 3), range(0), range(2, 2)])
-async def test_the_first_step_cannot_be_profiled(wanted: range, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="so measure steps from 2 on"):
+async def test_the_first_step_and_an_empty_range_cannot_be_profiled(wanted: range, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="give at least one step, and start at step 2 or later"):
         await profile_steps(make_recipe(), cast(Any, None), cast(Any, None), root=tmp_path, wanted=wanted)

@@ -1,4 +1,4 @@
-"""Connections to cells: without the key, invalid requests, other drivers, lost tunnels, and attacks from a cell's sandboxes."""
+"""Connections to cells: missing keys, invalid requests, other drivers, lost tunnels, and attacks from a cell's sandboxes."""
 
 import asyncio
 import contextlib

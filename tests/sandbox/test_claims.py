@@ -158,10 +158,10 @@ async def test_a_pod_that_is_briefly_not_ready_keeps_its_sandboxes(root, api, mo
 
         def flap(method, path):
             if method == "PATCH":
-                api.claims[name]["status"]["conditions"][0]["status"] = "False" if next(renewals) % claims.MOST_UNREADY else "True"
+                api.claims[name]["status"]["conditions"][0]["status"] = "False" if next(renewals) % claims.MAX_UNREADY else "True"
 
         api.answer = flap
-        await until(lambda: api.deleted or len([method for method, _ in api.requests if method == "PATCH"]) > 2 * claims.MOST_UNREADY)
+        await until(lambda: api.deleted or len([method for method, _ in api.requests if method == "PATCH"]) > 2 * claims.MAX_UNREADY)
         assert (await sandbox.exec(["true"], timeout_s=20)).ok and not api.deleted
 
 
@@ -175,9 +175,9 @@ async def test_an_idle_claim_that_was_deleted_by_its_backend_is_not_reported_as_
 
 
 @pytest.mark.parametrize("loss", ["replaced", "deleted"])
-async def test_a_pod_that_is_gone_is_dropped_at_the_next_renewal(loss, root, api, monkeypatch):
+async def test_a_claim_whose_pod_is_replaced_or_deleted_is_dropped_at_the_next_renewal(loss, root, api, monkeypatch):
     monkeypatch.setattr(claims, "RENEW_S", 0.05)
-    monkeypatch.setattr(claims, "MOST_UNREADY", 10**9)
+    monkeypatch.setattr(claims, "MAX_UNREADY", 10**9)
     async with pods(api, 1), claiming(root, api) as opened:
         await (await opened.open(SPEC)).close()
         (name,) = api.claims

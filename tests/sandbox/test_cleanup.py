@@ -175,7 +175,7 @@ def test_other_text_counts_as_alive():
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can create a pid namespace")
 def test_driver_in_another_pid_namespace_is_neither_alive_nor_dead(cache, tmp_path, monkeypatch, capsys):
-    """Two containers that share a Docker daemon have the same boot id, and each would take the other's drivers for dead."""
+    """Two containers that share a Docker daemon have the same boot id, so the boot id and pid cannot identify a driver."""
     command = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c"]
     code = "from agentrl.sandbox.lease import alive, lease; print(lease(), alive({!r}))"
     output = subprocess.run([*command, code.format(lease.lease())], capture_output=True, text=True, check=True).stdout
@@ -192,12 +192,12 @@ def test_driver_in_another_pid_namespace_is_neither_alive_nor_dead(cache, tmp_pa
     for dry_run in (True, False):
         sandbox_prune(images=False, unused_days=None, dry_run=dry_run)
         shown = capsys.readouterr().out
-        assert f"sandboxes kept, because their drivers run in other containers or have ended there: {folder.name}" in shown
+        assert f"sandboxes kept, because their drivers may still be running in other containers or on the host: {folder.name}" in shown
         assert "would remove" not in shown and folder.exists()
 
 
-def namespaces(monkeypatch, unreadable=()):
-    """Makes process 1, which some virtual machines hide, readable, and `unreadable` processes not."""
+def patch_namespaces(monkeypatch, unreadable=()):
+    """Makes the namespace of process 1 readable, which some virtual machines prevent, and those of `unreadable` processes unreadable."""
     real = lease._namespace_of
 
     def namespace_of(pid):
@@ -216,11 +216,11 @@ def test_driver_in_a_pid_namespace_is_dead_when_the_namespace_has_no_processes(m
     code = "from agentrl.sandbox.lease import lease; print(lease(), flush=True); input()"
     with subprocess.Popen([*command, code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as driver:
         other = driver.stdout.readline().strip()
-        namespaces(monkeypatch)
+        patch_namespaces(monkeypatch)
         assert lease.alive(other) is None, "a process of its namespace is running"
         driver.communicate("\n")
     assert lease.alive(other) is False
-    namespaces(monkeypatch, unreadable={str(os.getpid())})
+    patch_namespaces(monkeypatch, unreadable={str(os.getpid())})
     assert lease.alive(other) is None, "a process cannot be checked"
     monkeypatch.setattr(lease, "_INITIAL_NAMESPACE", 1)
     assert lease.alive(other) is None, "this process does not see all others"

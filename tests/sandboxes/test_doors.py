@@ -32,7 +32,7 @@ def test_a_day_is_a_door_and_a_note_of_any_door() -> None:
 
 
 @pytest.mark.parametrize("options", [{"gold": "x"}, {"gold": "o", "days": 0}, {"gold": "o", "visit": 0}])
-def test_houses_that_make_no_sense_are_user_errors(options: dict[str, Any]) -> None:
+def test_invalid_options_are_user_errors(options: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=r"gold='[xo]' must be one of l, n, o, d"):
         Doors(**options)
 

@@ -61,7 +61,7 @@ def test_sizes_out_of_range_are_user_errors(options: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("name", ["restarts", "novelty"])
 @pytest.mark.parametrize("value", [-0.1, 1.1, math.nan])
-def test_shares_out_of_range_are_user_errors(name: str, value: float) -> None:
+def test_restarts_and_novelty_outside_0_to_1_are_user_errors(name: str, value: float) -> None:
     with pytest.raises(UserError, match=f"{name}={value} .*must be from 0 to 1"):
         SortingNetwork(**{name: value})
 

@@ -117,14 +117,14 @@ def test_every_error_while_a_family_is_opened_is_reported_with_its_reference(ref
         ("sandboxes.archive:Archive", "projects", 1.5, "a whole number"),
         ("sandboxes.archive:Archive", "entries", True, "a whole number"),
         ("sandboxes.desk:Desk", "turns", "x", "a whole number"),
-        ("sandboxes.desk:Desk", "kinds", "refund", "a list of texts"),
+        ("sandboxes.desk:Desk", "kinds", "refund", "a list of strings"),
         ("sandboxes.desk:Desk", "buttons", "false", "true or false"),
         ("sandboxes.doors:DoorTasks", "visits", 1.5, "a whole number"),
         ("sandboxes.pages:Questions", "wall_s", "x", "a number"),
         ("sandboxes.reasoning:Reasoning", "examples", 1.5, "a whole number"),
-        ("sandboxes.tables:Tables", "kinds", 0, "text"),
+        ("sandboxes.tables:Tables", "kinds", 0, "a string"),
         ("sandboxes.networks:SortingNetwork", "budget", 1.5, "a whole number"),
-        ("sandboxes.networks:SortingNetwork", "verifiers", "abc", "a list of texts"),
+        ("sandboxes.networks:SortingNetwork", "verifiers", "abc", "a list of strings"),
     ],
 )
 def test_an_option_of_the_wrong_type_is_an_error_with_its_name(family: str, name: str, value: object, wanted: str) -> None:

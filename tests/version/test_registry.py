@@ -162,7 +162,7 @@ def test_a_damaged_record_is_an_error_not_an_absent_version(registry: FolderRegi
 
 
 @pytest.mark.parametrize("folder", ["../../elsewhere", "/tmp", "versions/../../elsewhere/000000", "versions/000001", ""])
-def test_the_record_of_a_third_party_does_not_lead_elsewhere(registry: FolderRegistry, folder: str) -> None:
+def test_a_record_with_a_folder_other_than_the_versions_is_an_error(registry: FolderRegistry, folder: str) -> None:
     version = publish(registry, 0)
     with pytest.raises(StoreError, match="its folder must be"):
         registry.add(replace(version, number=7, folder=folder))

@@ -41,8 +41,8 @@ log = logging.getLogger(__name__)
 
 API_VERSION = "extensions.agents.x-k8s.io/v1beta1"
 LEASE_S, RENEW_S = 600.0, 60.0
-MOST_UNREADY = 3
-"""A claim is dropped if its pod is not ready at this number of renewals in a row. At fewer, a readiness probe may have been late."""
+MAX_UNREADY = 3
+"""A claim is dropped if its pod is not ready at this number of renewals in a row. Before that, a late readiness probe may be the cause."""
 READY_S = 110.0
 """Seconds within which a claim must have a ready pod."""
 REQUEST_S = 10.0
@@ -202,7 +202,7 @@ class ClaimBackend(CellBackend):
 
     async def _renew(self, claim: _Claim) -> None:
         """Extends the lease of a claim until the claim is dropped. Drops it if it was deleted, if its pod was replaced or is not ready at
-        `MOST_UNREADY` renewals in a row, or if 10 renewals in a row fail."""
+        `MAX_UNREADY` renewals in a row, or if 10 renewals in a row fail."""
         failures = unready = 0
         while claim in self._claims and failures < LEASE_S / RENEW_S:
             await asyncio.sleep(RENEW_S)
@@ -217,7 +217,7 @@ class ClaimBackend(CellBackend):
             unready = 0 if address else unready + 1
             if claim not in self._claims:  # dropped meanwhile
                 break
-            if now is None or unready == MOST_UNREADY or address not in ("", claim.cell.address[0]):
+            if now is None or unready == MAX_UNREADY or address not in ("", claim.cell.address[0]):
                 log.warning("claim %s is dropped: %s", claim.name, "it was deleted" if now is None else f"its pod is lost: {_reason(now)}")
                 break
         self._drop(claim)
