@@ -362,7 +362,7 @@ def test_the_first_different_turn_of_two_episodes() -> None:
 
 
 def test_a_rollback_request_is_void_once_its_version_has_other_weights(tmp_path: Path) -> None:
-    registry = FolderRegistry(tmp_path)
+    registry = FolderRegistry(tmp_path / "versions")
     for number in range(3):
         plain.publish(registry, number, number - 1 if number else None, b"%d" % number)
     version = registry.get(2)
