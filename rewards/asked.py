@@ -89,6 +89,12 @@ def names_unit(prompt: str, named: str) -> bool:
     return known and not plain & _SCALES and _fits(words, prompt)
 
 
+def requests_word(prompt: str, word: str) -> bool:
+    """Whether the words after the last "how many" name this word, in the singular or the plural."""
+    phrase = _requested_phrase(prompt)
+    return phrase is not None and _within(_words(word), phrase)
+
+
 def names_percent(prompt: str) -> bool:
     """Whether the question asks for a percentage, so that 18 and 18% are the same answer."""
     return _PERCENT.search(prompt) is not None
