@@ -89,6 +89,12 @@ def names_unit(prompt: str, named: str) -> bool:
     return known and not plain & _SCALES and _fits(words, prompt)
 
 
+def requests_word(prompt: str, word: str) -> bool:
+    """Whether the words after the last "how many" name this word, in the singular or the plural."""
+    phrase = _requested_phrase(prompt)
+    return phrase is not None and _within(_words(word), phrase)
+
+
 def names_percent(prompt: str) -> bool:
     """Whether the question asks for a percentage, so that 18 and 18% are the same answer."""
     return _PERCENT.search(prompt) is not None
@@ -141,18 +147,8 @@ def _extends(word: str) -> bool:
 
 def _unit(words: Sequence[str]) -> Unit | None:
     """Returns the known unit that the words name: `square feet`, `miles per hour`, `km / h`, `m ^2`."""
-    text, power = "", ""
-    for word in words:
-        lower = word.lower()
-        if lower in _POWERS:
-            power = "^2" if lower.startswith("sq") else "^3"
-        elif lower in ("squared", "cubed") or word.startswith("^"):
-            text += {"squared": "^2", "cubed": "^3"}.get(lower, word.replace("{", "").replace("}", ""))
-        elif lower in ("per", "/"):
-            text += "/"
-        else:
-            text, power = f"{text} {word if unit(word) is not None else lower}{power}", ""
-    return None if power or not text.strip() else unit(text)
+    text = " ".join(word.replace("{", "").replace("}", "") if unit(word) is not None or word[:1] == "^" else word.lower() for word in words)
+    return unit(text.replace(" ^", "^")) if text else None
 
 
 def _fits(words: Sequence[str], prompt: str) -> bool:

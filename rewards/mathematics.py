@@ -20,6 +20,7 @@ from agentrl.errors import TaskError
 from agentrl.records import Episode, Score, Task
 from agentrl.reward.configured import EVIDENCE_CHARS, ConfiguredVerifier, answer_of, require_package, zero_score
 from agentrl.reward.worker import QUEUE_TIMEOUT_S, AnswerFault, SubprocessWorker
+from rewards.asked import requests_word
 from rewards.extract import expression, formulas
 from rewards.notation import read
 from rewards.scalars import Node
@@ -104,33 +105,41 @@ def verdict(request: Mapping[str, Any]) -> tuple[str, str]:
     from rewards.algebra import Comparison, alike
 
     truth, answer = request["truth"], request["answer"]
-    wanted, problem = _read(truth, wide=True)
+    prompt = request["prompt"]
+    wanted, problem = _read(truth, prompt, wide=True)
     if wanted is None:
         return "no truth", problem
-    given, problem = _read(answer, wide=request["unevaluated"])
+    given, problem = _read(answer, prompt, wide=request["unevaluated"])
     if given is None and " ".join(answer.split()) != " ".join(truth.split()):
         return "different", f"no value can be read in the answer: it has {problem}"
     given = given or wanted  # the answer equals the truth; the truth is still computed, because a truth that takes too long is a task fault
-    comparison = Comparison(request["decimals"], any_form=request["unevaluated"], prompt=request["prompt"])
+    comparison = Comparison(request["decimals"], any_form=request["unevaluated"], prompt=prompt)
     if not comparison.same(wanted, given):
         return "different", "it equals the truth but is not evaluated" if comparison.unfinished else ""
     if given.kind != wanted.kind and given.kind in ("unit", "percent"):  # a number with a unit or a percent sign counts as a number
         bare = given.parts[0]
         given = bare if given.kind == "unit" or comparison.same(wanted, bare) else given
-    if not request["unevaluated"] and _restates(given, answer, request["prompt"]) and not alike(wanted, given):
+    if not request["unevaluated"] and _restates(given, answer, prompt) and not alike(wanted, given):
         return "different", "it equals the truth but copies an expression of the question"
     return "equal", ""
 
 
-def _read(text: str, *, wide: bool) -> tuple[Node | None, str]:
+def _read(text: str, prompt: str, *, wide: bool) -> tuple[Node | None, str]:
     """Returns (tree, "") or (None, reason). If `wide` is true, also parses expressions that only math-verify can parse."""
     from rewards.algebra import read_wide
 
     try:
-        return read(text), ""
+        return _resolved(read(text), prompt), ""
     except (Unreadable, ZeroDivisionError) as error:
         problem = str(error)
     return (read_wide(text) if wide else None), problem
+
+
+def _resolved(node: Node, prompt: str) -> Node:
+    """Replaces letters after a number that may be a word or variables: `5 men` has a unit only if the question asks how many men."""
+    if node.kind == "unit" and len(node.parts) > 1:
+        return node._replace(parts=node.parts[:1]) if requests_word(prompt, str(node.value)) else node.parts[1]
+    return node._replace(parts=tuple(_resolved(part, prompt) for part in node.parts))
 
 
 def _squeezed(text: str) -> str:
@@ -151,7 +160,9 @@ def _restates(given: Node, answer: str, prompt: str) -> bool:
     if re.search(rf"(?<![\w.^\\])(?:{pattern})(?![\w^]|\.\d)", _starred(prompt), re.ASCII):
         return True
     written = formulas(prompt)[:MOST_FORMULAS]
-    return any(alike(given, tree) for tree, _ in (_read(text[:LONGEST_EXPRESSION], wide=False) for text in written) if tree is not None)
+    return any(
+        alike(given, tree) for tree, _ in (_read(text[:LONGEST_EXPRESSION], prompt, wide=False) for text in written) if tree is not None
+    )
 
 
 _worker = SubprocessWorker(verdict, prepare=prepare, deadline_s=DEADLINE_S, processes=2)

@@ -11,6 +11,7 @@ from itertools import pairwise
 
 from rewards.scalars import NUMERAL, Node, Scalar, literal, numeral, symbols
 from rewards.signs import CLOSE, FUNCTIONS, OPEN, Token, Unreadable, plain, split, tokenized
+from rewards.units import unit
 
 _MATRIX = re.compile(r"\\begin\{([pb]?matrix|array)\}(?:\{[lcr|]*\})?(.*)\\end\{\1\}", re.DOTALL)
 SEQUENCES = {"list", "set", "tuple"}
@@ -20,6 +21,7 @@ _MONTHS = "january february march april may june july august september october n
 _WRAPPED = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox)\s*\{([^{}\\$]*)\}")
 _LABEL = re.compile(r"[A-Za-z]{2,}(?: [A-Za-z0-9]+)+")
 _WRAPPED_LABEL = re.compile(r"[A-Za-z]{2,}[A-Za-z0-9 ,.:'()-]*")
+_LEAST_WORD = 4  # minimum letters of a word after a number that is not a known unit and cannot be variables
 _DATE_PART = re.compile(r"([A-Za-z]+)\.?|([0-9]+)(?:st|nd|rd|th)?(?![A-Za-z])")
 
 
@@ -197,22 +199,32 @@ def _word(tokens: Sequence[Token]) -> str:
 
 
 def _with_unit(tokens: Sequence[Token]) -> Node:
-    """Returns a scalar, with its unit if there is one: `5\\text{ cm}`, `5 cm`, `90^\\circ`, `\\$5`."""
+    """Returns a scalar, with its unit if there is one: `5\\text{ cm}`, `5 cm^2`, `90^\\circ`, `\\$5`.
+
+    Two or three letters that are no known unit may be a word or variables (`5 men`, `5 xy`). Their unit has a second part, the product.
+    """
     end = len(tokens)
     if tokens[0].sign in ("$", "\\$") and end > 1:
         return Node("unit", (Scalar(tokens[1:]).whole(),), "$")
     if end > 2 and tokens[0].sign == "-" and tokens[1].sign in ("$", "\\$"):
         return Node("unit", (Scalar([tokens[0], *tokens[2:]]).whole(),), "$")
     power = ""
-    if end > 3 and tokens[-2].sign == "^" and tokens[-3].kind == "text" and tokens[-1].kind == "number":
+    signs = [token.sign for token in tokens]
+    if end > 3 and signs[-2] == "^" and tokens[-1].kind == "number":
         power, end = f"^{tokens[-1].text}", end - 2
+    elif end > 5 and signs[-4:-2] == ["^", "{"] and signs[-1] == "}" and tokens[-2].kind == "number":
+        power, end = f"^{tokens[-2].text}", end - 4
     if end > 1 and tokens[end - 1].kind == "text":
         return _unit(Scalar(tokens[: end - 1]).whole(), tokens[end - 1].text + power)
     if _degrees(tokens):
         return Node("unit", (Scalar(tokens[:-2]).whole(),), "deg")
     at = next((at for at in range(1, end - 1) if tokens[at].spaced and tokens[at - 1].kind == "number"), end)
-    if end - at > 1 and all(token.kind == "letter" for token in tokens[at:]) and not any(token.spaced for token in tokens[at + 1 :]):
-        return _unit(Scalar(tokens[:at]).whole(), "".join(token.text for token in tokens[at:]))
+    if end - at > 1 and all(token.kind == "letter" for token in tokens[at:end]) and not any(token.spaced for token in tokens[at + 1 : end]):
+        name = "".join(token.text for token in tokens[at:end]) + power
+        if unit(name) is not None or (end - at >= _LEAST_WORD and not power):
+            return _unit(Scalar(tokens[:at]).whole(), name)
+        if not power:
+            return Node("unit", (Scalar(tokens[:at]).whole(), Scalar(tokens).whole()), name)
     return Scalar(tokens).whole()
 
 

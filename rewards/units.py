@@ -140,6 +140,11 @@ _PLURALS = {"mins": "min", "lbs": "lb", "feet": "ft", "inches": "in"} | {f"{word
 _PLURALS |= {f"{name}s": name for name in ("hour", "day", "week", "bit")}
 _POWERS = str.maketrans("\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207b", "0123456789-")
 _RAISED = re.compile("([\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b]+)")
+_WORDED = (  # powers and quotients in words
+    (re.compile(r"\b(?:square|sq)\.? +([^\W\d_]+)|\b([^\W\d_]+) +squared\b"), r"\1\2^2"),
+    (re.compile(r"\b(?:cubic|cu)\.? +([^\W\d_]+)|\b([^\W\d_]+) +cubed\b"), r"\1\2^3"),
+    (re.compile(r" +per +"), "/"),
+)
 _FACTOR = re.compile(r"([^\W\d_]+|[%$\u00b0\u20ac\u00a3])(?:\^|\*\*)?(-?[0-9]{1,2})?")
 _SIGNS = str.maketrans({"\u00b7": "*", "\u22c5": "*", "\u00d7": "*", "\u2044": "/", "\u2215": "/", "\u2212": "-"})
 _LARGEST = Fraction(10) ** 300
@@ -156,7 +161,8 @@ ONE = Unit(Fraction(1), (0,) * len(BASE))
 
 
 def unit(text: str) -> Unit | None:
-    """Returns the unit that a string names. Allows products (space, `*` or `.`), one `/` and whole exponents. "" means a plain number.
+    """Returns the unit that a string names; "" means a plain number. Allows products (space, `*` or `.`), one `/` or `per`, and whole
+    exponents, also in words (`square feet`, `meters cubed`).
 
     Both code points of a sign that has two in Unicode (ohm and omega, kelvin and K, angstrom) are accepted. None means that the unit is
     unknown or that its value is outside the range of a float.
@@ -169,6 +175,8 @@ def unit(text: str) -> Unit | None:
 
 def _quotient(text: str) -> Unit | None:
     text = _RAISED.sub(lambda match: "^" + match[1].translate(_POWERS), text.strip())
+    for pattern, plain in _WORDED:
+        text = pattern.sub(plain, text)
     above, slash, below = text.partition("/")
     if not text:
         return ONE

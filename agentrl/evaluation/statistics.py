@@ -16,7 +16,7 @@ from statistics import NormalDist
 from typing import Any
 
 from agentrl.base.installation import import_optional
-from agentrl.base.numbers import wilson_interval
+from agentrl.base.numbers import student_t_quantile, wilson_interval
 
 RESAMPLES = 4_000
 MAX_CASES = 1_000_000
@@ -207,8 +207,9 @@ def difference_interval(by_case: Sequence[float], *, level: float = 0.95, made_u
 def rate_interval(by_case: Sequence[float], tries: int) -> Interval:
     """Returns the mean of case rates with Wilson's 95% interval for the effective number of independent tries (Kish 1965).
 
-    The effective number is the number of independent tries whose mean has the same variance as the mean of the case rates. The effective
-    number is between the number of cases (if all repeats of a case have the same result) and `tries` (if repeats are independent).
+    The effective number is the number of independent tries whose mean has the same variance as the mean of the case rates. Because a
+    variance from few cases is uncertain, the number is divided by (t / z)^2 (Korn and Graubard 1998). It is at least the number of cases
+    (if all repeats of a case have the same result) and at most `tries` (if repeats are independent).
 
     Args:
         by_case: [N] share of each case's attempts that passed.
@@ -221,6 +222,8 @@ def rate_interval(by_case: Sequence[float], tries: int) -> Interval:
     cases, share = len(by_case), statistics.fmean(by_case)
     spread, single = statistics.variance(by_case) if cases > 1 else 0.0, share * (1 - share)
     effective = single * cases / spread if spread else math.inf if single and cases > 1 else float(cases)
+    if spread:
+        effective *= (NormalDist().inv_cdf(0.975) / student_t_quantile(cases - 1)) ** 2
     low, high = wilson_interval(share, min(max(effective, float(cases)), float(max(tries, cases))))
     return Interval(value=share, low=low, high=high)
 

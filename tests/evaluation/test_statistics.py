@@ -172,6 +172,17 @@ def test_the_rate_has_wilsons_interval_and_agreeing_repeats_add_nothing() -> Non
         difference_interval([])
 
 
+@pytest.mark.parametrize("cases", [2, 3, 5, 10])
+def test_the_rate_of_few_cases_with_many_repeats_is_covered(cases: int) -> None:
+    """Each case has its own probability of success, drawn uniformly, so the true rate is 0.5."""
+    rng, covered = random.Random(4), 0
+    for _ in range(400):
+        chances = [rng.random() for _ in range(cases)]
+        interval = rate_interval([sum(rng.random() < chance for _ in range(16)) / 16 for chance in chances], 16 * cases)
+        covered += interval.low <= 0.5 <= interval.high
+    assert covered / 400 >= 0.93
+
+
 @pytest.mark.parametrize("difference", [0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.7])
 @pytest.mark.parametrize("more", [0.0, 0.1, 0.2])
 def test_planned_cases_reach_the_power_for_large_differences(difference: float, more: float) -> None:

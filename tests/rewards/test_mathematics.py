@@ -177,6 +177,11 @@ NAMED = [
     ("16\\pi", "16\\pi \\text{ cm}^2", "What is its area in square centimeters?"),
     ("12", "12\\text{ square units}", "How many square units?"),
     ("\\frac{9}{7}", "\\frac{9}{7} \\text{ hours}", "It took \\frac{9}{7} hours. In how many hours?"),
+    ("12", "12 cm^2", "What is the area in cm^2?"),
+    ("12\\text{ cm}^2", "12 cm^{2}", ""),
+    ("12\\text{ cm}^{2}", "12\\text{ cm}\u00b2", ""),
+    ("5", "5 men", "How many men are needed?"),
+    ("5 men", "5", "How many men are needed?"),
     ("15", "x = 15\\text{ cm}", "Find $x$ in cm."),
     ("1, 2", "1\\text{ cm}, 2\\text{ cm}", "Find both in cm."),
     ("90", "90^\\circ", "How many degrees?"),
@@ -189,6 +194,9 @@ NAMED = [
 ]
 NOT_NAMED = [
     ("5", "5 cm", "How many metres?"),
+    ("12\\text{ cm}^2", "12 cm^3", ""),
+    ("12\\text{ cm}^{2}", "12 cm", ""),
+    ("5", "5 men", "How many cats?"),
     ("5", "5\\text{ or six}", "Is it five or six?"),
     ("5", "5\\text{ or 6}", "Is it 5 or 6?"),
     ("90", "90^\\circ", "How many apples?"),
@@ -219,6 +227,12 @@ def test_unit_named_by_the_question_is_accepted(truth: str, answer: str, questio
 @pytest.mark.parametrize(("truth", "answer", "question"), NOT_NAMED)
 def test_other_unit_is_wrong(truth: str, answer: str, question: str) -> None:
     assert not equal(truth, answer, prompt=question)
+
+
+@pytest.mark.parametrize(("truth", "answer"), [("2xy", "2 xy"), ("-3 ab", "-3ab"), ("2ab+x", "x + 2 ab"), ("2 xy", "2yx")])
+def test_a_space_between_a_number_and_variables_changes_nothing(truth: str, answer: str) -> None:
+    assert equal(truth, answer, prompt="Simplify.")
+    assert not equal("2 xy", "2", prompt="Simplify $xy + xy$.")
 
 
 async def test_expression_of_the_question_is_wrong() -> None:

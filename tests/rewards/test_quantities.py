@@ -117,6 +117,11 @@ WRITTEN_OUT = [
     ("5 lb", "5 lbs"),
     ("5 yd", "5 yards"),
     ("5 kPa", "5 kilopascals"),
+    ("5 m^2", "5 square meters"),
+    ("5 ft^2", "5 sq. ft"),
+    ("5 cm^3", "5 cubic centimetres"),
+    ("5 m/s^2", "5 meters per second squared"),
+    ("5 mi/h", "5 miles per hour"),
 ]
 
 
@@ -127,7 +132,9 @@ def test_unit_names_may_be_spelled_out(short: str, spelled_out: str) -> None:
     assert short_quantity.value == long_quantity.value and short_quantity.unit.powers == long_quantity.unit.powers
 
 
-@pytest.mark.parametrize("text", ["5 millibytes", "5 kilofeet", "5 kilo", "5 meterss", "5 decidollars"])
+@pytest.mark.parametrize(
+    "text", ["5 millibytes", "5 square", "5 square square m", "5 per hour per s", "5 kilofeet", "5 kilo", "5 meterss", "5 decidollars"]
+)
 def test_unknown_word_is_not_a_unit(text: str) -> None:
     assert quantity(text) is None
 

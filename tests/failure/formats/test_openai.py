@@ -10,7 +10,7 @@ import pytest
 
 from agentrl.failure.formats import read, read_all, write
 from agentrl.failure.formats.values import UNPARSED
-from agentrl.failure.trace import Trace
+from agentrl.failure.trace import CaptureReason, ImportedMessage, Trace
 from agentrl.records import Message
 
 DATA = Path(__file__).parent / "data"
@@ -46,6 +46,17 @@ def test_a_conversation_round_trips(tmp_path: Path) -> None:
     assert written[0]["tools"] == lines[0]["tools"]
     reread, _ = read_all(tmp_path / "again.jsonl")
     assert [trace.spoken for trace in reread] == [trace.spoken for trace in traces]
+
+
+def test_agents_with_equal_conversations_are_all_read(tmp_path: Path) -> None:
+    def spoken(agent: str) -> tuple[ImportedMessage, ...]:
+        question, answer = Message(role="user", content="Is it done?"), Message(role="assistant", content="No.")
+        return (ImportedMessage(message=question, agent=agent), ImportedMessage(message=answer, agent=agent))
+
+    asked = Trace(id="t", why=CaptureReason.IMPORTED, source="atif", spoken=spoken("first") + spoken("second"))
+    assert write([asked], tmp_path / "out.jsonl", "openai") == 2
+    traces, errors = read_all(tmp_path / "out.jsonl")
+    assert len(traces) == 2 and errors == []
 
 
 def test_named_assistants_stay_in_one_conversation(tmp_path: Path) -> None:
