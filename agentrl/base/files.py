@@ -15,6 +15,7 @@ from typing import Any
 
 from agentrl.base import untrusted_files
 from agentrl.base.scratch import ScratchFolder
+from agentrl.errors import StoreError
 
 MANIFEST = "manifest.json"
 """Name of the file that contains the sha256 of every other file in its folder."""
@@ -200,12 +201,21 @@ def complete_lines(path: Path) -> list[bytes]:
         return []
 
 
-def read_json_lines(path: Path) -> list[Any]:
-    """Returns the values in a file of JSON lines. Raises `ValueError` for a line that is not JSON, and as `complete_lines` does."""
-    try:
-        return [json.loads(line) for line in complete_lines(path)]
-    except RecursionError:
-        raise ValueError("contains a line that is nested too deeply") from None
+def read_json_lines(path: Path, *keys: str) -> list[Any]:
+    """Returns the values in a file of JSON lines. Raises `StoreError` for a line that is not JSON or, if `keys` are given, is not an object
+    with these keys, and the errors of `complete_lines`."""
+    values = list[Any]()
+    for number, line in enumerate(complete_lines(path), 1):
+        try:
+            values.append(json.loads(line))
+            if keys and not (isinstance(values[-1], dict) and values[-1].keys() >= {*keys}):
+                raise ValueError(f"it is not an object with {' and '.join(keys)}")
+        except (ValueError, RecursionError) as error:
+            why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]
+            raise StoreError(
+                f"line {number} of {path} is damaged: {why}\n  fix: restore the file from a copy, or delete the line"
+            ) from None
+    return values
 
 
 def remove_torn_line(path: Path) -> None:

@@ -171,7 +171,7 @@ class RedisTransport:
         start, idle_ms = self._cursor or b"0-0", int(1000 * idle_s)
         claim = partial(self._redis.xautoclaim, self._groups, _READERS, self._reader, idle_ms, start, count=limit)
         following, entries, *_ = self._answer(claim)
-        if self._cursor:
+        if self._cursor and not idle_ms:  # idle entries do not include those in a response that was lost meanwhile
             self._cursor = b"" if following == b"0-0" else following
         return list(entries)
 

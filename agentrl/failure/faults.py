@@ -150,7 +150,7 @@ class Quarantine:
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / QUARANTINE_FILE
-        self._faults = {line["task_key"]: line["message"] for line in read_json_lines(self._path)}
+        self._faults = {line["task_key"]: line["message"] for line in read_json_lines(self._path, "task_key", "message")}
         self._added = list[tuple[int, str]]()  # (number of the group since the start, message)
         self._groups = 0  # number of groups since the start
         self._lock = threading.Lock()  # held by `add`
@@ -199,4 +199,4 @@ class Quarantine:
 
 def count_quarantined(run_dir: Path) -> int:
     """Returns the number of tasks that a run has quarantined."""
-    return len({line["task_key"] for line in read_json_lines(run_dir / QUARANTINE_FILE)})
+    return len({line["task_key"] for line in read_json_lines(run_dir / QUARANTINE_FILE, "task_key")})

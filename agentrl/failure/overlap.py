@@ -116,7 +116,7 @@ class WithholdingLog:
 
     def __init__(self, run_dir: Path, withheld: WithheldTasks) -> None:
         self._path, self._withheld = run_dir / FILE, withheld
-        self._recorded = {line["task_key"] for line in read_json_lines(self._path)}
+        self._recorded = {line["task_key"] for line in read_json_lines(self._path, "task_key")}
 
     def __contains__(self, task: object) -> bool:
         if not isinstance(task, Task) or (match := self._withheld.match(task)) is None:
@@ -132,7 +132,7 @@ class WithholdingLog:
 
 def count_withheld(run_dir: Path) -> int:
     """Returns the number of training tasks that a run withheld."""
-    return len({line["task_key"] for line in read_json_lines(run_dir / FILE)})
+    return len({line["task_key"] for line in read_json_lines(run_dir / FILE, "task_key")})
 
 
 def _prompt(task: Task, normalize: Callable[[str], str]) -> tuple[tuple[str, str], ...]:

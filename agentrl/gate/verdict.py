@@ -110,7 +110,7 @@ def case_regressions(
         attempts: attempts of the evaluation, with their transcripts.
     """
     path = evaluation_folder(folder, baseline.about.version) / EPISODES
-    before = {line["episode"]: line for line in read_json_lines(path)}
+    before = {line["episode"]: line for line in read_json_lines(path, "episode")}
     after = {attempt.attempt.episode: attempt.transcript for attempt in attempts}
     drops = sorted((pair.difference, pair.case) for pair in pair_scores(baseline.scores(), evaluation.scores()).pairs)
     names = [regression.case for regression in result.regressed] or [case for difference, case in drops if difference < 0][:_CASES_SHOWN]

@@ -24,7 +24,7 @@ from typing import Literal
 from agentrl.base.error_text import disk_full_error, one_line_error, raise_location
 from agentrl.base.files import append_lines, complete_lines, write_atomically
 from agentrl.base.liveness import Liveness
-from agentrl.errors import AgentRLError, DiskFull, LearnerError, LearnerHalted, UserError
+from agentrl.errors import AgentRLError, DiskFull, LearnerError, LearnerHalted, StoreError, UserError
 from agentrl.learner.update_guard import UpdateFailure
 from agentrl.records import codec
 
@@ -195,8 +195,13 @@ class UpdateFailureLog:
                 write_atomically(self.path, b"".join(_line(setback) for setback in setbacks if setback.step < step), durable=True)
 
     def read(self, step: int | None = None) -> tuple[UpdateFailure, ...]:
-        """Returns all setbacks, or those of one step. An incomplete last line, which a killed process may leave, is ignored."""
-        setbacks = (codec.from_json(UpdateFailure, line) for line in complete_lines(self.path))
+        """Returns all setbacks, or those of one step. An incomplete last line, which a killed process may leave, is ignored. Raises
+        `StoreError` if another line is damaged."""
+        try:
+            setbacks = [codec.from_json(UpdateFailure, line) for line in complete_lines(self.path)]
+        except ValueError as error:
+            why = " ".join(str(error).split())[:200]
+            raise StoreError(f"{self.path} is damaged: {why}\n  fix: restore the file from a copy") from error
         return tuple(setback for setback in setbacks if step is None or setback.step == step)
 
 

@@ -281,4 +281,4 @@ class GroupLeases:
                 self._waiting.appendleft(job)
             else:
                 self._waiting.append(job)
-            self._queued.notify()
+            self._queued.notify_all()  # a single notified request may be cancelled at the same moment, and the group would wait

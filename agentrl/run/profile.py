@@ -140,7 +140,7 @@ async def _recording(training: asyncio.Task[Any], folder: Path, step: int) -> No
 def _recorded(folder: Path) -> dict[int, Line]:
     lines: list[Any] = []
     with suppress(FileNotFoundError):
-        lines = read_json_lines(folder / "metrics.jsonl")
+        lines = read_json_lines(folder / "metrics.jsonl", "step")
     return {line["step"]: {key: value for key, value in line.items() if value is not None} for line in lines}
 
 

@@ -171,6 +171,7 @@ class JudgeServers:
         """Runs one server, and restarts it when it dies. If the server dies too often in a row, it is not restarted, and calls of its
         judges fail."""
         known = known_servers.registered_servers()[name]
+        known.refused = ""  # an earlier session of this process, before a pause for a full disk, may have ended because the server failed
         try:
             while True:
                 end = await self._serve(name, known)

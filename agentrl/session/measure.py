@@ -169,7 +169,7 @@ def record_excluded(folder: Path, step: int, groups: Sequence[Group]) -> None:
 
 def _left_out(folder: Path, steps: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """Returns the number of episodes excluded in these steps, by reason. Only the last line of a repeated step counts."""
-    by_step = {line["step"]: line["left_out"] for line in read_json_lines(folder / EXCLUDED_FILE)}
+    by_step = {line["step"]: line["left_out"] for line in read_json_lines(folder / EXCLUDED_FILE, "step", "left_out")}
     excluded = [by_step[line["step"]] for line in steps if line.get("episodes_left_out") and line["step"] in by_step]
     return merge_counts(*({reason: len(ids) for reason, ids in reasons.items()} for reasons in excluded))
 
@@ -332,9 +332,13 @@ def _held_out_rates(phases: Mapping[str, Any]) -> dict[str, Rate | None]:
 
 
 def _phases(folder: Path) -> dict[str, Any]:
-    """Returns the evaluations of a run by phase and split; empty if the run has no evaluation yet."""
+    """Returns the evaluations of a run by phase and split; empty if the run has no evaluation yet. Raises `StoreError` if the file is
+    damaged."""
     path = folder / EVALUATIONS_FILE
-    return json.loads(path.read_text()) if path.exists() else {}
+    try:
+        return dict(json.loads(path.read_text())) if path.exists() else {}
+    except (ValueError, TypeError, RecursionError) as error:
+        raise StoreError(f"{path} is damaged: {str(error)[:200]}\n  fix: restore the file from a copy") from error
 
 
 def _swap_figures(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -364,7 +368,7 @@ def judge_costs(folder: Path) -> dict[str, float]:
 
 
 def _steps(folder: Path) -> list[dict[str, Any]]:
-    return _last_lines(read_json_lines(folder / "metrics.jsonl"))
+    return _last_lines(read_json_lines(folder / "metrics.jsonl", "step"))
 
 
 def _last_lines(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from agentrl.base import files
 from agentrl.base.untrusted_files import MAX_LEVELS, loads
+from agentrl.errors import StoreError
 from tests.strategies import examples
 
 
@@ -167,10 +168,20 @@ def test_integers_have_at_most_64_bits(text: str, number: int) -> None:
         loads(text.format(number + (1 if number > 0 else -1)))
 
 
-def test_deeply_nested_json_lines_are_invalid(tmp_path: Path) -> None:
-    (tmp_path / "lines").write_text("[" * 100_000 + "]" * 100_000 + "\n")
-    with pytest.raises(ValueError, match="nested too deeply"):
-        files.read_json_lines(tmp_path / "lines")
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("[" * 100_000 + "]" * 100_000, "nested too deeply"),
+        ('{"step": 1,, "a": 2}', "Expecting property name"),
+        ('{"stop": 1, "a": 2}', "not an object with step and a"),
+        ("null", "not an object with step and a"),
+        ('"step a"', "not an object with step and a"),
+    ],
+)
+def test_the_error_for_a_damaged_json_line_names_the_file_the_line_and_the_fix(tmp_path: Path, line: str, why: str) -> None:
+    (tmp_path / "lines").write_text(f'{{"step": 0, "a": 1}}\n{line}\n{{"step": 2, "a": 1}}\n')
+    with pytest.raises(StoreError, match=rf"line 2 of .*/lines is damaged: .*{why}.*\n  fix: .*delete the line"):
+        files.read_json_lines(tmp_path / "lines", "step", "a")
 
 
 def test_numbered_folders_are_sorted_by_number(tmp_path: Path) -> None:

@@ -225,6 +225,22 @@ def test_entries_of_a_reader_that_died_are_delivered_to_the_next(server: RedisSe
     assert [delivery.group.index for delivery in second.claim(wait_s=0.01)] == [0, 1, 2], "unacknowledged entries are delivered again"
 
 
+def test_entries_in_a_response_that_was_lost_are_delivered_by_the_next_call(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    transport = RedisTransport(server.url)
+    assert transport.claim(wait_s=0.01) == ()
+    read = transport._redis.xreadgroup
+
+    def lose_once(*arguments: Any, **options: Any) -> Any:
+        read(*arguments, **options)
+        monkeypatch.setattr(transport._redis, "xreadgroup", read)
+        raise redis.ConnectionError("the connection was lost")
+
+    monkeypatch.setattr(transport._redis, "xreadgroup", lose_once)
+    transport.append([make_group(0)])
+    assert transport.claim(wait_s=0.01) == ()
+    assert [delivery.group.index for delivery in transport.claim(wait_s=0.01)] == [0], "not only after IDLE_S"
+
+
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [

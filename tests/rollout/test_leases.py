@@ -150,6 +150,17 @@ async def test_a_lease_whose_delivery_failed_is_given_to_another_worker() -> Non
     assert sampled_by(await waiting) == "b"
 
 
+async def test_a_group_does_not_wait_for_a_request_that_is_cancelled_when_it_is_queued() -> None:
+    leases = GroupLeases(group_size=1, concurrency=64)
+    first, second = (asyncio.create_task(leases.take(worker, wait_s=30)) for worker in "ab")
+    await asyncio.sleep(0)
+    waiting = asyncio.create_task(leases.run_group(0, make_task(0)))
+    await asyncio.sleep(0)  # the group is queued, and no request has taken it
+    assert leases.waiting == 1 and first.cancel()
+    assert await asyncio.wait_for(second, 5) is not None
+    waiting.cancel()
+
+
 async def test_a_stopped_driver_loses_no_worker() -> None:
     clock = Clock()
     leases = GroupLeases(group_size=1, concurrency=64, clock=clock)

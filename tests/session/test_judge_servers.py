@@ -115,6 +115,19 @@ async def test_a_server_that_cannot_start_fails_the_start(tmp_path: Path, monkey
         await asyncio.wait_for(no_servers.ready(), 1)
 
 
+@pytest.mark.usefixtures("scripted")
+async def test_a_server_that_failed_serves_the_next_session_of_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that pauses because its disk is full continues in the same process."""
+    with monkeypatch.context() as full:
+        full.setattr(JudgeServer, "_command", lambda self: [PYTHON, "-c", "raise SystemExit('no space')"])
+        async with JudgeServers(recipe(), {"small": Path("m")}, folder=tmp_path) as failed:
+            with pytest.raises(ServingError):
+                await failed.ready()
+    async with JudgeServers(recipe(), {"small": Path("m")}, folder=tmp_path) as running:
+        await running.ready()
+        assert served("small")() == f"{servers.registered_servers()['small'].url}/v1"
+
+
 def test_judge_servers_of_a_recipe_are_checked(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 512, "architectures": ["Qwen3ForCausalLM"]}')
     with pytest.raises(UserError, match=r"judge_servers\.small\.model: .* lacks"):

@@ -1,14 +1,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from agentrl.cli import suites
 from agentrl.cli.train import describe
+from agentrl.errors import StoreError
+from agentrl.failure import Quarantine
 from agentrl.judge import Judge, Prices
 from agentrl.judge.scoring import CORRECT
+from agentrl.learner.driver_reports import UpdateFailureLog
 from agentrl.observe import Summary
 from agentrl.observe.report import _tiles
 from agentrl.records import Cancelled, Episode, Group, Score, ScoredEpisode, Trajectory
@@ -23,6 +27,25 @@ def group(index: int, *wall_s: float, cancelled: tuple[Cancelled, ...] = ()) -> 
     episodes = [Episode(id=f"{index}-{n}", task_id="t", task_key="k", trajectories=trajectories, wall_s=s) for n, s in enumerate(wall_s)]
     scored = tuple(ScoredEpisode(episode=episode, score=Score(value=1.0)) for episode in episodes)
     return Group(index=index, task_id="t", task_key="k", episodes=scored, cancelled=cancelled)
+
+
+@pytest.mark.parametrize("content", [b"{]\n", b"null\n", b"\xff\n", b"[" * 100_000 + b"\n"])
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("metrics.jsonl", measure.recorded_steps),
+        ("quarantine.jsonl", Quarantine),
+        ("failures/updates.jsonl", lambda folder: UpdateFailureLog(folder).read()),
+        ("evaluations.json", lambda folder: measure.recorded_rates(folder, "before", of="", splits=())),
+    ],
+)
+def test_the_error_for_a_damaged_file_of_a_resumed_run_names_the_file_and_the_fix(
+    tmp_path: Path, name: str, read: Callable[[Path], object], content: bytes
+) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(StoreError, match=rf"{name} is damaged: .*\n  fix: restore the file"):
+        read(tmp_path)
 
 
 def test_cancelled_attempts_are_counted_next_to_the_others() -> None:
