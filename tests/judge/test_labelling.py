@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,19 @@ def test_invalid_line_is_reported(tmp_path: Path, line: str) -> None:
     path.write_text('{"question": "q", "answer": "a", "label": "right"}\n' + line + "\n")
     with pytest.raises(UserError, match=r"l\.jsonl:2"):
         read_labels([path])
+
+
+def test_a_last_label_without_a_line_break_and_a_pipe_are_reported(tmp_path: Path) -> None:
+    path = tmp_path / "l.jsonl"
+    path.write_text('{"question": "q", "answer": "a", "label": "right"}\n{"question": "q", "answer": "b", "label": "wrong"}')
+    with pytest.raises(UserError, match=r"l\.jsonl:2: the last line does not end with a line break"):
+        read_labels([path])
+    path.write_text('{"question": "q", "answer": "a", "label": "right"}\n{"question": "q", "ans')
+    assert len(read_labels([path])) == 1, "a killed process left half a line"
+    os.mkfifo(tmp_path / "pipe")
+    for not_a_file in (tmp_path / "pipe", tmp_path, path / "x"):
+        with pytest.raises(UserError, match="regular file|irectory"):
+            read_labels([not_a_file])
 
 
 def write(path: Path, by: str, labels: str) -> None:
