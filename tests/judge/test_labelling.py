@@ -111,7 +111,7 @@ def test_a_last_label_without_a_line_break_and_a_pipe_are_reported(tmp_path: Pat
     assert len(read_labels([path])) == 1, "a killed process left half a line"
     os.mkfifo(tmp_path / "pipe")
     for not_a_file in (tmp_path / "pipe", tmp_path, path / "x"):
-        with pytest.raises(UserError, match="regular file|irectory"):
+        with pytest.raises(UserError, match=r"regular file|irectory"):
             read_labels([not_a_file])
 
 
@@ -134,6 +134,12 @@ def test_two_labellers_are_compared_and_the_majority_counts(tmp_path: Path) -> N
     assert [item.right for item in joined].count(None) == 15 and len(joined) == 51
     write(b, "ben", "s")
     assert "no answer in common" in agentrl("label", "--agreement", str(a), str(b)).stderr
+
+
+def test_with_json_the_answers_go_to_standard_error(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("q"))
+    result = agentrl("label", str(run), "--by", "eve", "--json")
+    assert json.loads(result.stdout)["right"] == 0 and "[q]uit" in result.stderr
 
 
 def test_wrong_usage_is_reported(tmp_path: Path, run: Path) -> None:
