@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from agentrl.config import PolicyConfig, Recipe, TasksConfig
 from agentrl.errors import UserError
 from agentrl.observe import RunTracker
 from agentrl.observe.tracker import open_trackers
+from tests.commands import agentrl
 
 COMMANDS = [[], ["train"], ["failures"], ["failures", "list"], ["model", "import"], ["sandbox"], ["tune", "sft"]]
 
@@ -103,6 +105,12 @@ def test_with_json_progress_goes_to_standard_error(tmp_path: Path, capsys: pytes
         out, err = capsys.readouterr()
         assert "server and learner" in (out if console else err) and not (err if console else out)
     assert json.loads((tmp_path / "metrics.jsonl").read_text() or "{}") == {}
+
+
+def test_a_filter_that_selects_no_check_is_an_error() -> None:
+    for command in ("check", "attack"):
+        result = agentrl("sandbox", command, "--backend", "bubblewrap", "--only", "zzz")
+        assert result.returncode == 2 and "matches --only 'zzz'\n  fix: " in result.stderr, command
 
 
 def test_a_user_id_without_a_name_can_label(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
