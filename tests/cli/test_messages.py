@@ -113,6 +113,13 @@ def test_a_filter_that_selects_no_check_is_an_error() -> None:
         assert result.returncode == 2 and "matches --only 'zzz'\n  fix: " in result.stderr, command
 
 
+def test_a_project_without_environments_has_none_to_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pyproject.toml").write_text("")
+    monkeypatch.chdir(tmp_path)
+    assert json.loads(agentrl("env", "sync", "--json").stdout) == []
+    assert "no environments" in agentrl("env", "sync").stdout
+
+
 def test_a_user_id_without_a_name_can_label(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A container may run under a user id that has no entry in /etc/passwd."""
 
