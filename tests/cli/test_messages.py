@@ -120,6 +120,12 @@ def test_a_project_without_environments_has_none_to_sync(tmp_path: Path, monkeyp
     assert "no environments" in agentrl("env", "sync").stdout
 
 
+def test_an_excluded_document_shows_its_fix(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text("nonsense")
+    result = agentrl("failures", "import", str(tmp_path / "run"), str(tmp_path / "x.json"))
+    assert "line 1, column 1; fix: export it again, or remove everything that is not JSON\n" in result.stderr
+
+
 def test_a_user_id_without_a_name_can_label(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A container may run under a user id that has no entry in /etc/passwd."""
 
