@@ -126,6 +126,15 @@ def test_an_excluded_document_shows_its_fix(tmp_path: Path) -> None:
     assert "line 1, column 1; fix: export it again, or remove everything that is not JSON\n" in result.stderr
 
 
+def test_a_run_that_has_not_started_has_no_time_of_its_last_change(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "5"}]
+    for name in ("imported", "other"):
+        (tmp_path / "chat.json").write_text(json.dumps({"messages": chat}))
+        agentrl("failures", "import", str(tmp_path / "runs" / name), str(tmp_path / "chat.json"))
+    output = agentrl("watch", str(tmp_path / "runs")).stdout
+    assert "imported  new" in output and " ago" not in output
+
+
 def test_a_user_id_without_a_name_can_label(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A container may run under a user id that has no entry in /etc/passwd."""
 
