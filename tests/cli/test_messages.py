@@ -135,6 +135,16 @@ def test_a_run_that_has_not_started_has_no_time_of_its_last_change(tmp_path: Pat
     assert "imported  new" in output and " ago" not in output
 
 
+def test_reports_and_frames_are_written_without_a_unicode_locale(tmp_path: Path) -> None:
+    code = "from agentrl.cli import terminal; from agentrl.observe import markup\n"
+    code += "terminal.outlast_readers(); markup.environment(); print(chr(0x2800) + 'x')"
+    setting = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=setting, text=True, capture_output=True, timeout=60, check=False
+    )
+    assert result.returncode == 0 and result.stdout.startswith("?x\n"), result.stderr
+
+
 def test_a_user_id_without_a_name_can_label(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A container may run under a user id that has no entry in /etc/passwd."""
 
