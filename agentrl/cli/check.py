@@ -74,13 +74,15 @@ def sandbox_check(
     add_project_root(root)
     checking = [check_backend(config, image, root=root, only=only, runtime=runtime) for config in sandbox_configs(backend)]
     results = [result for work in checking for result in asyncio.run(work)]
+    if not results:
+        raise UserError(f"no check matches --only {only!r}", fix="omit --only, which prints the names of all checks")
     if as_json:
         print(json.dumps(results))
     else:
         for item in results:
             verdict = "ok" if item["ok"] else "FAIL"
             print(f"{item['backend']:11} {verdict:4} {item['wall_s']:6.2f} s  {item['name']}  {item['detail']}")
-    raise typer.Exit(0 if results and all(result["ok"] for result in results) else 1)
+    raise typer.Exit(0 if all(result["ok"] for result in results) else 1)
 
 
 def sandbox_attack(
@@ -102,14 +104,16 @@ def sandbox_attack(
     results: list[dict[str, Any]] = []
     for config in sandbox_configs(backend):
         backend_results = asyncio.run(attack_backend(config, image, root=root, only=only, runtime=runtime, report=report))
+        if not backend_results:
+            raise UserError(f"no attack matches --only {only!r}", fix="omit --only, which prints the names of all attacks")
         counts = Counter(item["verdict"] for item in backend_results)
-        tally = ", ".join(f"{count} {verdict}" for verdict, count in counts.items()) or "no attack matches --only"
+        tally = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
         print(f"{config.backend}: {tally}", file=sys.stderr if as_json else sys.stdout)
         results += backend_results
     if as_json:
         print(json.dumps(results))
     bad = [item for item in results if item["verdict"] in ("ESCAPED", "error")]
-    raise typer.Exit(0 if results and not bad else 1)
+    raise typer.Exit(1 if bad else 0)
 
 
 def open_target(target: str, backend: str | None, overrides: Sequence[str] = ()) -> tuple[FamilySource, SandboxConfig, Recipe | None]:

@@ -14,6 +14,7 @@ from agentrl.environment import building, venvs
 from agentrl.errors import UserError
 
 env_app = command_group()
+_NO_ENVIRONMENTS = "no environments; add one: agentrl env add PACKAGE"
 
 
 @env_app.command(
@@ -40,7 +41,10 @@ def env_add(
     """
     with undoing():
         lock = building.add_environment(_root(), packages, name=name, python=python, upgrade=upgrade, report=timed_progress())
-    _print_built(lock, as_json=as_json)
+    if as_json:
+        print(json.dumps(_data(lock, built=True)))
+    else:
+        _print_built(lock)
 
 
 @env_app.command("sync", epilog="Example: agentrl env sync\n\nExample: agentrl env sync inspect-ai")
@@ -49,10 +53,16 @@ def env_sync(
     as_json: JsonFlag = False,
 ) -> None:
     """Build environments with exactly the versions in their lock files."""
+    built = []
     for name in names or venvs.read_locks(_root()):
         with undoing():
-            lock = building.sync_environment(_root(), name, report=timed_progress())
-        _print_built(lock, as_json=as_json)
+            built.append(building.sync_environment(_root(), name, report=timed_progress()))
+        if not as_json:
+            _print_built(built[-1])
+    if as_json:
+        print(json.dumps([_data(lock, built=True) for lock in built]))
+    elif not built:
+        print(_NO_ENVIRONMENTS)
 
 
 @env_app.command("list", epilog="Example: agentrl env list --json")
@@ -67,7 +77,7 @@ def env_list(as_json: JsonFlag = False) -> None:
         state = "built" if venvs.is_built(root, lock) else f"not built: agentrl env sync {name}"
         print(f"{name:24} python {lock.python:5} {len(lock.pins) + len(lock.folders):4} packages  {' '.join(lock.requires)}  {state}")
     if not locks:
-        print("no environments; add one: agentrl env add PACKAGE")
+        print(_NO_ENVIRONMENTS)
 
 
 @env_app.command("remove", epilog="Example: agentrl env remove inspect-ai")
@@ -83,10 +93,7 @@ def _root() -> Path:
     return project_root(Path.cwd() / "recipe.py")
 
 
-def _print_built(lock: venvs.Lock, *, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(_data(lock, built=True)))
-        return
+def _print_built(lock: venvs.Lock) -> None:
     packages = f"python {lock.python}, {len(lock.pins) + len(lock.folders)} packages"
     print(f"{venvs.BUILT}/{lock.name}: {packages}; commit {venvs.LOCKS}/{lock.name}.lock")
 

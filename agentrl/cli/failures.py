@@ -41,6 +41,7 @@ failures_app = command_group()
 
 _MIN_QUESTION = 12  # characters of a question worth showing
 _SHOWN = 20  # unreadable documents
+_REASON_CHARS = 1500  # of one unreadable document
 
 
 @failures_app.command("list", epilog="Example: agentrl failures list runs/quickstart --tag misread_output --phase after")
@@ -261,7 +262,7 @@ def import_failures(
             if isinstance(document, UnreadableDocument):
                 unreadable += 1
                 if unreadable <= _SHOWN:
-                    print(f"excluded: {one_line(str(document))}", file=sys.stderr)
+                    print(f"excluded: {one_line(f'{document.message}; fix: {document.fix}', _REASON_CHARS)}", file=sys.stderr)
         seen += len(traces)
         if traces:
             with Collection(run, make=True) as collection:

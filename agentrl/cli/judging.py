@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -139,7 +140,7 @@ def label(
     path = labels_file(run, by) if out is None else out
     session = LabellingSession(items=run_answers(run, phase=phase), path=path, by=by, blind=blind)
     with _keys() as keys:
-        session.run(keys, print)
+        session.run(keys, partial(print, file=sys.stderr) if as_json else print)
     counts = {name: list(session.done.values()).count(name) for name in ("right", "wrong", "skip")}
     if as_json:
         print(json.dumps({"file": str(path), **counts}))

@@ -166,8 +166,9 @@ def load_recipe(path: Path, overrides: Sequence[str]) -> tuple[Path, Recipe]:
 
     Raises `UserError` if the file is missing or contains no recipe, or if an override is invalid.
     """
-    if not path.is_file():
-        raise RecipeError(f"there is no recipe file {path}", fix="give the path of a Python file with a module-level `recipe`")
+    if not path.is_file() or path.suffix != ".py":
+        missing = f"{path} is not a recipe" if path.exists() else f"there is no recipe file {path}"
+        raise RecipeError(missing, fix="give the path of a Python file with a module-level `recipe`")
     root = project_root(path)
     add_project_root(root)
     recipe = resolve(f"{path.resolve()}:recipe")

@@ -55,7 +55,7 @@ def store(
     from agentrl.experience import audit
 
     if index:
-        _index(run_dir)
+        _index(run_dir, as_json=as_json)
         return
     with open_run_store(run_dir) as opened, progress_bar("groups") as bar:
         if opened.parked():
@@ -95,7 +95,7 @@ def _print_counts(counts: LedgerCounts, expiries: Sequence[float]) -> None:
         print(f"  {number:>6} groups without trained tokens: {one_line(reason)}")
 
 
-def _index(run_dir: Path) -> None:
+def _index(run_dir: Path, *, as_json: bool) -> None:
     """Builds `episodes.sqlite`, unless the store itself contains a table of episodes."""
     from agentrl.experience.index_copy import OlderStore, copy_episodes
 
@@ -106,7 +106,9 @@ def _index(run_dir: Path) -> None:
         else:
             with open_run_store(run_dir) as opened:
                 groups = copy_episodes(run_dir, opened, progress=bar)
-    if groups is None:
+    if as_json:
+        print(json.dumps({"indexed": groups}))
+    elif groups is None:
         print("the store has an index, which is always up to date")
     else:
         print(f"indexed {groups} groups in {run_dir / 'episodes.sqlite'}; repeat this command to index later groups")

@@ -55,7 +55,7 @@ def _lasting(stream: TextIO, original: TextIO | None) -> TextIO:
     return io.TextIOWrapper(
         io.BufferedWriter(raw) if not stream.write_through else raw,  # as with python -u
         encoding=stream.encoding,
-        errors=stream.errors,
+        errors="replace" if stream is sys.stdout and stream.encoding.lower() != "utf-8" else stream.errors,
         line_buffering=stream.line_buffering,
         write_through=stream.write_through,
     )

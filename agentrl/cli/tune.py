@@ -161,6 +161,8 @@ def _labelled_pairs(labels: list[Path], shows: tuple[PromptField, ...], per_task
     from agentrl.judge.labels import preference_pairs, read_labels
 
     pairs = preference_pairs(read_labels(labels), shows, per_task=per_task)
+    if not pairs:
+        raise UserError("the label files contain no question with a right and a wrong answer", fix="label more answers: agentrl label RUN")
     print(f"{len(pairs)} preferences")
     return pairs
 

@@ -128,8 +128,12 @@ def diff(
         data |= {"tensors": [asdict(tensor) | {"relative": tensor.relative} for tensor in tensors]}
         print(json.dumps(data | {"evaluations": [asdict(evaluation) for evaluation in evaluations]}))
         return
-    way = f"; version {before} is {len(back)} steps from it on a different branch" if back else ""
-    print(f"version {after} continues from version {common} with {len(forth)} steps{way}")
+    back_steps, forth_steps = (f"{len(way)} step{'' if len(way) == 1 else 's'}" for way in (back, forth))
+    if back and not forth:
+        print(f"version {before} continues from version {after} with {back_steps}")
+    else:
+        way = f"; version {before} is {back_steps} from it on a different branch" if back else ""
+        print(f"version {after} continues from version {common} with {forth_steps}{way}")
     print("  " + ", ".join(f"{value:,.0f} {name}" for name, value in totals.items()))
     _print_metrics(records[before], records[after])
     _print_tensors(tensors, most=len(tensors) if all_tensors else _TENSORS_SHOWN)
@@ -299,7 +303,7 @@ def promote_version(run: RunFolder, number: Number) -> None:
     if promotion.newest != promotion.number:
         print(
             f"version {promotion.newest} is also promoted, and is newer; "
-            f"to continue from version {promotion.number}: agentrl versions rollback"
+            f"to continue from version {promotion.number}: agentrl versions rollback {run} {promotion.number}"
         )
 
 

@@ -149,7 +149,9 @@ def read_lock(path: Path) -> Lock:
 def is_built(root: Path, lock: Lock) -> bool:
     """Returns whether the environment in `.environments/` was built completely from this lock."""
     with contextlib.suppress(OSError):
-        return (root / BUILT / lock.name / COMPLETE).read_text() == lock.to_text() and python_of(root / BUILT / lock.name).exists()
+        return (root / BUILT / lock.name / COMPLETE).read_text(encoding="utf-8") == lock.to_text() and python_of(
+            root / BUILT / lock.name
+        ).exists()
     return False
 
 

@@ -109,7 +109,8 @@ class HttpServer:
             listener.bind((self.host, self.port))
         except OSError as error:
             listener.close()
-            raise InfrastructureError(f"the {self.name} cannot listen on {self.host}:{self.port}: {error.strerror or error}") from error
+            failed = f"the {self.name} cannot listen on {self.host}:{self.port}: {error.strerror or error}"
+            raise InfrastructureError(f"{failed}\n  fix: use a different host or port") from error
         return listener
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agentrl.base.files import complete_lines
+from agentrl.base.untrusted_files import read_bytes
 from agentrl.base.user_code import printable
 from agentrl.errors import UserError
 from agentrl.judge.rendering import PromptField
@@ -26,6 +26,7 @@ RIGHT, WRONG, SKIP, WITHDRAWN = "right", "wrong", "skip", "withdrawn"
 
 _LONGEST_LINE = 8 << 20  # bytes
 _MOST_LINES = 200_000
+_MOST_BYTES = 4 << 30
 _MOST_MESSAGES = 1000
 
 
@@ -172,11 +173,13 @@ def parse_item(line: Mapping[str, Any]) -> AnswerItem:
 def _labels(path: Path) -> Iterator[tuple[AnswerItem, str, str]]:
     """Yields a triple for each line of a label file: the answer, the label and the labeller. Raises `UserError` if a line is invalid."""
     try:
-        lines = complete_lines(path)
-    except OSError as error:
-        raise UserError(f"{path}: {error}", fix="use a label file") from None
-    if not path.exists():
-        raise UserError(f"there is no label file {path}", fix="run agentrl label RUN to create one")
+        *lines, last = read_bytes(path, most=_MOST_BYTES).split(b"\n")
+    except FileNotFoundError:
+        raise UserError(f"there is no label file {path}", fix="run agentrl label RUN to create one") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: {getattr(error, 'strerror', None) or error}", fix="use a label file") from None
+    if last.rstrip().endswith(b"}"):  # otherwise the line is incomplete, because a process was killed
+        raise UserError(f"{path}:{len(lines) + 1}: the last line does not end with a line break", fix="add a line break")
     if len(lines) > _MOST_LINES:
         raise UserError(f"{path} has more than {_MOST_LINES:,} lines", fix="split the file")
     for number, raw in enumerate(lines, 1):

@@ -41,7 +41,7 @@ def template_file(name: str) -> bytes:
 @cache
 def script() -> str:
     """Returns one script that contains all JavaScript modules for drawing the charts of a page."""
-    return "".join(_LINKS.sub("", (COMPONENTS / name).read_text()) for name in _MODULES)
+    return "".join(_LINKS.sub("", (COMPONENTS / name).read_text(encoding="utf-8")) for name in _MODULES)
 
 
 @cache
@@ -58,7 +58,7 @@ def environment() -> Environment:
     )
     environment.filters |= {"rate": format_rate, "interval": format_interval, "duration": format_duration}
     environment.globals |= {
-        "components": Markup((COMPONENTS / "components.css").read_text()),
+        "components": Markup((COMPONENTS / "components.css").read_text(encoding="utf-8")),
         "script": Markup(script()),
         "script_hash": b64encode(sha256(script().encode()).digest()).decode(),
     }

@@ -168,7 +168,7 @@ def installed_plugins() -> tuple[str, ...]:
 def _from_entry_point(name: str) -> Any:
     matches = entry_points(group=ENTRY_POINT_GROUP, name=name)
     if not matches:
-        known = ", ".join(installed_plugins()) or "none installed"
+        known = ", ".join(installed_plugins()) or "none"
         raise PluginError(f"no plug-in named {name!r} (installed: {known})", fix="write module:attr or ./file.py:attr")
     with raising_as(partial(_failed, name)):
         return next(iter(matches)).load()

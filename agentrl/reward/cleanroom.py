@@ -29,7 +29,7 @@ from agentrl.task.outputs import overlay, run_and_collect, sandbox_of
 
 INSIDE = Path(__file__).parent / "inside"
 JUDGE, CALL, CONTAINED, PYTEST, HARBOR = (
-    (INSIDE / f"{name}.py").read_text() for name in ("judge", "call", "contained", "pytest_child", "harbor")
+    (INSIDE / f"{name}.py").read_text(encoding="utf-8") for name in ("judge", "call", "contained", "pytest_child", "harbor")
 )
 RUN_OUTPUT_BYTES = 128 << 10  # maximum size of stdout and of stderr, each, in one run
 READ_BYTES = 4 << 20  # maximum total size of the files that runs write

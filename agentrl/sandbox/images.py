@@ -142,7 +142,7 @@ def load_image(folder: Path, *, cache: Path | None = None) -> Image:
 def _read(path: Path) -> ImageRecipe:
     example = f'write {path} with the lines: suite = "bookworm" and packages = ["python3"]'
     try:
-        return ImageRecipe.model_validate(untrusted_files.loads(path.read_text()))
+        return ImageRecipe.model_validate(untrusted_files.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         raise UserError(f"no sandbox image at {path.parent}: neither {path} nor a Dockerfile exists", fix=example) from None
     except (OSError, UnicodeDecodeError) as error:

@@ -222,6 +222,9 @@ def _words(cause: BaseException, folder: Path | None) -> list[str]:
     at = raise_location(cause)
     text = str(cause) if isinstance(cause, AgentRLError) else one_line_error(cause) + (f" ({at})" if at else "")
     lines = text.splitlines() or [one_line_error(cause)]
+    if isinstance(cause, OSError) and cause.filename is not None:
+        lines[0] = lines[0].removeprefix(f"{type(cause).__name__}: [Errno {cause.errno}] ")
+        lines.append("  fix: use a different path, or change its permissions")
     if not _crowded(folder):
         return [f"failed: {lines[0]}", *lines[1:]]
     # A full disk may appear as a different error: a library reports a broken file, or the kernel kills a writer to mapped memory.

@@ -91,7 +91,7 @@ class RunLine:
     step: int
     steps: int | None
     reward: float | None
-    changed_s: float  # seconds since the run last changed
+    changed_s: float | None  # seconds since the run last changed; None if it has not started
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,8 +160,8 @@ def runs_frame(runs: Sequence[RunLine], selected: int, size: Size, *, title: str
     for run in runs:
         step = f"{run.step}" + (f"/{run.steps}" if run.steps else "")
         reward = "-" if run.reward is None else f"{run.reward:.3f}"
-        ago = format_duration(run.changed_s)
-        rows.append(f"{_padded(shown(run.name, 40), wide)}  {shown(run.state):11}  {step:>9}  {reward:>7}  {ago} ago")
+        ago = "-" if run.changed_s is None else f"{format_duration(run.changed_s)} ago"
+        rows.append(f"{_padded(shown(run.name, 40), wide)}  {shown(run.state):11}  {step:>9}  {reward:>7}  {ago}")
     body = _selectable(rows, selected, size.height - len(head) - 1, empty="no runs here yet")
     lines = [*head, *body]
     lines += [Text()] * (size.height - 1 - len(lines))

@@ -376,7 +376,7 @@ def _run_line(folder: Path) -> RunLine:
         step=step if isinstance(step, int) else 0,
         steps=of if isinstance(of, int) else None,
         reward=reward if is_finite(reward) else None,
-        changed_s=max(0.0, time.time() - (changed_at(folder) or 0.0)),
+        changed_s=None if (changed := changed_at(folder)) is None else max(0.0, time.time() - changed),
     )
 
 

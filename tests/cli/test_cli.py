@@ -23,6 +23,10 @@ def test_a_recipe_file_must_hold_a_recipe(tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text("recipe = {}\n")
     with pytest.raises(RecipeError, match=r"not agentrl\.Recipe"):
         load_recipe(tmp_path / "r.py", [])
+    (tmp_path / "README.md").write_text("")
+    for other in ("README.md", "."):
+        with pytest.raises(RecipeError, match="is not a recipe"):
+            load_recipe(tmp_path / other, [])
 
 
 def test_check_applies_overrides_to_a_recipe_and_rejects_them_for_a_folder() -> None:

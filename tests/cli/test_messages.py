@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from agentrl.config import PolicyConfig, Recipe, TasksConfig
 from agentrl.errors import UserError
 from agentrl.observe import RunTracker
 from agentrl.observe.tracker import open_trackers
+from tests.commands import agentrl
 
 COMMANDS = [[], ["train"], ["failures"], ["failures", "list"], ["model", "import"], ["sandbox"], ["tune", "sft"]]
 
@@ -103,6 +105,44 @@ def test_with_json_progress_goes_to_standard_error(tmp_path: Path, capsys: pytes
         out, err = capsys.readouterr()
         assert "server and learner" in (out if console else err) and not (err if console else out)
     assert json.loads((tmp_path / "metrics.jsonl").read_text() or "{}") == {}
+
+
+def test_a_filter_that_selects_no_check_is_an_error() -> None:
+    for command in ("check", "attack"):
+        result = agentrl("sandbox", command, "--backend", "bubblewrap", "--only", "zzz")
+        assert result.returncode == 2 and "matches --only 'zzz'\n  fix: " in result.stderr, command
+
+
+def test_a_project_without_environments_has_none_to_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pyproject.toml").write_text("")
+    monkeypatch.chdir(tmp_path)
+    assert json.loads(agentrl("env", "sync", "--json").stdout) == []
+    assert "no environments" in agentrl("env", "sync").stdout
+
+
+def test_an_excluded_document_shows_its_fix(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text("nonsense")
+    result = agentrl("failures", "import", str(tmp_path / "run"), str(tmp_path / "x.json"))
+    assert "line 1, column 1; fix: export it again, or remove everything that is not JSON\n" in result.stderr
+
+
+def test_a_run_that_has_not_started_has_no_time_of_its_last_change(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "5"}]
+    for name in ("imported", "other"):
+        (tmp_path / "chat.json").write_text(json.dumps({"messages": chat}))
+        agentrl("failures", "import", str(tmp_path / "runs" / name), str(tmp_path / "chat.json"))
+    output = agentrl("watch", str(tmp_path / "runs")).stdout
+    assert "imported  new" in output and " ago" not in output
+
+
+def test_reports_and_frames_are_written_without_a_unicode_locale(tmp_path: Path) -> None:
+    code = "from agentrl.cli import terminal; from agentrl.observe import markup\n"
+    code += "terminal.outlast_readers(); markup.environment(); print(chr(0x2800) + 'x')"
+    setting = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=setting, text=True, capture_output=True, timeout=60, check=False
+    )
+    assert result.returncode == 0 and result.stdout.startswith("?x\n"), result.stderr
 
 
 def test_a_user_id_without_a_name_can_label(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from agentrl.cli import tune
 from agentrl.cli.tune import tune_app
 from agentrl.config import PolicyConfig, Recipe, TasksConfig
 from agentrl.experience import SqliteStore
+from tests.commands import agentrl
 from tests.late import REVIEW, late_group
 
 
@@ -45,3 +46,11 @@ def test_a_model_is_tuned_on_complete_groups_not_on_residuals(tmp_path: Path) ->
     assert [entry.index for entry in store.entries()] == [-1, 0]
     store.close()
     assert [group.index for group in tune._groups(tmp_path)] == [0]
+
+
+def test_labels_of_one_kind_cannot_train_a_reward_model(tmp_path: Path) -> None:
+    (tmp_path / "labels.jsonl").write_text('{"question": "q", "answer": "a", "label": "right"}\n')
+    options = ["--labels", str(tmp_path / "labels.jsonl"), "--model", "recipes/models/tables-base", "--out", str(tmp_path / "out")]
+    result = agentrl("tune", "reward", *options)
+    assert result.returncode == 2 and "the label files contain no question with a right and a wrong answer\n  fix: " in result.stderr
+    assert not result.stdout and not (tmp_path / "out").exists()

@@ -25,6 +25,14 @@ async def starts(port: int) -> int:
     return server.port
 
 
+async def test_an_address_that_is_in_use_is_an_error_with_a_fix() -> None:
+    server = HttpServer(app=app, name="test server", host="192.0.2.1")
+    with pytest.raises(
+        InfrastructureError, match=r"the test server cannot listen on 192\.0\.2\.1:0: .*\n  fix: use a different host or port"
+    ):
+        await server.start()
+
+
 @pytest.mark.parametrize("cause", ["slow", "cancelled"])
 async def test_a_server_that_did_not_start_leaves_its_port_free(cause: str, monkeypatch: pytest.MonkeyPatch) -> None:
     port = await starts(0)

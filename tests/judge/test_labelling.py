@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,19 @@ def test_invalid_line_is_reported(tmp_path: Path, line: str) -> None:
         read_labels([path])
 
 
+def test_a_last_label_without_a_line_break_and_a_pipe_are_reported(tmp_path: Path) -> None:
+    path = tmp_path / "l.jsonl"
+    path.write_text('{"question": "q", "answer": "a", "label": "right"}\n{"question": "q", "answer": "b", "label": "wrong"}')
+    with pytest.raises(UserError, match=r"l\.jsonl:2: the last line does not end with a line break"):
+        read_labels([path])
+    path.write_text('{"question": "q", "answer": "a", "label": "right"}\n{"question": "q", "ans')
+    assert len(read_labels([path])) == 1, "a killed process left half a line"
+    os.mkfifo(tmp_path / "pipe")
+    for not_a_file in (tmp_path / "pipe", tmp_path, path / "x"):
+        with pytest.raises(UserError, match=r"regular file|irectory"):
+            read_labels([not_a_file])
+
+
 def write(path: Path, by: str, labels: str) -> None:
     names = {"r": "right", "w": "wrong", "s": "skip"}
     lines = [{"question": "q", "answer": f"a{number}", "label": names[label], "by": by} for number, label in enumerate(labels)]
@@ -120,6 +134,12 @@ def test_two_labellers_are_compared_and_the_majority_counts(tmp_path: Path) -> N
     assert [item.right for item in joined].count(None) == 15 and len(joined) == 51
     write(b, "ben", "s")
     assert "no answer in common" in agentrl("label", "--agreement", str(a), str(b)).stderr
+
+
+def test_with_json_the_answers_go_to_standard_error(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("q"))
+    result = agentrl("label", str(run), "--by", "eve", "--json")
+    assert json.loads(result.stdout)["right"] == 0 and "[q]uit" in result.stderr
 
 
 def test_wrong_usage_is_reported(tmp_path: Path, run: Path) -> None:

@@ -72,8 +72,9 @@ def test_an_os_error_is_one_line_and_names_are_escaped(capsys: pytest.CaptureFix
     assert report_error(raised(OSError(errno.ENAMETOOLONG, "File name too long", "runs/a"))) == 1
     assert report_error(raised(UserError("no run folder a\x1b[31m\tb\u202e", fix="give\r one"))) == 2
     output = capsys.readouterr().err
-    assert "Traceback" not in output and "File name too long: 'runs/a'" in output
-    assert "a\ufffd[31m" in output and output.count("\n") == 3 and all(character.isprintable() or character == "\n" for character in output)
+    assert "Traceback" not in output and "failed: File name too long: 'runs/a'" in output
+    assert "\n  fix: use a different path" in output and "Error" not in output
+    assert "a\ufffd[31m" in output and output.count("\n") == 4 and all(character.isprintable() or character == "\n" for character in output)
 
 
 def test_a_full_disk_is_reported_whatever_failed_first(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

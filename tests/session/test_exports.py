@@ -163,6 +163,7 @@ def test_filters_select_the_episodes_in_every_format(run: Path) -> None:
 def test_a_run_without_an_index_is_indexed_by_the_command(run: Path) -> None:
     result = CliRunner().invoke(app, ["store", str(run), "--index"])
     assert result.exit_code == 0 and "always up to date" in result.stdout and not (run / "episodes.sqlite").exists()
+    assert json.loads(CliRunner().invoke(app, ["store", str(run), "--index", "--json"]).stdout) == {"indexed": None}
 
 
 def test_a_name_of_a_phase_cannot_leave_the_folder(run: Path) -> None:

@@ -135,6 +135,7 @@ def test_the_difference_of_two_versions(run: Path) -> None:
     output = output_of("diff", run, 1, 4)
     assert "1 of 2 tensors changed" in output and "effect -77.8 points  95% interval [" in output and "higher: heldout/t8" in output
     assert "no recorded evaluation includes both" in output_of("diff", run, 0, 4)
+    assert output_of("diff", run, 2, 1).startswith("version 2 continues from version 1 with 1 step\n")
 
 
 def test_versions_on_two_branches_have_a_common_ancestor() -> None:
@@ -185,7 +186,8 @@ def test_a_promoted_version_is_exported_unless_the_run_is_active(run: Path) -> N
     assert f"version 3 is promoted and exported to {run / 'model'}" in output_of("promote", run, 3)
     assert sha256_file(run / "model" / "model.safetensors") == registry.get(3).sha256
     assert registry.get(3).state is VersionState.PROMOTED
-    assert "version 3 is also promoted, and is newer" in output_of("promote", run, 2)
+    promoted = output_of("promote", run, 2)
+    assert "version 3 is also promoted, and is newer" in promoted and f"agentrl versions rollback {run} 2\n" in promoted
     assert sha256_file(run / "model" / "model.safetensors") == registry.get(2).sha256
     with drive_folder(run, command="agentrl train"):
         assert "has no gate, so its result is its last version" in error_of("promote", run, 4)
