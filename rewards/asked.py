@@ -43,6 +43,7 @@ _POWERS = ("square", "sq", "cubic", "cu")
 _BEFORE = frozenset({"per", "/", *_POWERS}) | (_SCALES - {"more", "less", "over", "plus", "minus", "negative"})
 _OF = frozenset({"of", "a", "an", "the"})
 _LETTER = re.compile(r"(?<!\d)(?<!\d\s)(?<!\\text\{)(?<!\\text\{\s)(?<!mathrm\{)\b(?:in|[A-Za-z])\b")  # units only after a number
+_FORMULA = re.compile(r"\$(?!\s)[^$]*(?<!\s)\$|\\\(.*?\\\)|\\\[.*?\\\]|\S*[\d^*+=_\\{}]\S*", re.DOTALL)
 _NOUNS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("speed", "velocity", "fast"), ("m/s",)),
     **dict.fromkeys(("area", "surface"), ("m^2",)),
@@ -93,6 +94,11 @@ def requests_word(prompt: str, word: str) -> bool:
     """Whether the words after the last "how many" name this word, in the singular or the plural."""
     phrase = _requested_phrase(prompt)
     return phrase is not None and _within(_words(word), phrase)
+
+
+def names_word(prompt: str, word: str) -> bool:
+    """Whether the text of the question, without its formulas, asks for this word as `names_unit` describes: "the least number of men"."""
+    return names_unit(_FORMULA.sub(" ", prompt), word)
 
 
 def names_percent(prompt: str) -> bool:

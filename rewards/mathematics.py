@@ -11,7 +11,7 @@ verdict.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -20,7 +20,7 @@ from agentrl.errors import TaskError
 from agentrl.records import Episode, Score, Task
 from agentrl.reward.configured import EVIDENCE_CHARS, ConfiguredVerifier, answer_of, require_package, zero_score
 from agentrl.reward.worker import QUEUE_TIMEOUT_S, AnswerFault, SubprocessWorker
-from rewards.asked import requests_word
+from rewards.asked import names_word, requests_word
 from rewards.extract import expression, formulas
 from rewards.notation import read
 from rewards.scalars import Node
@@ -32,6 +32,9 @@ LONGEST_EXPRESSION = 400
 LONGEST_PROMPT = 20_000
 MOST_FORMULAS = 50  # maximum number of formulas in a prompt
 _LOOSE = r"(?:\s|[{}$]|\\(?:[,;:! ]|quad|qquad|displaystyle))"  # allowed anywhere in an expression
+_WORD_OR_VARIABLES = re.compile(r"\d\s+([A-Za-z]{2,3})(?![A-Za-z])")
+IsWord = Callable[[str, str], bool]
+"""Whether letters after a number are a word, given the question and the letters."""
 
 
 class Mathematics(ConfiguredVerifier):
@@ -102,14 +105,22 @@ def prepare() -> None:
 
 def verdict(request: Mapping[str, Any]) -> tuple[str, str]:
     """Returns ("equal", "different", or "no truth" if the truth cannot be parsed; the reason). Runs in the subprocess."""
+    outcome = _verdict(request, requests_word)
+    if outcome[0] == "different":
+        words = _WORD_OR_VARIABLES.findall(f"{request['truth']}\n{request['answer']}")
+        if any(names_word(request["prompt"], word) for word in words):
+            return _verdict(request, names_word)
+    return outcome
+
+
+def _verdict(request: Mapping[str, Any], is_word: IsWord) -> tuple[str, str]:
     from rewards.algebra import Comparison, alike
 
-    truth, answer = request["truth"], request["answer"]
-    prompt = request["prompt"]
-    wanted, problem = _read(truth, prompt, wide=True)
+    truth, answer, prompt = request["truth"], request["answer"], request["prompt"]
+    wanted, problem = _read(truth, prompt, is_word, wide=True)
     if wanted is None:
         return "no truth", problem
-    given, problem = _read(answer, prompt, wide=request["unevaluated"])
+    given, problem = _read(answer, prompt, is_word, wide=request["unevaluated"])
     if given is None and " ".join(answer.split()) != " ".join(truth.split()):
         return "different", f"no value can be read in the answer: it has {problem}"
     given = given or wanted  # the answer equals the truth; the truth is still computed, because a truth that takes too long is a task fault
@@ -124,22 +135,22 @@ def verdict(request: Mapping[str, Any]) -> tuple[str, str]:
     return "equal", ""
 
 
-def _read(text: str, prompt: str, *, wide: bool) -> tuple[Node | None, str]:
+def _read(text: str, prompt: str, is_word: IsWord = requests_word, *, wide: bool) -> tuple[Node | None, str]:
     """Returns (tree, "") or (None, reason). If `wide` is true, also parses expressions that only math-verify can parse."""
     from rewards.algebra import read_wide
 
     try:
-        return _resolved(read(text), prompt), ""
+        return _resolved(read(text), prompt, is_word), ""
     except (Unreadable, ZeroDivisionError) as error:
         problem = str(error)
     return (read_wide(text) if wide else None), problem
 
 
-def _resolved(node: Node, prompt: str) -> Node:
-    """Replaces letters after a number that may be a word or variables: `5 men` has a unit only if the question asks how many men."""
+def _resolved(node: Node, prompt: str, is_word: IsWord) -> Node:
+    """Replaces letters after a number that may be a word or variables: `5 men` has a unit only if `men` is a word in the question."""
     if node.kind == "unit" and len(node.parts) > 1:
-        return node._replace(parts=node.parts[:1]) if requests_word(prompt, str(node.value)) else node.parts[1]
-    return node._replace(parts=tuple(_resolved(part, prompt) for part in node.parts))
+        return node._replace(parts=node.parts[:1]) if is_word(prompt, str(node.value)) else node.parts[1]
+    return node._replace(parts=tuple(_resolved(part, prompt, is_word) for part in node.parts))
 
 
 def _squeezed(text: str) -> str:
