@@ -58,7 +58,9 @@ def parse(document: Any, location: Mapping[str, str]) -> Trace:
     if not messages:
         raise ValueError("contains no messages")
     metadata = values.object_or_empty(data.get("metadata"))
-    conversation = " / ".join(filter(None, (printable_label(metadata.get(key)) for key in ("trace", "agent"))))  # see `documents`
+    conversation, agent = (printable_label(metadata.get(key)) for key in ("trace", "agent"))  # written by `documents`
+    if conversation and agent:
+        conversation += f" / {agent}"
     origin = values.build_origin(
         id=data.get("custom_id") or conversation or response.get("id") or data.get("id"),
         model=response.get("model") or request.get("model"),

@@ -59,6 +59,14 @@ def test_agents_with_equal_conversations_are_all_read(tmp_path: Path) -> None:
     assert len(traces) == 2 and errors == []
 
 
+def test_an_agent_in_the_metadata_of_another_program_is_not_an_id(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "Is it done?"}, {"role": "assistant", "content": "No."}]
+    documents = [{"id": name, "messages": messages, "metadata": {"agent": "support"}} for name in ("first", "second")]
+    (tmp_path / "log.jsonl").write_text("".join(f"{json.dumps(document)}\n" for document in documents))
+    traces, errors = read_all(tmp_path / "log.jsonl")
+    assert [trace.origin["id"] for trace in traces] == ["first", "second"] and errors == []
+
+
 def test_named_assistants_stay_in_one_conversation(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "q"}, *({"role": "assistant", "name": name, "content": name} for name in ("planner", "coder"))]
     trace = read_one(messages, tmp_path / "a.json")
