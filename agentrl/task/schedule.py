@@ -61,15 +61,18 @@ def _open(config: TasksConfig, *, seed: int, root: Path) -> TaskFamily:
             raise RecipeError(f"tasks.family.options.{unknown[0]}: unknown option of task folders; the only option is heldout")
         return TaskFolders(root / reference, root=root, seed=seed, heldout=_share(options.get("heldout", 0.25)))
     kind = environment_kind(reference)
-    factory = resolved = resolve(reference if kind is None else kind.family)
+    factory = resolve(reference if kind is None else kind.family)
+    recorded = config.family.options  # with references to secrets, because the errors must not contain their values
+    problem = ""
     if kind is not None:
         factory = partial(factory, reference)
     elif inspect.isclass(factory) and callable(getattr(factory, "reset", None)):  # an environment; each of its seeds is a task
-        factory = partial(resolve(ENVIRONMENT_FAMILY), reference)
+        environment, factory = factory, partial(resolve(ENVIRONMENT_FAMILY), reference)
+        taken = inspect.signature(factory).parameters  # options of the family, which the environment does not receive
+        problem = option_type_error(environment, {name: value for name, value in recorded.items() if name not in taken})
     else:
         options = secrets.resolve_options(options)
-    recorded = config.family.options  # with references to secrets, because the error must not contain their values
-    if problem := option_type_error(resolved, recorded) or option_type_error(factory, recorded):
+    if problem := problem or option_type_error(factory, recorded):
         raise PluginError(f"tasks.family.options.{problem}", fix="correct the value, or remove it to use the default")
     family = factory(seed=seed, **options)
     for name in ("task", "size"):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.config import Part, TasksConfig
+from agentrl.environment import Environment
 from agentrl.errors import PluginError, RecipeError, TaskError, UserError
 from agentrl.records import Message, SandboxSpec, Split, Task
 from agentrl.task import GroupSchedule, open_family, sandbox_specs
@@ -131,6 +132,20 @@ def test_an_option_of_the_wrong_type_is_an_error_with_its_name(family: str, name
     with pytest.raises(PluginError, match=rf"tasks.family.options.{name} must be {wanted}, got "):
         open_family(TasksConfig(family=Part(family, options={name: value})), seed=0)
     open_family(TasksConfig(family=Part("sandboxes.pages:Questions", options={"wall_s": 60})), seed=0)
+
+
+class Maze(Environment):
+    rewards = (0.0, 1.0)
+
+    def __init__(self, size: str = "small", depth: int = 1) -> None:
+        pass
+
+
+def test_an_option_of_the_environment_family_may_have_another_type_in_the_environment() -> None:
+    family = open_family(TasksConfig(family=Part(f"{__name__}:Maze", options={"size": 7, "depth": 2})), seed=0)
+    assert family.size(Split.TRAIN) == 7
+    with pytest.raises(PluginError, match="depth must be a whole number, got 'x'"):
+        open_family(TasksConfig(family=Part(f"{__name__}:Maze", options={"size": 7, "depth": "x"})), seed=0)
 
 
 def test_every_image_of_a_family_has_a_spec_to_prepare() -> None:
