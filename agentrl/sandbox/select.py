@@ -96,9 +96,13 @@ async def open_sandboxes(config: SandboxConfig, *, run_label: str, root: Path, w
         backend = await asyncio.shield(opening)  # a cancellation would not stop the thread, so its backend could not be closed
         await _prune(backend)
     except BaseException:
-        await (await opening).close()
+        await asyncio.shield(asyncio.create_task(_close(opening)))  # a second cancellation would end it
         raise
     return WarmPool(backend, warm=min(warm, config.max_open, getattr(backend, "most_warm", warm)), max_open=config.max_open)
+
+
+async def _close(opening: asyncio.Task[SandboxBackend]) -> None:
+    await (await opening).close()
 
 
 async def _prune(backend: SandboxBackend) -> None:

@@ -12,6 +12,7 @@ from agentrl.sandbox import select
 from agentrl.sandbox.pool import MAX_SPECS, WarmPool
 from agentrl.sandbox.select import LazySandboxes
 from agentrl.testing.sandboxes import ScriptedSandbox, ScriptedSandboxes, printing
+from tests.waiting import until
 
 SPEC = SandboxSpec(image="none")
 
@@ -200,12 +201,12 @@ class NewBackend(Backend):
         self.closed = True
 
 
-@pytest.mark.parametrize("ends", ["while it opens", "while it prunes", "with an error"])
+@pytest.mark.parametrize("ends", ["while it opens", "while it opens, twice", "while it prunes", "with an error"])
 async def test_a_backend_whose_opening_does_not_complete_is_closed(ends, monkeypatch, tmp_path):
     new, started, finish = NewBackend(printing("x")), threading.Event(), threading.Event()
 
     def open_backend(config, *, run_label, root):
-        if ends == "while it opens":
+        if ends.startswith("while it opens"):
             started.set()
             finish.wait(30)
         return new
@@ -223,7 +224,10 @@ async def test_a_backend_whose_opening_does_not_complete_is_closed(ends, monkeyp
         await asyncio.to_thread(started.wait, 30)
         opening.cancel()
         await settle()
+        if ends.endswith("twice"):
+            opening.cancel()
+            await settle()
         finish.set()
     with pytest.raises(SandboxError if ends == "with an error" else asyncio.CancelledError):
         await opening
-    assert new.closed
+    await until(lambda: new.closed)
