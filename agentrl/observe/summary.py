@@ -139,7 +139,7 @@ class Summary(BaseModel):
 
 
 def record_start(folder: Path) -> None:
-    """Records the start of a driver, and the number of learner steps that are already done. Raises `ValueError` if a line of
+    """Records the start of a driver, and the number of learner steps that are already done. Raises `StoreError` if a line of
     `metrics.jsonl` is damaged."""
     steps = {line["step"] for line in read_json_lines(folder / "metrics.jsonl", "step")}
     append_lines(folder / SESSIONS_FILE, [json_line({"began": datetime.now(UTC).isoformat(timespec="seconds"), "step": len(steps)})])
