@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -25,6 +26,7 @@ from rewards.extract import expression, formulas
 from rewards.notation import read
 from rewards.scalars import Node
 from rewards.signs import Unreadable, plain
+from rewards.units import unit
 
 DEADLINE_S = 3.0
 LONGEST = 4000  # maximum length of a submission in characters
@@ -105,12 +107,27 @@ def prepare() -> None:
 
 def verdict(request: Mapping[str, Any]) -> tuple[str, str]:
     """Returns ("equal", "different", or "no truth" if the truth cannot be parsed; the reason). Runs in the subprocess."""
-    outcome = _verdict(request, requests_word)
+    outcome = _verdict(request, _is_requested)
     if outcome[0] == "different":
-        words = _WORD_OR_VARIABLES.findall(f"{request['truth']}\n{request['answer']}")
-        if any(names_word(request["prompt"], word) for word in words):
-            return _verdict(request, names_word)
+        texts = f"{request['truth']}\n{request['answer']}"
+        is_word = partial(_is_mentioned, texts=texts)
+        if any(is_word(request["prompt"], word) != _is_requested(request["prompt"], word) for word in _WORD_OR_VARIABLES.findall(texts)):
+            return _verdict(request, is_word)
     return outcome
+
+
+def _is_requested(prompt: str, word: str) -> bool:
+    return unit(word) is not None or requests_word(prompt, word)
+
+
+def _is_mentioned(prompt: str, word: str, *, texts: str) -> bool:
+    """Whether letters are a known unit, unless the truth or the answer contains them as variables (`2cd^2`, `2 c d^2`), or are a word of
+    the question, or of a `\\text{}` in the truth or the answer."""
+    letters = word.partition("^")[0]
+    if unit(word) is not None:
+        spaced = r"(?:\s|\*|\\cdot)+".join(letters)
+        return re.search(rf"\d(?:{letters}|\s*{spaced})(?![A-Za-z])", texts) is None
+    return names_word(prompt, word) or re.search(rf"\\(?:text|mathrm|mbox)\s*\{{\s*{letters}\s*\}}", texts) is not None
 
 
 def _verdict(request: Mapping[str, Any], is_word: IsWord) -> tuple[str, str]:
@@ -135,7 +152,7 @@ def _verdict(request: Mapping[str, Any], is_word: IsWord) -> tuple[str, str]:
     return "equal", ""
 
 
-def _read(text: str, prompt: str, is_word: IsWord = requests_word, *, wide: bool) -> tuple[Node | None, str]:
+def _read(text: str, prompt: str, is_word: IsWord, *, wide: bool) -> tuple[Node | None, str]:
     """Returns (tree, "") or (None, reason). If `wide` is true, also parses expressions that only math-verify can parse."""
     from rewards.algebra import read_wide
 
@@ -147,7 +164,7 @@ def _read(text: str, prompt: str, is_word: IsWord = requests_word, *, wide: bool
 
 
 def _resolved(node: Node, prompt: str, is_word: IsWord) -> Node:
-    """Replaces letters after a number that may be a word or variables: `5 men` has a unit only if `men` is a word in the question."""
+    """Replaces letters after a number that may be a word or variables: `5 men` has a unit only if `men` is a word, as `is_word` decides."""
     if node.kind == "unit" and len(node.parts) > 1:
         return node._replace(parts=node.parts[:1]) if is_word(prompt, str(node.value)) else node.parts[1]
     return node._replace(parts=tuple(_resolved(part, prompt, is_word) for part in node.parts))
@@ -172,7 +189,9 @@ def _restates(given: Node, answer: str, prompt: str) -> bool:
         return True
     written = formulas(prompt)[:MOST_FORMULAS]
     return any(
-        alike(given, tree) for tree, _ in (_read(text[:LONGEST_EXPRESSION], prompt, wide=False) for text in written) if tree is not None
+        alike(given, tree)
+        for tree, _ in (_read(text[:LONGEST_EXPRESSION], prompt, _is_requested, wide=False) for text in written)
+        if tree is not None
     )
 
 

@@ -21,7 +21,7 @@ _MONTHS = "january february march april may june july august september october n
 _WRAPPED = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox)\s*\{([^{}\\$]*)\}")
 _LABEL = re.compile(r"[A-Za-z]{2,}(?: [A-Za-z0-9]+)+")
 _WRAPPED_LABEL = re.compile(r"[A-Za-z]{2,}[A-Za-z0-9 ,.:'()-]*")
-_LEAST_WORD = 4  # minimum letters of a word after a number that is not a known unit and cannot be variables
+_LEAST_WORD = 4  # minimum letters of a word after a number that cannot be variables
 _DATE_PART = re.compile(r"([A-Za-z]+)\.?|([0-9]+)(?:st|nd|rd|th)?(?![A-Za-z])")
 
 
@@ -201,7 +201,7 @@ def _word(tokens: Sequence[Token]) -> str:
 def _with_unit(tokens: Sequence[Token]) -> Node:
     """Returns a scalar, with its unit if there is one: `5\\text{ cm}`, `5 cm^2`, `90^\\circ`, `\\$5`.
 
-    Two or three letters that are no known unit may be a word or variables (`5 men`, `5 xy`). Their unit has a second part, the product.
+    Two or three letters may be a word, a known unit or variables (`5 men`, `5 cm^2`, `5 xy`). Their unit has a second part, the product.
     """
     end = len(tokens)
     if tokens[0].sign in ("$", "\\$") and end > 1:
@@ -221,9 +221,10 @@ def _with_unit(tokens: Sequence[Token]) -> Node:
     at = next((at for at in range(1, end - 1) if tokens[at].spaced and tokens[at - 1].kind == "number"), end)
     if end - at > 1 and all(token.kind == "letter" for token in tokens[at:end]) and not any(token.spaced for token in tokens[at + 1 : end]):
         name = "".join(token.text for token in tokens[at:end]) + power
-        if unit(name) is not None or (end - at >= _LEAST_WORD and not power):
+        known = unit(name) is not None
+        if not power and end - at >= _LEAST_WORD:
             return _unit(Scalar(tokens[:at]).whole(), name)
-        if not power:
+        if known or not power:
             return Node("unit", (Scalar(tokens[:at]).whole(), Scalar(tokens).whole()), name)
     return Scalar(tokens).whole()
 

@@ -182,6 +182,8 @@ NAMED = [
     ("12\\text{ cm}^{2}", "12\\text{ cm}\u00b2", ""),
     ("5", "5 men", "How many men are needed?"),
     ("5 men", "5", "How many men are needed?"),
+    ("3\\text{ men}", "3 men", ""),
+    ("3 men", "3\\text{ men}", ""),
     ("15", "15 men", "Find the least number of men."),
     ("15 men", "15", "Find the least number of men."),
     ("20", "20 cow", "A farmer has 20 cows, and each cow eats 3 kg. What is the total number of portions?"),
@@ -235,7 +237,10 @@ def test_other_unit_is_wrong(truth: str, answer: str, question: str) -> None:
     assert not equal(truth, answer, prompt=question)
 
 
-@pytest.mark.parametrize(("truth", "answer"), [("2xy", "2 xy"), ("-3 ab", "-3ab"), ("2ab+x", "x + 2 ab"), ("2 xy", "2yx")])
+@pytest.mark.parametrize(
+    ("truth", "answer"),
+    [("2xy", "2 xy"), ("2cd^2", "2 cd^2"), ("2 c d^2", "2 cd^2"), ("-3 ab", "-3ab"), ("2ab+x", "x + 2 ab"), ("2 xy", "2yx")],
+)
 def test_a_space_between_a_number_and_variables_changes_nothing(truth: str, answer: str) -> None:
     assert equal(truth, answer, prompt="Simplify.")
     assert not equal("2 xy", "2", prompt="Simplify $xy + xy$.")
