@@ -23,7 +23,6 @@ from agentrl.base.processes import boot_id
 from agentrl.errors import SandboxError
 
 _LEASE = re.compile(r"[0-9a-f]{9}-([0-9]{1,10})-([0-9]{1,20})")
-_LEASE_WITHOUT_NAMESPACE = re.compile(r"[0-9a-f]{8}-[0-9]{1,10}-[0-9]{1,20}")  # of an earlier version: 8 digits of the boot id
 _INITIAL_NAMESPACE = 0xEFFFFFFC  # inode of the initial pid namespace: PROC_PID_INIT_INO in Linux
 _numbers = itertools.count()
 _creating = threading.Lock()  # prevents the removal of a lease's folder while a folder is being created in it
@@ -43,13 +42,10 @@ def _lease_of(pid: int) -> str:
 
 def alive(other: str) -> bool | None:
     """Whether the process with the lease `other` is still running; None if this process cannot determine it, because the lease belongs to a
-    different or unknown pid namespace that may have processes. True if `other` is not a lease, because its owner may not be a driver of
-    agentrl.
+    different pid namespace that may have processes. True if `other` is not a lease, because its owner may not be a driver of agentrl.
 
     Raises `SandboxError` if no descriptor is free for the check.
     """
-    if _LEASE_WITHOUT_NAMESPACE.fullmatch(other) is not None:
-        return None if other.startswith(_boot()) else False
     match = _LEASE.fullmatch(other)
     if match is None:
         return True
@@ -125,14 +121,7 @@ def remove_folder(folder: Path) -> None:
 def _machine() -> tuple[str, str]:
     """Returns the parts of a lease that identify this boot and this pid namespace. They are short, because socket paths contain leases."""
     try:
-        return _boot()[:4], _namespace_of("self")
-    except OSError as error:
-        raise SandboxError(f"cannot read {error.filename}: {error.strerror}") from error
-
-
-def _boot() -> str:
-    try:
-        return boot_id()
+        return boot_id()[:4], _namespace_of("self")
     except OSError as error:
         raise SandboxError(f"cannot read {error.filename}: {error.strerror}") from error
 

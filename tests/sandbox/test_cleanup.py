@@ -169,16 +169,6 @@ def test_reused_pid_has_another_lease():
     assert not lease.alive(f"000000000-{pid}-{start}")
 
 
-@pytest.mark.parametrize("has_processes", [True, False])
-def test_lease_without_a_namespace_is_dead_only_after_a_reboot(has_processes, monkeypatch):
-    """Earlier versions wrote leases with 8 digits of the boot id, which remain in the labels of containers."""
-    monkeypatch.setattr(lease, "_may_have_processes", lambda namespace: has_processes)
-    boot, start = boot_id()[:8], lease.start_time(os.getpid())
-    other_boot = f"{boot[:7]}{'0' if boot[7] != '0' else '1'}"
-    assert lease.alive(f"{other_boot}-{os.getpid()}-{start}") is False
-    assert lease.alive(f"{boot}-{os.getpid()}-{start}") is None
-
-
 def test_other_text_counts_as_alive():
     assert lease.alive("") and lease.alive("somebody-else")
 
