@@ -120,14 +120,22 @@ def compare_evaluations(
         print(json.dumps(comparison))
         return
     print(render_comparison(compared, first, second, changed, verdict=not apart))
-    print(f"\n{needed} such cases are needed to detect a difference of {100 * difference:g} points with {_CHANCE:.0%} probability")
+    print(f"\n{_number(needed)} such cases are needed to detect a difference of {100 * difference:g} points with {_CHANCE:.0%} probability")
 
 
 def _check_ranges(alpha: float, margin: float, difference: float) -> None:
-    if not 0 < alpha < 0.5 or not 0 <= margin < 1 or not 0 < abs(difference) <= 1:
-        raise UserError(
-            "--alpha, --margin or --difference is out of range", fix="use 0 < alpha < 0.5, 0 <= margin < 1 and 0 < difference <= 1"
-        )
+    for name, value, valid, limits in (
+        ("--alpha", alpha, 0 < alpha < 0.5, "above 0 and below 0.5"),
+        ("--margin", margin, 0 <= margin < 1, "from 0 to below 1"),
+        ("--difference", difference, 0 < difference <= 1, "above 0, up to 1"),
+    ):
+        if not valid:
+            raise UserError(f"{name} {value:g} is out of range", fix=f"use a value {limits}")
+
+
+def _number(cases: int) -> str:
+    """Returns a result of `cases_needed` as text, which may be its upper limit."""
+    return f"{cases:,}{'' if cases < statistics.MAX_CASES else ' or more'}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,10 +152,10 @@ class Plan:
 
     def render(self) -> str:
         """Returns the plan as text."""
-        points = f"a difference of {100 * abs(self.difference):g} points"
+        points = f"a difference of {100 * self.difference:g} points"
         lines = [f"{points} is detected with {self.chance:.0%} probability (two-sided, alpha {self.alpha:g}) with"]
         for repeats, cases in self.cases.items():
-            line = f"  {cases:,} cases, each tried {'once' if repeats == 1 else f'{repeats} times'} by both policies"
+            line = f"  {_number(cases)} cases, each tried {'once' if repeats == 1 else f'{repeats} times'} by both policies"
             seen = self.here.get(repeats)
             if repeats in self.here:
                 shown = "no difference" if seen is None else f"{100 * seen:.0f} points or more"
