@@ -89,6 +89,8 @@ def list_failures(
         )
         room = wide - len(columns) - 2 if wide else 60
         print(f"{columns}  {one_line(row.question, room)}" if room >= _MIN_QUESTION else columns)
+    if not matching and wanted != trace_filter():
+        print(f"no trace matches the filters; the counts above cover all {digest['failures']} failures")
     if len(rows) < matching:
         print(f"showing the newest {len(rows)} of {matching} traces; to list all: --most {matching}")
 

@@ -58,6 +58,8 @@ def test_list_counts_and_filters(run: Path) -> None:
     listed = json.loads(call("list", str(run), "--tag", "wrong_tool", "--version", "4", "--kind", "sum", "--phase", "train", "--json"))
     assert [row["id"] for row in listed["traces"]] == ["g000001-0-a0"] and listed["tags"]["misread_output"] == 1
     assert json.loads(call("list", str(run), "--why", "limit", "--json"))["traces"] == []
+    assert "no trace matches the filters; the counts above cover all 3 failures" in call("list", str(run), "--tag", "misspelled")
+    assert "no trace matches" not in output
 
 
 def test_a_truncated_list_is_marked(run: Path) -> None:
