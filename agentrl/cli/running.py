@@ -46,9 +46,12 @@ if TYPE_CHECKING:
 
 
 def checked_run(folder: Path | None) -> Path | None:
-    """Returns `folder`. Raises `UserError` if it contains a symbolic link to a file outside the folder: the folder may come from a third
-    party, and a command could write to that file."""
+    """Returns `folder`. Raises `UserError` if it is not a folder, or contains a symbolic link to a file outside the folder: the folder may
+    come from a third party, and a command could write to that file."""
     if folder is not None:
+        if not folder.is_dir():
+            problem = "is not a folder" if folder.exists() else "does not exist"
+            raise UserError(f"{folder} {problem}", fix="give the folder of a run, such as runs/quickstart")
         check_links(folder)
     return folder
 

@@ -24,8 +24,6 @@ def report(
     follow: Annotated[bool, typer.Option("--follow", help="Rewrite the report whenever the run changes, until the run ends.")] = False,
 ) -> None:
     """Write report.html from the files of a run folder."""
-    if not run_dir.is_dir():
-        raise UserError(f"there is no run folder {run_dir}", fix="give the folder of a run, such as runs/quickstart")
     if not is_run(run_dir) and not (run_dir / "episodes").is_dir():
         raise UserError(
             f"{run_dir} contains no run, evaluation or captured failures", fix="give the folder of a run, such as runs/quickstart"

@@ -72,6 +72,9 @@ MISSING_PATHS = [
     ["versions", "list", "{}"],
     ["versions", "diff", "{}", "0", "1"],
     ["versions", "rollback", "{}", "1"],
+    ["store", "{}"],
+    ["tasks", "list", "{}"],
+    ["export", "{}"],
     ["memory", "{}"],
     ["failures", "list", "{}"],
     ["failures", "promote", "{}", "--most", "1", "--into", "/dev/null/x"],
@@ -91,7 +94,7 @@ def test_a_path_that_does_not_exist_is_reported_as_missing(command: list[str], t
     message = str(result.exception) if isinstance(result.exception, UserError) else result.output
     first = " ".join(message.split("fix:")[0].split())
     assert "nowhere" in first and any(word in first for word in ("no ", "not exist", "not a ", "not there")), message
-    assert not any(inner in first for inner in ("about.json", "suite.toml", "config.json", "recipe.json")), message
+    assert not any(inner in first for inner in ("about.json", "suite.toml", "config.json", "recipe.json", "has no ", "contains no ")), message
     assert not (tmp_path / "nowhere").exists()
 
 
