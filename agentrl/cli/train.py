@@ -8,6 +8,7 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -364,11 +365,15 @@ def worker(
         from agentrl.run.worker import main
         from agentrl.run.worker_access import WorkerAccess, read_key
 
-    print(f"sampling for {run}; ctrl-C stops this worker, not the run", file=sys.stderr)
-    if not run.startswith("http://"):
-        raise typer.Exit(main(lambda stack: WorkerAccess.local(Path(run))))
-    key, root = take_key() if key_file is None else read_key(key_file), Path.cwd()
-    raise typer.Exit(main(lambda stack: WorkerAccess.remote(run, key, stack=stack, root=root)))
+    remote = run.startswith("http://")
+    key = "" if not remote else take_key() if key_file is None else read_key(key_file)
+
+    def open_access(stack: AsyncExitStack) -> WorkerAccess:
+        access = WorkerAccess.remote(run, key, stack=stack, root=Path.cwd()) if remote else WorkerAccess.local(Path(run))
+        print(f"connecting to the driver of {run}; ctrl-C stops this worker, not the run", file=sys.stderr)
+        return access
+
+    raise typer.Exit(main(open_access))
 
 
 def render_result(result: SampleResult, *, group_size: int) -> str:

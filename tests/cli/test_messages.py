@@ -94,7 +94,9 @@ def test_a_path_that_does_not_exist_is_reported_as_missing(command: list[str], t
     message = str(result.exception) if isinstance(result.exception, UserError) else result.output
     first = " ".join(message.split("fix:")[0].split())
     assert "nowhere" in first and any(word in first for word in ("no ", "not exist", "not a ", "not there")), message
-    assert not any(inner in first for inner in ("about.json", "suite.toml", "config.json", "recipe.json", "has no ", "contains no ")), message
+    assert not any(inner in first for inner in ("about.json", "suite.toml", "config.json", "recipe.json", "has no ", "contains no ")), (
+        message
+    )
     assert not (tmp_path / "nowhere").exists()
 
 
@@ -157,6 +159,16 @@ def test_a_user_id_without_a_name_can_label(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("getpass.getuser", nameless)
     result = CliRunner().invoke(app, ["label", str(tmp_path)])
     assert isinstance(result.exception, UserError), "the folder has no run, which is the only problem"
+
+
+def test_a_worker_without_a_driver_reports_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentrl.run.worker.raise_file_limit", lambda: None)
+    missing = agentrl("worker", str(tmp_path))
+    assert missing.returncode == 2 and missing.stderr.startswith("error: no driver") and "\n  fix: " in missing.stderr
+    (tmp_path / "key").write_text("k")
+    lost = agentrl("worker", "http://127.0.0.1:9", "--key-file", str(tmp_path / "key"))
+    assert lost.returncode == 1 and lost.stderr.startswith("connecting to the driver of http://127.0.0.1:9; ctrl-C stops")
+    assert "error: cannot reach the driver" in lost.stderr and "fix: check that the run is in progress" in lost.stderr
 
 
 def test_a_closed_standard_input_has_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
