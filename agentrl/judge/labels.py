@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from agentrl.base.error_text import reason_text
 from agentrl.base.untrusted_files import read_bytes
 from agentrl.base.user_code import printable
 from agentrl.errors import UserError
@@ -179,7 +180,7 @@ def _labels(path: Path, *, complete: bool = False) -> Iterator[tuple[AnswerItem,
     except FileNotFoundError:
         raise UserError(f"there is no label file {path}", fix="run agentrl label RUN to create one") from None
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: {getattr(error, 'strerror', None) or error}", fix="use a label file") from None
+        raise UserError(f"{path}: {reason_text(error)}", fix="use a label file") from None
     if last.strip() and (complete or not last.startswith(b"{") or last.rstrip().endswith(b"}")):
         fix = "add a line break, or delete the line if it is incomplete"
         raise UserError(f"{path}:{len(lines) + 1}: the last line does not end with a line break", fix=fix)

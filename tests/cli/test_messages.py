@@ -100,6 +100,23 @@ def test_a_path_that_does_not_exist_is_reported_as_missing(command: list[str], t
     assert not (tmp_path / "nowhere").exists()
 
 
+FOLDERS = [
+    ["judge", "correct", "{}", "1", "2"],
+    ["judge", "calibrate", "agentrl.reward:Rubric", "{}"],
+    ["memory", "{}"],
+    ["worker", "http://127.0.0.1:9", "--key-file", "{}"],
+    ["compare", "{}", "{}"],
+]
+
+
+@pytest.mark.parametrize("command", FOLDERS, ids=" ".join)
+def test_a_folder_without_the_expected_content_is_reported_without_an_error_number(command: list[str], tmp_path: Path) -> None:
+    (tmp_path / "about.json").mkdir()
+    result = agentrl(*(word.format(tmp_path) for word in command))
+    assert result.returncode == 2 and str(tmp_path) in result.stderr and "\n  fix: " in result.stderr
+    assert "Errno" not in result.stderr and result.stderr.count(tmp_path.name) <= 2, result.stderr
+
+
 def test_with_json_progress_goes_to_standard_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without progress output, a run seems to hang."""
     recipe = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F"), trackers=("terminal",))
