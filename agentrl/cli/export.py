@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from agentrl.base.numbers import plural
 from agentrl.cli.running import JsonFlag, RunFolder, progress_bar
 
 
@@ -59,4 +60,4 @@ def export(
     if as_json:
         print(json.dumps({"folder": str(exported.folder), "files": exported.files, "episodes": exported.episodes}))
     else:
-        print(f"wrote {exported.episodes} episodes to {exported.files} {'file' if exported.files == 1 else 'files'} in {exported.folder}")
+        print(f"wrote {plural(exported.episodes, 'episode')} to {plural(exported.files, 'file')} in {exported.folder}")

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from agentrl.base.numbers import plural
 from agentrl.base.user_code import one_line
 from agentrl.cli.running import JsonFlag, RunFolder, progress_bar
 from agentrl.errors import StoreError, UserError
@@ -83,9 +84,9 @@ def memory(run_dir: RunFolder, as_json: JsonFlag = False) -> None:
         raise typer.Exit(0 if report.ok else 1)
     print(f"memory version {report.version}")
     for scope, (notes, writers) in report.kept.items():
-        print(f"  {one_line(scope)}: {notes} notes from {writers} episodes")
-    print(f"{report.episodes} training episodes: {report.writers} wrote notes, {report.readers} read notes")
-    print(f"{report.evaluated} evaluation episodes: {report.evaluated_readers} read notes")
+        print(f"  {one_line(scope)}: {plural(notes, 'note')} from {plural(writers, 'episode')}")
+    print(f"{plural(report.episodes, 'training episode')}: {report.writers} wrote notes, {report.readers} read notes")
+    print(f"{plural(report.evaluated, 'evaluation episode')}: {report.evaluated_readers} read notes")
     print(f"{'ok  ' if report.ok else 'FAIL'}  {_CLAIM}")
     for why in report.examples:
         print(f"      {one_line(why)}")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from agentrl.base.numbers import plural
 from agentrl.base.user_code import one_line
 from agentrl.cli.running import JsonFlag, listed, loading, run_folder
 from agentrl.errors import UserError
@@ -211,7 +212,10 @@ def summary(evaluation: SuiteResults) -> dict[str, Any]:
 def table(evaluation: SuiteResults, *, where: Path) -> str:
     """Returns an evaluation as text: first the figures, then up to 12 cases that did not always pass, the worst first."""
     figures = evaluation.figures()
-    lines = [f"{one_line(evaluation.about.suite, _NAME)}: {evaluation.about.cases} cases, {figures.attempts} attempts", *rates(figures)]
+    lines = [
+        f"{one_line(evaluation.about.suite, _NAME)}: {plural(evaluation.about.cases, 'case')}, {plural(figures.attempts, 'attempt')}",
+        *rates(figures),
+    ]
     short = []
     for case, scores in evaluation.scores().items():
         counted = [score for score in scores if score is not None]
@@ -222,7 +226,7 @@ def table(evaluation: SuiteResults, *, where: Path) -> str:
     short.sort()
     lines += [line for _, line in short[:_CASES_SHOWN]]
     if len(short) > _CASES_SHOWN:
-        lines.append(f"  and {len(short) - _CASES_SHOWN} more cases that did not always pass")
+        lines.append(f"  and {plural(len(short) - _CASES_SHOWN, 'more case')} that did not always pass")
     return "\n".join([*lines, f"evaluation {where}"])
 
 
@@ -266,16 +270,16 @@ def render_comparison(
         f"after   {comparison.after:.3f}  {names[1]}",
         f"effect  {100 * comparison.effect:+.1f} points  95% interval [{100 * comparison.low:+.1f}, {100 * comparison.high:+.1f}]"
         f"  p = {comparison.p_value:.3g} ({test})",
-        f"verdict {concluded}  ({comparison.cases} cases, {comparison.attempts} pairs of attempts, "
+        f"verdict {concluded}  ({plural(comparison.cases, 'case')}, {plural(comparison.attempts, 'pair')} of attempts, "
         f"margin {100 * comparison.margin:g} points)",
     ]
     if comparison.unscored:
-        lines.append(f"excluded {comparison.unscored} pairs of attempts with only one score")
+        lines.append(f"excluded {plural(comparison.unscored, 'pair')} of attempts with only one score")
     ones, others = first.scores(), second.scores()
     for what, cases in (("lower", comparison.lost), ("higher", comparison.gained)):
         lines += [f"{what}: {one_line(case, _NAME)}  {_mean(ones[case])} -> {_mean(others[case])}" for case in cases[:_CASES_SHOWN]]
         if len(cases) > _CASES_SHOWN:
-            lines.append(f"{what}: {len(cases) - _CASES_SHOWN} more cases")
+            lines.append(f"{what}: {plural(len(cases) - _CASES_SHOWN, 'more case')}")
     for what, named in (("only in one evaluation", comparison.unpaired), ("changed", tuple(changed))):
         if named:
             lines.append(f"{what}: {listed([one_line(case, _NAME) for case in named], _CASES_SHOWN)}")

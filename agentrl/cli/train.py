@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from agentrl.base.numbers import plural
 from agentrl.base.user_code import printable
 from agentrl.cli.regressions import evaluate_recipe, evaluate_suites_command
 from agentrl.cli.running import JsonFlag, SandboxChoice, all_overrides, load_recipe, loading, run_folder
@@ -273,14 +274,14 @@ def describe(summary: Summary, folder: Path) -> str:
                 then = f" -> {after.value:.2f} [{after.ci_low:.2f}, {after.ci_high:.2f}], {change}"
             lines.append(f"{name:12} {before.value:.2f} [{before.ci_low:.2f}, {before.ci_high:.2f}]{then}  (95% intervals)")
     stall = f", median stall {summary.swap_stall_ms_p50:.0f} ms" if summary.swap_stall_ms_p50 is not None else ""
-    broken = f"{summary.tasks_quarantined} broken tasks excluded, " if summary.tasks_quarantined else ""
-    broken += f"{summary.tasks_withheld} training tasks withheld, " if summary.tasks_withheld else ""
-    broken += f"{summary.attempts_cancelled} attempts cancelled, " if summary.attempts_cancelled else ""
-    broken += f"{summary.groups_stopped} groups stopped early, " if summary.groups_stopped else ""
+    broken = f"{plural(summary.tasks_quarantined, 'broken task')} excluded, " if summary.tasks_quarantined else ""
+    broken += f"{plural(summary.tasks_withheld, 'training task')} withheld, " if summary.tasks_withheld else ""
+    broken += f"{plural(summary.attempts_cancelled, 'attempt')} cancelled, " if summary.attempts_cancelled else ""
+    broken += f"{plural(summary.groups_stopped, 'group')} stopped early, " if summary.groups_stopped else ""
     minutes = sum(summary.wall_s.values()) / 60
     lines.append(
-        f"{summary.steps} steps, {summary.episodes} episodes ({summary.episodes_left_out} excluded), {broken}"
-        f"{summary.tokens_trained:,} tokens trained, {summary.weight_swaps} weight swaps{stall}, {minutes:.1f} minutes"
+        f"{plural(summary.steps, 'step')}, {plural(summary.episodes, 'episode')} ({summary.episodes_left_out} excluded), {broken}"
+        f"{summary.tokens_trained:,} tokens trained, {plural(summary.weight_swaps, 'weight swap')}{stall}, {minutes:.1f} minutes"
     )
     if summary.tokens:
         lines.append(f"{token_balance(summary.tokens)} (agentrl store {folder})")
@@ -389,7 +390,7 @@ def render_result(result: SampleResult, *, group_size: int) -> str:
         lines.append(
             f"to imitate the best episodes: {shlex.join(['agentrl', 'tune', 'sft', str(result.folder), '--out', 'models/imitated'])}"
         )
-    lines.append(f"folder {result.folder}  ({result.requested} groups of {group_size})")
+    lines.append(f"folder {result.folder}  ({plural(result.requested, 'group')} of {group_size})")
     return "\n".join(lines)
 
 
