@@ -14,7 +14,7 @@ import typer
 
 from agentrl.base.numbers import plural
 from agentrl.base.user_code import printable
-from agentrl.cli.running import JsonFlag, load_recipe, user_name
+from agentrl.cli.running import JsonFlag, load_recipe, say, user_name
 from agentrl.cli.traces import OfKind, OfPhase, OfTag, OfVersion, RunFolder, check_ids, open_collection, trace_filter
 from agentrl.config.recipe import Recipe
 from agentrl.errors import UserError
@@ -106,7 +106,7 @@ def _print_promotions(promotions: Sequence[Promotion], into: Path, *, as_json: b
         print(json.dumps([asdict(promotion) | {"path": promotion.path and str(promotion.path)} for promotion in promotions]))
     else:
         print("\n".join(promotion.summary for promotion in promotions))
-        print(
+        say(
             f"{plural(written, 'new case')} in {into}; {old} already exist{'s' if old == 1 else ''}. "
             f"To exclude them from training: tasks.withhold='[\"{into}\"]'"
         )

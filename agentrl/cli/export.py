@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 from agentrl.base.numbers import plural
-from agentrl.cli.running import JsonFlag, RunFolder, progress_bar
+from agentrl.cli.running import JsonFlag, RunFolder, progress_bar, say
 
 
 def export(
@@ -60,4 +60,4 @@ def export(
     if as_json:
         print(json.dumps({"folder": str(exported.folder), "files": exported.files, "episodes": exported.episodes}))
     else:
-        print(f"wrote {plural(exported.episodes, 'episode')} to {plural(exported.files, 'file')} in {exported.folder}")
+        say(f"wrote {plural(exported.episodes, 'episode')} to {plural(exported.files, 'file')} in {exported.folder}")

@@ -17,7 +17,7 @@ import typer
 from agentrl.base.numbers import plural
 from agentrl.cli import command_group
 from agentrl.cli.cases import minimize, promote_failures
-from agentrl.cli.running import JsonFlag, user_name
+from agentrl.cli.running import JsonFlag, say, user_name
 from agentrl.cli.traces import (
     OfKind,
     OfPhase,
@@ -280,7 +280,7 @@ def import_failures(
     if seen:
         write_digest(run)
     excluded = unreadable + seen - stored
-    print(
+    say(
         json.dumps({"stored": stored, "excluded": excluded})
         if as_json
         else f"{plural(stored, 'trace')} imported into {run}, {excluded} excluded"
@@ -307,7 +307,7 @@ def export_failures(
     with open_collection(run) as collection:
         selected = each_trace(collection, trace_filter(tag=tag, kind=kind, phase=phase, ids=traces), "written")
         number = write((trace for _, trace in selected), path, form)
-    print(json.dumps({"documents": number}) if as_json else f"{plural(number, 'document')} in {path}")
+    say(json.dumps({"documents": number}) if as_json else f"{plural(number, 'document')} in {path}")
     raise typer.Exit(0 if number else 1)
 
 

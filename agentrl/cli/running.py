@@ -16,13 +16,13 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn, TextIO
 
 import typer
 
 from agentrl.base.installation import install_command
 from agentrl.base.processes import process_age_s
-from agentrl.base.user_code import one_line
+from agentrl.base.user_code import one_line, printable
 from agentrl.cli.terminal import outlasting_terminal
 from agentrl.config.recipe import Recipe
 from agentrl.errors import RecipeError, UserError
@@ -241,6 +241,11 @@ def user_name(default: str = "unknown") -> str:
         return getpass.getuser()
     except (KeyError, OSError):
         return default
+
+
+def say(text: str, *, file: TextIO | None = None) -> None:
+    """Prints text that contains a path. Characters of a path that would control the terminal are replaced."""
+    print(printable(text, len(text)), file=file, flush=True)
 
 
 def listed(names: Sequence[str], most: int) -> str:

@@ -13,7 +13,7 @@ import typer
 
 from agentrl.base.numbers import plural
 from agentrl.base.user_code import one_line
-from agentrl.cli.running import JsonFlag, RunFolder, progress_bar
+from agentrl.cli.running import JsonFlag, RunFolder, progress_bar, say
 from agentrl.errors import StoreError, UserError
 from agentrl.observe.run_folders import RUN_FILES, is_run, run_state
 
@@ -29,7 +29,7 @@ def report(
         raise UserError(
             f"{run_dir} contains no run, evaluation or captured failures", fix="give the folder of a run, such as runs/quickstart"
         )
-    print(_write(run_dir), flush=True)
+    say(str(_write(run_dir)))
     while follow and (changed := _wait_for_change(run_dir)):
         _write(run_dir)
         print(f"{changed} changed: the report was rewritten", file=sys.stderr, flush=True)

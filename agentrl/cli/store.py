@@ -17,7 +17,7 @@ import typer
 
 from agentrl.base.numbers import plural
 from agentrl.base.user_code import one_line
-from agentrl.cli.running import JsonFlag, RunFolder, progress_bar
+from agentrl.cli.running import JsonFlag, RunFolder, progress_bar, say
 from agentrl.errors import UserError
 from agentrl.experience.audit import LedgerCounts
 from agentrl.protocols import ExperienceStore
@@ -112,7 +112,7 @@ def _index(run_dir: Path, *, as_json: bool) -> None:
     elif groups is None:
         print("the store has an index, which is always up to date")
     else:
-        print(f"indexed {plural(groups, 'group')} in {run_dir / 'episodes.sqlite'}; repeat this command to index later groups")
+        say(f"indexed {plural(groups, 'group')} in {run_dir / 'episodes.sqlite'}; repeat this command to index later groups")
 
 
 def _expiries(opened: ExperienceStore) -> list[float]:

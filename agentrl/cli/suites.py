@@ -15,7 +15,7 @@ import typer
 
 from agentrl.base.numbers import plural
 from agentrl.base.user_code import one_line
-from agentrl.cli.running import JsonFlag, listed, loading, run_folder
+from agentrl.cli.running import JsonFlag, listed, loading, run_folder, say
 from agentrl.errors import UserError
 from agentrl.evaluation import results, statistics
 from agentrl.evaluation.comparison import ALPHA, MARGIN, Comparison, compare
@@ -53,7 +53,7 @@ def evaluate_suite(
 
         result = asyncio.run(evaluate(loaded, start, checked, suite, repeats=repeats, threshold=threshold, root=root, console=not as_json))
         figures, judge_calls = result.figures(), judge_costs(start.folder)
-        print(
+        say(
             json.dumps(summary(result) | {"judges": judge_calls})
             if as_json
             else with_judge_costs(table(result, where=start.folder / SUITE_FOLDER), judge_calls)

@@ -19,7 +19,7 @@ import typer
 from agentrl.base.numbers import plural
 from agentrl.base.user_code import printable
 from agentrl.cli.regressions import evaluate_recipe, evaluate_suites_command
-from agentrl.cli.running import JsonFlag, SandboxChoice, all_overrides, load_recipe, loading, run_folder
+from agentrl.cli.running import JsonFlag, SandboxChoice, all_overrides, load_recipe, loading, run_folder, say
 from agentrl.cli.suites import evaluate_suite
 from agentrl.errors import UserError
 from agentrl.evaluation.policies import RequestOptions, find_policy
@@ -65,7 +65,7 @@ def train(
     with run_folder(root, recipe, written, changes, run_dir, resume=resume) as (start, loaded, checked):
         summary = finished_summary(start.folder, loaded) if resume else None
         if summary is not None:
-            print(f"{start.folder} is already finished. To train more steps, add steps=N", file=sys.stderr)
+            say(f"{start.folder} is already finished. To train more steps, add steps=N", file=sys.stderr)
         else:
             with loading():
                 from agentrl.run.loop import train as run_training
@@ -78,9 +78,12 @@ def train(
                         raise
                     pause_until_room(error, start.folder)
                     start = replace(start, began=time.monotonic())
-        print(summary.model_dump_json() if as_json else describe(summary, start.folder))
+        if as_json:
+            print(summary.model_dump_json())
+        else:
+            say(describe(summary, start.folder))
         if summary.interrupted:
-            print(f"interrupted; continue with: {start.command(resume=True)}", file=sys.stderr if as_json else sys.stdout)
+            say(f"interrupted; continue with: {start.command(resume=True)}", file=sys.stderr if as_json else sys.stdout)
             raise typer.Exit(130)
         if summary.problems:
             raise typer.Exit(1)
@@ -337,9 +340,9 @@ def sample(
             from agentrl.run import sample as sampling
 
         result = asyncio.run(sampling.sample(loaded, start, checked, groups=groups, root=root, console=not as_json))
-        print(json.dumps(result.as_json()) if as_json else render_result(result, group_size=loaded.rollout.group.size))
+        say(json.dumps(result.as_json()) if as_json else render_result(result, group_size=loaded.rollout.group.size))
         if result.unfinished:
-            print(f"interrupted; continue with: {start.command(resume=True)}", file=sys.stderr if as_json else sys.stdout)
+            say(f"interrupted; continue with: {start.command(resume=True)}", file=sys.stderr if as_json else sys.stdout)
             raise typer.Exit(130)
     if result.totals.rate is None:
         print("no attempt was scored", file=sys.stderr)
@@ -371,7 +374,7 @@ def worker(
 
     def open_access(stack: AsyncExitStack) -> WorkerAccess:
         access = WorkerAccess.remote(run, key, stack=stack, root=Path.cwd()) if remote else WorkerAccess.local(Path(run))
-        print(f"connecting to the driver of {run}; ctrl-C stops this worker, not the run", file=sys.stderr)
+        say(f"connecting to the driver of {run}; ctrl-C stops this worker, not the run", file=sys.stderr)
         return access
 
     raise typer.Exit(main(open_access))

@@ -15,7 +15,7 @@ import typer
 from agentrl.base.numbers import plural
 from agentrl.base.user_code import one_line
 from agentrl.cli import command_group
-from agentrl.cli.running import JsonFlag, RunFolder, SandboxChoice, all_overrides, listed, loading, reporting_errors
+from agentrl.cli.running import JsonFlag, RunFolder, SandboxChoice, all_overrides, listed, loading, reporting_errors, say
 from agentrl.errors import UserError
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def diff(
     for evaluation in evaluations:
         _print_evaluation(evaluation)
     if not evaluations:
-        print(f"no recorded evaluation includes both versions; to evaluate both: agentrl versions compare {run} {before} {after}")
+        say(f"no recorded evaluation includes both versions; to evaluate both: agentrl versions compare {run} {before} {after}")
 
 
 def _print_metrics(before: VersionRecord, after: VersionRecord) -> None:
@@ -300,9 +300,9 @@ def promote_version(run: RunFolder, number: Number) -> None:
     from agentrl.session.version_changes import promote
 
     promotion = promote(run, number)
-    print(f"version {promotion.number} is promoted" + ("" if promotion.model is None else f" and exported to {promotion.model}"))
+    say(f"version {promotion.number} is promoted" + ("" if promotion.model is None else f" and exported to {promotion.model}"))
     if promotion.newest != promotion.number:
-        print(
+        say(
             f"version {promotion.newest} is also promoted, and is newer; "
             f"to continue from version {promotion.number}: agentrl versions rollback {run} {promotion.number}"
         )
@@ -327,7 +327,7 @@ def rollback_version(
     if number is None:
         print(f"the rollback to version {cancel_rollback(run)} is cancelled")
         return
-    print("\n".join(_rollback_lines(run, number, request_rollback(run, number))))
+    say("\n".join(_rollback_lines(run, number, request_rollback(run, number))))
 
 
 def _rollback_lines(run: Path, number: int, rollback: RequestedRollback) -> list[str]:
