@@ -243,7 +243,7 @@ save_case(Path("evals/first"), Case(id="one", task=Tables(seed=5).task(Split.HEL
 
     assert evaluate("evals/first", "runs/r").returncode == 1
     options = ("--into", "evals/reading", "--repeats", "2", "--threshold", "0.75", "--note", "ticket 812")
-    assert "1 new cases in evals/reading" in run(project, "-m", "agentrl", "failures", "promote", "runs/r", "--most", "1", *options)
+    assert "1 new case in evals/reading" in run(project, "-m", "agentrl", "failures", "promote", "runs/r", "--most", "1", *options)
     rerun = evaluate("evals/reading", "runs/again")
     assert rerun.returncode == 1 and "0.00 of 0.75 in 2 attempts" in rerun.stdout and "note      ticket 812" in rerun.stdout, rerun
     extra = ["--agentrl-suite", "evals/reading", "--agentrl-policy", "policies.sure:policy", "--agentrl-set", "sandbox.backend=bubblewrap"]

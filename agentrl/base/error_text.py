@@ -93,6 +93,11 @@ def raw_text(error: BaseException) -> str:
         return "(its text cannot be shown)"
 
 
+def reason_text(error: BaseException) -> str:
+    """Returns the text of an exception for a message that contains the path: for an `OSError`, without its number and its path."""
+    return getattr(error, "strerror", None) or raw_text(error)
+
+
 def raise_location(error: BaseException, *, libraries: bool = False) -> str:
     """Returns the `file:line` at which an error was raised: the innermost line of user-supplied code, else of agentrl, else "".
 

@@ -6,8 +6,8 @@ The verifiers in `rewards/` that compare numeric answers with the truth use `sam
 A tolerance applies only to numbers that arithmetic has rounded. Whole numbers (counts, ids, amounts in cents) are exact, so two different
 whole numbers never count as equal.
 
-The module also computes the Wilson interval of a proportion, and Student's t distribution for the interval of a mean. It uses only the
-standard library.
+The module also computes the Wilson interval of a proportion, and Student's t distribution for the interval of a mean, and writes a count
+with its noun. It uses only the standard library.
 
 It also compares scores up to rounding. The sum 0.1 + 0.2 + 0.2 and the number 0.5 may differ by rounding, which must not count as a
 preference.
@@ -176,3 +176,8 @@ def all_negligible(credits: Iterable[float], scores: Iterable[float]) -> bool:
 def exact_fraction(score: float) -> Fraction:
     """Returns a finite score as a fraction, rounded to nine decimals (ten digits above 1), so that sums and ties of scores are exact."""
     return Fraction(f"{score:.9f}" if abs(score) <= 1 else f"{score:.9e}")
+
+
+def plural(count: int, noun: str) -> str:
+    """Returns a count with its noun, such as `3 tasks` or `1 task`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

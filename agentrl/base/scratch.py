@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import subprocess
 import tempfile
 import weakref
 from pathlib import Path
@@ -75,7 +76,7 @@ def _lock(folder: Path) -> int | None:
 
 
 def _remove_abandoned() -> None:
-    """Removes the scratch folders of this user whose process has exited."""
+    """Removes the scratch folders of this user whose process has exited, and unmounts the file systems directly in them."""
     try:
         with os.scandir(tempfile.gettempdir()) as entries:
             folders = [entry.path for entry in entries if entry.name.startswith(_prefix())]
@@ -89,6 +90,8 @@ def _remove_abandoned() -> None:
         try:
             if os.fstat(handle).st_uid == os.geteuid():
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                for mounted in filter(os.path.ismount, Path(folder).iterdir()):
+                    subprocess.run(["umount", "--lazy", str(mounted)], capture_output=True, check=False)
                 shutil.rmtree(folder, ignore_errors=True)
         except OSError:  # in use, or the file system has no locks
             pass

@@ -164,7 +164,7 @@ def checkpoint_damaged(run: Subject) -> Injected:
     run.wait_for(lambda: "resumed after" in _learner_log(run, size), "the restart of the learner")
     recovered, text = time.monotonic() - began, _learner_log(run, size)
     run.wait_for(lambda: f"{newest.name} is damaged" in run.output(output), "the alert for the damaged checkpoint")
-    if f"resumed after {int(newest.name) - 1} steps" not in text:
+    if f"resumed after step {int(newest.name) - 1} from" not in text:
         raise ChaosError(f"the learner did not fall back from {newest}: {text[-1500:]}")
     return Injected(witness=f"sha256 of {newest.name}/state/{file.name} differs from its manifest", recovered_s=recovered)
 

@@ -10,6 +10,7 @@ from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 
+from agentrl.base.numbers import plural
 from agentrl.base.processes import process_tree
 from agentrl.chaos.checks import orphaned_sandboxes, problems
 from agentrl.chaos.subject import RANK, SERVER, ChaosError, Subject, ended
@@ -40,7 +41,9 @@ def run_soak(*, work: Path, backend: str, minutes: float, kills: int = 100, seed
         except ChaosError as error:
             wrong = [str(error)]
         parts = ", ".join(f"{number} {part}" for part, number in killed.most_common())
-        witness = f"{killed.total()} kills with signal 9 ({parts}), {run.resumes} resumes, {run.steps_done()} steps"
+        witness = (
+            f"{plural(killed.total(), 'kill')} with signal 9 ({parts}), {plural(run.resumes, 'resume')}, {plural(run.steps_done(), 'step')}"
+        )
         result = Result(case="19 soak", witness=witness, problem="; ".join(wrong))
         if wrong:
             return [result]

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from agentrl.base.numbers import plural
 from agentrl.chaos.cases import Case
 from agentrl.chaos.checks import orphaned_sandboxes, problems
 from agentrl.chaos.driver import small_disk
@@ -145,8 +146,8 @@ def _after(run: Subject, orphans: frozenset[str]) -> Result:
     episodes = sum(entry.attempts for entry in entries)
     return Result(
         case="   afterwards",
-        witness=f"{run.steps_done()} steps, {len(entries)} groups and {episodes} scores verified; {run.resumes} resumes; "
-        f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores",
+        witness=f"{plural(run.steps_done(), 'step')}, {plural(len(entries), 'group')} and {plural(episodes, 'score')} verified; "
+        f"{plural(run.resumes, 'resume')}; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores",
         problem="; ".join(wrong),
     )
 

@@ -11,7 +11,8 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from agentrl.check.report import Finding, Proof, join_examples, plural, shorten, unique
+from agentrl.base.numbers import plural
+from agentrl.check.report import Finding, Proof, join_examples, shorten, unique
 from agentrl.check.verifiers import GoldAttempt, retry_sandbox_errors
 from agentrl.errors import SandboxError, TaskError
 from agentrl.protocols import SandboxBackend

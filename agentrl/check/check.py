@@ -24,6 +24,7 @@ from agentrl.agent.run_tools import declared_tools, pin_tools
 from agentrl.agent.tools import render_result
 from agentrl.base import user_code
 from agentrl.base.error_text import main_error
+from agentrl.base.numbers import plural
 from agentrl.check import cheats
 from agentrl.check.access import prove_separation, prove_unreadable
 from agentrl.check.environments import NOT_PROVEN, prove_environment
@@ -161,7 +162,7 @@ async def prove_tasks(
         cases = await _prepare(tasks, sandboxes)
         without = {result.task for result in cases}
         good = [task for task in tasks if task.id not in without]
-        on_progress(description=f"{len(tasks)} tasks on {sandboxes.name}", total=sum(len(_cases(task)) for task in good))
+        on_progress(description=f"{plural(len(tasks), 'task')} on {sandboxes.name}", total=sum(len(_cases(task)) for task in good))
         cases += await prover.cases(good, lambda: on_progress(advance=1))
         on_progress(description="verifiers, tools and files", total=None)
         proofs = [

@@ -13,7 +13,8 @@ from statistics import fmean
 from typing import Any, cast
 
 from agentrl.base import user_code
-from agentrl.check.report import Finding, Proof, plural, shorten_difference
+from agentrl.base.numbers import plural
+from agentrl.check.report import Finding, Proof, shorten_difference
 from agentrl.environment import close_environments, is_resumable, open_environment
 from agentrl.errors import EnvironmentFault, PluginError, PolicyFault, TaskError
 from agentrl.plugins.references import resolve

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from agentrl.base.numbers import wilson_interval
+from agentrl.base.numbers import plural, wilson_interval
 from agentrl.check.check import prove_tasks
 from agentrl.errors import TaskError, UserError
 from agentrl.evaluation.engine import utc_now
@@ -119,7 +119,7 @@ async def search_smaller_case(search: MinimizeSearch, *, model: str, at: str) ->
     if not fails_reliably(scores, search.threshold):
         raise UserError(f"case {case.id}: new attempts at the smallest task passed", fix="raise --repeats: the policy's results vary")
     sizes = f"{describe_size(case.task)} -> {describe_size(task)}"
-    summary = f"{sizes}; {search.attempts_used} attempts, {search.proofs_used} proofs"
+    summary = f"{sizes}; {plural(search.attempts_used, 'attempt')}, {plural(search.proofs_used, 'proof')}"
     origin = {**case.origin, "smaller": summary}
     baseline = Baseline(model=model, scores=tuple(scores), at=at)
     return replace(case, task=task, original=case.original or case.task, origin=origin, baseline=baseline), summary
@@ -226,4 +226,4 @@ def describe_size(task: Task) -> str:
     """Describes the size of a task: `1 message, 2 files, 40 lines`."""
     lines = sum(len(text.splitlines()) for text in task.files.values())
     counts = ((len(task.prompt), "message"), (len(task.files) + len(task.binary_files), "file"), (lines, "line"))
-    return ", ".join(f"{number} {name}{'' if number == 1 else 's'}" for number, name in counts)
+    return ", ".join(plural(number, name) for number, name in counts)

@@ -11,8 +11,8 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from agentrl.base.numbers import is_above, tolerance
-from agentrl.check.report import Finding, Proof, join_examples, plural, unique
+from agentrl.base.numbers import is_above, plural, tolerance
+from agentrl.check.report import Finding, Proof, join_examples, unique
 from agentrl.check.verifiers import GoldAttempt, quiet_verifier_log
 from agentrl.protocols.reward import AWAITING_GROUP_JUDGE
 from agentrl.records import Episode, Message, Score, ScoredEpisode, Task, ToolCall, Trajectory, Turn

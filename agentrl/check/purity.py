@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.base.error_text import one_line_error
+from agentrl.base.numbers import plural
 from agentrl.base.processes import import_environment
-from agentrl.check.report import Finding, Proof, join_examples, plural, shorten_difference
+from agentrl.check.report import Finding, Proof, join_examples, shorten_difference
 from agentrl.config.recipe import MCPConfig, TasksConfig, ToolConfig
 from agentrl.plugins.references import add_project_root
 from agentrl.protocols import TaskFamily

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
-from agentrl.base.numbers import all_equal
+from agentrl.base.numbers import all_equal, plural
 from agentrl.observe.exclusions import printable_text
 from agentrl.records import codec
 
@@ -157,11 +157,6 @@ def _wrong_cases(cases: Sequence[CaseResult]) -> Table:
 def _cause(case: CaseResult) -> str:
     """Returns the message of a case without the task's name and numbers, which differ between tasks."""
     return re.sub(r"\d[\d.,]*", "#", case.detail.replace(case.task, "*"))
-
-
-def plural(count: int, noun: str) -> str:
-    """Returns a count with its noun, such as `3 tasks` or `1 task`."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def join_examples(texts: Sequence[str]) -> str:

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
+from agentrl.base.numbers import plural
 from agentrl.check.purity import FamilySource, draw_name
-from agentrl.check.report import Finding, Proof, join_examples, plural, shorten
+from agentrl.check.report import Finding, Proof, join_examples, shorten
 from agentrl.protocols import TaskFamily
 from agentrl.records import Split, Task
 from agentrl.task import make_task

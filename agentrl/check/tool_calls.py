@@ -13,9 +13,10 @@ from agentrl.agent.mcp.servers import MCP_PREFIX
 from agentrl.agent.toolbox import ToolInstance
 from agentrl.base import user_code
 from agentrl.base.error_text import one_line_error, raw_text
+from agentrl.base.numbers import plural
 from agentrl.base.processes import deadline_alarm
 from agentrl.check import cheats
-from agentrl.check.report import Finding, Proof, join_examples, plural, shorten
+from agentrl.check.report import Finding, Proof, join_examples, shorten
 from agentrl.errors import SandboxError, UserError
 from agentrl.protocols import Sandbox, SandboxBackend, ToolSource
 from agentrl.records import Task

@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from agentrl.base.numbers import is_above
+from agentrl.base.numbers import is_above, plural
 from agentrl.check import cheats
-from agentrl.check.report import Finding, Proof, join_examples, plural, shorten
+from agentrl.check.report import Finding, Proof, join_examples, shorten
 from agentrl.errors import SandboxError
 from agentrl.records import Episode, Score, Task
 from agentrl.reward import TaskScorer

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from agentrl.base.numbers import plural
 from agentrl.base.user_code import printable
-from agentrl.cli.running import JsonFlag, load_recipe, user_name
+from agentrl.cli.running import JsonFlag, load_recipe, say, user_name
 from agentrl.cli.traces import OfKind, OfPhase, OfTag, OfVersion, RunFolder, check_ids, open_collection, trace_filter
 from agentrl.config.recipe import Recipe
 from agentrl.errors import UserError
@@ -100,12 +101,13 @@ def _user_parts(verifier: list[str] | None, truths: Path | None, truth_from: str
 
 def _print_promotions(promotions: Sequence[Promotion], into: Path, *, as_json: bool) -> None:
     written = sum(promotion.path is not None for promotion in promotions)
+    old = len(promotions) - written
     if as_json:
         print(json.dumps([asdict(promotion) | {"path": promotion.path and str(promotion.path)} for promotion in promotions]))
     else:
         print("\n".join(promotion.summary for promotion in promotions))
-        print(
-            f"{written} new cases in {into}; {len(promotions) - written} already exist. "
+        say(
+            f"{plural(written, 'new case')} in {into}; {old} already exist{'s' if old == 1 else ''}. "
             f"To exclude them from training: tasks.withhold='[\"{into}\"]'"
         )
 
@@ -118,7 +120,7 @@ def _none_chosen(run: Path, selected: Sequence[TraceRow]) -> UserError:
     reasons = {"ended in a fault, not a failure of the policy": faults, "have no task": len(selected) - faults}
     text = ", ".join(f"{times} {why}" for why, times in reasons.items() if times)
     return UserError(
-        f"none of the {len(selected)} traces that match these filters can become a case: {text}",
+        f"none of {plural(len(selected), 'trace')} that these filters select can become a case: {text}",
         fix="select different traces; imported traces need --verifier, and --truths FILE or --truth-from KEY",
     )
 
@@ -219,6 +221,6 @@ def render_report(report: PracticeReport, path: Path | None) -> str:
     lines = [f"{case}: {', '.join(f'{number} {how}' for how, number in how_many.items())}" for case, how_many in report.by_case().items()]
     lines += [f"rejected, {case}: {why}" for case, why in report.rejected[:_REFUSED_SHOWN]]
     if len(report.rejected) > _REFUSED_SHOWN:
-        lines.append(f"and {len(report.rejected) - _REFUSED_SHOWN:,} more rejected tasks: see --json")
-    where = "no task passed the checks; no file was written" if path is None else f"{len(report.tasks):,} tasks in {path}"
+        lines.append(f"and {plural(len(report.rejected) - _REFUSED_SHOWN, 'more rejected task')}: see --json")
+    where = "no task passed the checks; no file was written" if path is None else f"{plural(len(report.tasks), 'task')} in {path}"
     return "\n".join(printable(line, _LINE) for line in (*lines, where))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from agentrl.cli import command_group
-from agentrl.cli.running import JsonFlag, all_overrides, load_recipe
+from agentrl.cli.running import JsonFlag, all_overrides, load_recipe, say
 from agentrl.errors import UserError
 
 if TYPE_CHECKING:
@@ -178,4 +178,4 @@ def _write(text: str, out: Path | None) -> None:
         out.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {out}: {error.strerror or error}", fix="choose a different --out") from error
-    print(f"wrote {out}", file=sys.stderr)
+    say(f"wrote {out}", file=sys.stderr)

@@ -29,7 +29,7 @@ import typer
 from agentrl.base.files import sha256_file
 from agentrl.base.installation import DISTRIBUTION
 from agentrl.base.processes import available_memory
-from agentrl.cli.running import JsonFlag
+from agentrl.cli.running import JsonFlag, say
 from agentrl.errors import SandboxUnavailable, UserError
 from agentrl.plugins.references import content_root
 from agentrl.sandbox import docker_client, images
@@ -329,7 +329,7 @@ def init(
     from agentrl.cli.project import NEXT, init_project
 
     for path in init_project(target, target.resolve().name, empty=empty):
-        print(path)
+        say(str(path))
     print("\nnext:")
     for command in (f"cd {shlex.quote(str(target))}", *NEXT[empty]):
-        print(f"  {command}")
+        say(f"  {command}")

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from agentrl.base.numbers import plural
 from agentrl.cli import command_group
 from agentrl.cli.running import JsonFlag, project_root, timed_progress, undoing
 from agentrl.environment import building, venvs
@@ -94,7 +95,7 @@ def _root() -> Path:
 
 
 def _print_built(lock: venvs.Lock) -> None:
-    packages = f"python {lock.python}, {len(lock.pins) + len(lock.folders)} packages"
+    packages = f"python {lock.python}, {plural(len(lock.pins) + len(lock.folders), 'package')}"
     print(f"{venvs.BUILT}/{lock.name}: {packages}; commit {venvs.LOCKS}/{lock.name}.lock")
 
 

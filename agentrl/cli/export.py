@@ -9,7 +9,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from agentrl.cli.running import JsonFlag, RunFolder, progress_bar
+from agentrl.base.numbers import plural
+from agentrl.cli.running import JsonFlag, RunFolder, progress_bar, say
 
 
 def export(
@@ -59,4 +60,4 @@ def export(
     if as_json:
         print(json.dumps({"folder": str(exported.folder), "files": exported.files, "episodes": exported.episodes}))
     else:
-        print(f"wrote {exported.episodes} episodes to {exported.files} {'file' if exported.files == 1 else 'files'} in {exported.folder}")
+        say(f"wrote {plural(exported.episodes, 'episode')} to {plural(exported.files, 'file')} in {exported.folder}")

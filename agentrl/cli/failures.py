@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from agentrl.base.numbers import plural
 from agentrl.cli import command_group
 from agentrl.cli.cases import minimize, promote_failures
-from agentrl.cli.running import JsonFlag, user_name
+from agentrl.cli.running import JsonFlag, say, user_name
 from agentrl.cli.traces import (
     OfKind,
     OfPhase,
@@ -69,7 +70,8 @@ def list_failures(
     if as_json:
         print(json.dumps({**digest, "kinds": dict(kinds), "matching": matching, "traces": [asdict(row) for row in rows]}))
         return
-    print(f"{digest['failures']} failures in {digest['episodes']} episodes; {digest['kept']} traces stored, {digest['dropped']} dropped")
+    failures = plural(digest["failures"], "failure")
+    print(f"{failures} in {plural(digest['episodes'], 'episode')}; {plural(digest['kept'], 'trace')} stored, {digest['dropped']} dropped")
     tables = (
         ("tag", digest["tags"]),
         ("reason", digest["why"]),
@@ -89,8 +91,10 @@ def list_failures(
         )
         room = wide - len(columns) - 2 if wide else 60
         print(f"{columns}  {one_line(row.question, room)}" if room >= _MIN_QUESTION else columns)
+    if not matching and wanted != trace_filter():
+        print(f"no trace matches the filters; the counts above cover {failures}")
     if len(rows) < matching:
-        print(f"showing the newest {len(rows)} of {matching} traces; to list all: --most {matching}")
+        print(f"showing the newest {len(rows)} of {plural(matching, 'trace')}; to list all: --most {matching}")
 
 
 @failures_app.command("show", epilog="Example: agentrl failures show runs/quickstart g000012-3-a0")
@@ -185,9 +189,10 @@ async def _tag_traces(collection: Collection, wanted: TraceFilter, rules: Sequen
             more = judge.spent().minus(before)
             money = f", money {more.money:g}" if more.money else ""
             beyond, tokens = unsure - more.calls - more.cached, more.prompt_tokens + more.completion_tokens
-            judge_calls = f"{more.calls} calls of the judge, {more.cached} cached answers, {beyond} beyond its budget"
-            lost = f"{more.abstained} abstentions, {more.unreadable} unreadable verdicts, {more.failed} failed calls"
-            print(f"no rule was sure about {unsure} traces: {judge_calls}; {lost} ({tokens:,} tokens{money})", file=sys.stderr)
+            judge_calls = f"{plural(more.calls, 'call')} of the judge, {plural(more.cached, 'cached answer')}, {beyond} beyond its budget"
+            losses = ((more.abstained, "abstention"), (more.unreadable, "unreadable verdict"), (more.failed, "failed call"))
+            lost = ", ".join(plural(count, what) for count, what in losses)
+            print(f"no rule was sure about {plural(unsure, 'trace')}: {judge_calls}; {lost} ({tokens:,} tokens{money})", file=sys.stderr)
     finally:
         if judge is not None:
             await judge.close()
@@ -235,7 +240,8 @@ def cluster(
         print(f"        {one_line('; '.join(group.about), 130)}")
         print(f"        {'  '.join(one_line(trace_id, 40) for trace_id in group.ids[:4])}")
     if len(clusters) > most:
-        print(f"and {len(clusters) - most} smaller clusters with {sum(len(group.ids) for group in clusters[most:])} traces")
+        rest = plural(sum(len(group.ids) for group in clusters[most:]), "trace")
+        print(f"and {plural(len(clusters) - most, 'smaller cluster')} with {rest}")
     if not clusters:
         print("no traces to cluster")
 
@@ -274,7 +280,11 @@ def import_failures(
     if seen:
         write_digest(run)
     excluded = unreadable + seen - stored
-    print(json.dumps({"stored": stored, "excluded": excluded}) if as_json else f"{stored} traces imported into {run}, {excluded} excluded")
+    say(
+        json.dumps({"stored": stored, "excluded": excluded})
+        if as_json
+        else f"{plural(stored, 'trace')} imported into {run}, {excluded} excluded"
+    )
     raise typer.Exit(0 if stored else 1)
 
 
@@ -297,7 +307,7 @@ def export_failures(
     with open_collection(run) as collection:
         selected = each_trace(collection, trace_filter(tag=tag, kind=kind, phase=phase, ids=traces), "written")
         number = write((trace for _, trace in selected), path, form)
-    print(json.dumps({"documents": number}) if as_json else f"{number} documents in {path}")
+    say(json.dumps({"documents": number}) if as_json else f"{plural(number, 'document')} in {path}")
     raise typer.Exit(0 if number else 1)
 
 

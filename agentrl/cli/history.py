@@ -12,7 +12,7 @@ import typer
 
 from agentrl.base.files import numbered_folders
 from agentrl.base.user_code import one_line
-from agentrl.cli.running import JsonFlag
+from agentrl.cli.running import JsonFlag, say
 from agentrl.cli.suites import differing_settings, evaluation
 from agentrl.errors import UserError
 from agentrl.evaluation import results
@@ -50,7 +50,7 @@ def history(
     if as_json:
         print(json.dumps([dataclasses.asdict(case_history) for case_history in case_histories]))
     else:
-        print("\n\n".join(map(table, case_histories)) + (f"\n\n{out}" if out is not None else ""))
+        say("\n\n".join(map(table, case_histories)) + (f"\n\n{out}" if out is not None else ""))
 
 
 def histories(evaluations: Sequence[tuple[str, SuiteResults]]) -> list[SuiteHistory]:

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from agentrl.base.files import sha256_file, write_atomically
+from agentrl.base.numbers import plural
 from agentrl.cli import command_group
-from agentrl.cli.running import JsonFlag, checked_run, load_recipe, project_root, user_name
+from agentrl.cli.running import JsonFlag, checked_run, load_recipe, project_root, say, user_name
 from agentrl.errors import PluginError, UserError
 from agentrl.plugins.references import add_project_root, resolve
 
@@ -90,7 +91,7 @@ def _save(report: CalibrationReport, out: Path) -> None:
 
     save_calibration(out, report.calibration, report_data(report))
     write_atomically(out.with_suffix(".svg"), render_svg(report))
-    print(f"wrote {out} and {out.with_suffix('.svg')}", file=sys.stderr)
+    say(f"wrote {out} and {out.with_suffix('.svg')}", file=sys.stderr)
     if not report.calibration.identity:
         print("this verifier has no identity, so no judge can require this calibration", file=sys.stderr)
 
@@ -145,7 +146,7 @@ def label(
     if as_json:
         print(json.dumps({"file": str(path), **counts}))
         return
-    print(f"{path}: {', '.join(f'{count} {name}' for name, count in counts.items())}")
+    say(f"{path}: {', '.join(f'{count} {name}' for name, count in counts.items())}")
 
 
 def _agreement(first: Path, second: Path, *, as_json: bool) -> None:
@@ -165,7 +166,7 @@ def _agreement(first: Path, second: Path, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"agreement": asdict(agree), "kappa": None if kappa is None else asdict(kappa), "table": asdict(table)}))
         return
-    print(f"{table.n} answers with both labels: both right {table.right_right}, both wrong {table.wrong_wrong},")
+    print(f"{plural(table.n, 'answer')} with both labels: both right {table.right_right}, both wrong {table.wrong_wrong},")
     print(f"only {first.stem} says right {table.right_wrong}, only {second.stem} says right {table.wrong_right}")
     print(f"  agreement      {agree.value:.3f}   95% interval {agree.low:.3f} to {agree.high:.3f}")
     if kappa is None:

@@ -12,7 +12,7 @@ import typer
 
 from agentrl.agent.template import SHIPPED_TEMPLATES
 from agentrl.cli import command_group
-from agentrl.cli.running import JsonFlag, timed_progress, undoing
+from agentrl.cli.running import JsonFlag, say, timed_progress, undoing
 from agentrl.model.importing import Dtype, import_model
 
 model_app = command_group()
@@ -56,7 +56,7 @@ def import_(
         print(json.dumps({"folder": str(imported.folder), "fresh": imported.fresh, **record}))
         return
     licence = record["licence"]["id"] or "not specified by the source; look it up before you share the trained model"
-    print(f"{imported.folder}{'' if imported.fresh else ' already contains this model'}")
+    say(f"{imported.folder}{'' if imported.fresh else ' already contains this model'}")
     print(f"{record['model']['type']}, {record['model']['parameters']:,} parameters, {record['model']['dtype']}; licence: {licence}")
     if not record["chat_template"]["shows_tools"]:
         print(f"the chat template does not render tools; for tasks with tools, add --chat-template {SHIPPED_TEMPLATES[0]}")

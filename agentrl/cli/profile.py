@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from agentrl.cli.running import JsonFlag, SandboxChoice, all_overrides, load_recipe, loading, run_folder
+from agentrl.cli.running import JsonFlag, SandboxChoice, all_overrides, load_recipe, loading, run_folder, say
 from agentrl.cluster.nsight import NsightSessions
 from agentrl.config.recipe import EvalConfig
 from agentrl.errors import UserError
@@ -62,7 +62,7 @@ def profile(
         result = asyncio.run(profile_steps(loaded, start, checked, root=root, wanted=wanted, nsight=recorder))
         print(json.dumps(result.to_data()) if as_json else render_profile(result))
         if recorder is not None:
-            print(f"Nsight Systems reports: {recorder.folder}", file=sys.stderr)
+            say(f"Nsight Systems reports: {recorder.folder}", file=sys.stderr)
 
 
 @contextmanager
@@ -71,14 +71,14 @@ def _folder(wanted: Path | None) -> Iterator[Path]:
     needed."""
     if wanted is not None:
         yield wanted
-        print(f"run folder: {wanted}", file=sys.stderr)
+        say(f"run folder: {wanted}", file=sys.stderr)
         return
     parent, needed = Path(tempfile.mkdtemp(prefix="agentrl-profile-")), False
     try:
         yield parent / "run"
     except typer.Exit as failed:
         if needed := failed.exit_code == 1:
-            print(f"the run folder with its logs is {parent / 'run'}", file=sys.stderr)
+            say(f"the run folder with its logs is {parent / 'run'}", file=sys.stderr)
         raise
     finally:
         if not needed:

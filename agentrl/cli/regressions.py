@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from agentrl.base import files
+from agentrl.base.numbers import plural
 from agentrl.cli.running import loading, reporting_errors
 from agentrl.cli.suites import rates, with_judge_costs
 from agentrl.errors import UserError
@@ -67,7 +68,7 @@ def evaluate_suites_command(
             junit_file, junit_xml(outcomes, folder=prepared.start.folder, policy=policy.name, at=evaluations[0].results.about.at)
         )
     if pinning:
-        print(f"stored these results as the baseline of {pin_baselines(evaluations)} cases", file=sys.stderr)
+        print(f"stored these results as the baseline of {plural(pin_baselines(evaluations), 'case')}", file=sys.stderr)
     if code := exit_code(outcomes):
         raise typer.Exit(code)
 
@@ -140,11 +141,11 @@ def table(evaluations: Sequence[SuiteEvaluation], folder: Path) -> str:
         if evaluation.status is not CaseStatus.PASSED and number < _SHOWN:
             lines += [f"          {row}" for row in [*detail_lines(evaluation), show_command(evaluation, folder)]]
     if len(outcomes) > _LISTED:
-        lines.append(f"and {len(outcomes) - _LISTED} more cases: see --json")
+        lines.append(f"and {plural(len(outcomes) - _LISTED, 'more case')}: see --json")
     for suite in evaluations:
         counts = Counter(evaluation.status for evaluation in suite.outcomes)
         unscored = f", {counts[CaseStatus.UNSCORED]} unscored" if counts[CaseStatus.UNSCORED] else ""
-        passed = f"{counts[CaseStatus.PASSED]} of {len(suite.outcomes)} cases passed, {counts[CaseStatus.FAILED]} failed"
+        passed = f"{counts[CaseStatus.PASSED]} of {plural(len(suite.outcomes), 'case')} passed, {counts[CaseStatus.FAILED]} failed"
         lines += ["", f"{one_line(suite.suite.name, 80)}: {passed}{unscored}"]
         lines += [*rates(suite.results.figures()), f"evaluation {suite.folder}"]
     return "\n".join(lines)

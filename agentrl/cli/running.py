@@ -16,13 +16,13 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn, TextIO
 
 import typer
 
 from agentrl.base.installation import install_command
 from agentrl.base.processes import process_age_s
-from agentrl.base.user_code import one_line
+from agentrl.base.user_code import one_line, printable
 from agentrl.cli.terminal import outlasting_terminal
 from agentrl.config.recipe import Recipe
 from agentrl.errors import RecipeError, UserError
@@ -46,9 +46,12 @@ if TYPE_CHECKING:
 
 
 def checked_run(folder: Path | None) -> Path | None:
-    """Returns `folder`. Raises `UserError` if it contains a symbolic link to a file outside the folder: the folder may come from a third
-    party, and a command could write to that file."""
+    """Returns `folder`. Raises `UserError` if it is not a folder, or contains a symbolic link to a file outside the folder: the folder may
+    come from a third party, and a command could write to that file."""
     if folder is not None:
+        if not folder.is_dir():
+            problem = "is not a folder" if folder.exists() else "does not exist"
+            raise UserError(f"{folder} {problem}", fix="give the folder of a run, such as runs/quickstart")
         check_links(folder)
     return folder
 
@@ -238,6 +241,11 @@ def user_name(default: str = "unknown") -> str:
         return getpass.getuser()
     except (KeyError, OSError):
         return default
+
+
+def say(text: str, *, file: TextIO | None = None) -> None:
+    """Prints text that contains a path. Characters of a path that would control the terminal are replaced."""
+    print(printable(text, len(text)), file=file, flush=True)
 
 
 def listed(names: Sequence[str], most: int) -> str:

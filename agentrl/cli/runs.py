@@ -11,8 +11,9 @@ from typing import Annotated
 
 import typer
 
+from agentrl.base.numbers import plural
 from agentrl.base.user_code import one_line
-from agentrl.cli.running import JsonFlag, RunFolder, progress_bar
+from agentrl.cli.running import JsonFlag, RunFolder, progress_bar, say
 from agentrl.errors import StoreError, UserError
 from agentrl.observe.run_folders import RUN_FILES, is_run, run_state
 
@@ -24,13 +25,11 @@ def report(
     follow: Annotated[bool, typer.Option("--follow", help="Rewrite the report whenever the run changes, until the run ends.")] = False,
 ) -> None:
     """Write report.html from the files of a run folder."""
-    if not run_dir.is_dir():
-        raise UserError(f"there is no run folder {run_dir}", fix="give the folder of a run, such as runs/quickstart")
     if not is_run(run_dir) and not (run_dir / "episodes").is_dir():
         raise UserError(
             f"{run_dir} contains no run, evaluation or captured failures", fix="give the folder of a run, such as runs/quickstart"
         )
-    print(_write(run_dir), flush=True)
+    say(str(_write(run_dir)))
     while follow and (changed := _wait_for_change(run_dir)):
         _write(run_dir)
         print(f"{changed} changed: the report was rewritten", file=sys.stderr, flush=True)
@@ -85,9 +84,9 @@ def memory(run_dir: RunFolder, as_json: JsonFlag = False) -> None:
         raise typer.Exit(0 if report.ok else 1)
     print(f"memory version {report.version}")
     for scope, (notes, writers) in report.kept.items():
-        print(f"  {one_line(scope)}: {notes} notes from {writers} episodes")
-    print(f"{report.episodes} training episodes: {report.writers} wrote notes, {report.readers} read notes")
-    print(f"{report.evaluated} evaluation episodes: {report.evaluated_readers} read notes")
+        print(f"  {one_line(scope)}: {plural(notes, 'note')} from {plural(writers, 'episode')}")
+    print(f"{plural(report.episodes, 'training episode')}: {report.writers} wrote notes, {report.readers} read notes")
+    print(f"{plural(report.evaluated, 'evaluation episode')}: {report.evaluated_readers} read notes")
     print(f"{'ok  ' if report.ok else 'FAIL'}  {_CLAIM}")
     for why in report.examples:
         print(f"      {one_line(why)}")

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from agentrl.base.numbers import plural
 from agentrl.base.secrets import read_secret
 from agentrl.cli import command_group
 from agentrl.cli.check import sandbox_attack, sandbox_check
@@ -66,7 +67,7 @@ def sandbox_prune(
         evicted = evict(days=30.0 if unused_days is None else unused_days, dry=dry_run)
         for item in evicted:
             print(f"{'would remove' if dry_run else 'removed'} {item.name}, {item.size / 1e6:.1f} MB, unused for {item.days:.1f} days")
-        print(f"{len(evicted)} images, {sum(item.size for item in evicted) / 1e6:.1f} MB{' would be' if dry_run else ''} removed")
+        print(f"{plural(len(evicted), 'image')}, {sum(item.size for item in evicted) / 1e6:.1f} MB{' would be' if dry_run else ''} removed")
 
 
 @sandbox_app.command("serve", epilog="Example: agentrl sandbox serve --key env:AGENTRL_CELL_KEY")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from agentrl.base.user_code import one_line
-from agentrl.cli.running import JsonFlag, RunFolder, require_web_server, user_name
+from agentrl.cli.running import JsonFlag, RunFolder, require_web_server, say, user_name
 from agentrl.cli.store import open_run_store
 from agentrl.errors import UserError
 from agentrl.protocols import ExperienceStore
@@ -133,7 +133,7 @@ async def _serve(store: ExperienceStore, run_dir: Path, host: str, port: int, *,
     server = HttpServer(app=routes.app(), name="score server", host=host, port=port)
     await server.start()
     try:
-        print(f"programs: POST {server.url}/scores, Authorization: Bearer TOKEN, with the token in {run_dir / TOKEN_FILE}")
+        say(f"programs: POST {server.url}/scores, Authorization: Bearer TOKEN, with the token in {run_dir / TOKEN_FILE}")
         print(f"people:   {server.url}/{f'#{token}' if sys.stdout.isatty() else ''}", flush=True)
         await server.wait()
     finally:

@@ -15,8 +15,9 @@ from typing import Annotated, Literal
 
 import typer
 
+from agentrl.base.numbers import plural
 from agentrl.base.user_code import one_line
-from agentrl.cli.running import JsonFlag, RunFolder, progress_bar
+from agentrl.cli.running import JsonFlag, RunFolder, progress_bar, say
 from agentrl.errors import UserError
 from agentrl.experience.audit import LedgerCounts
 from agentrl.protocols import ExperienceStore
@@ -72,7 +73,7 @@ def store(
         print(json.dumps(data | {"problems": problems, "verified": verify}))
         raise typer.Exit(1 if problems else 0)
     numbers = {"issued": 0, "running": 0, **Counter(unstored.values()), **counts.groups}
-    print(", ".join(f"{number} {name}" for name, number in numbers.items()) + f" of {sum(numbers.values())} groups")
+    print(", ".join(f"{number} {name}" for name, number in numbers.items()) + f" of {plural(sum(numbers.values()), 'group')}")
     print(audit.token_balance(counts.tokens))
     _print_counts(counts, expiries)
     _print_groups(chosen if list_all else chosen[-_SHOWN:], hidden=0 if list_all else max(0, len(chosen) - _SHOWN))
@@ -111,7 +112,7 @@ def _index(run_dir: Path, *, as_json: bool) -> None:
     elif groups is None:
         print("the store has an index, which is always up to date")
     else:
-        print(f"indexed {groups} groups in {run_dir / 'episodes.sqlite'}; repeat this command to index later groups")
+        say(f"indexed {plural(groups, 'group')} in {run_dir / 'episodes.sqlite'}; repeat this command to index later groups")
 
 
 def _expiries(opened: ExperienceStore) -> list[float]:

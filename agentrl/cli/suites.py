@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from agentrl.base.numbers import plural
 from agentrl.base.user_code import one_line
-from agentrl.cli.running import JsonFlag, listed, loading, run_folder
+from agentrl.cli.running import JsonFlag, listed, loading, run_folder, say
 from agentrl.errors import UserError
 from agentrl.evaluation import results, statistics
 from agentrl.evaluation.comparison import ALPHA, MARGIN, Comparison, compare
@@ -52,7 +53,7 @@ def evaluate_suite(
 
         result = asyncio.run(evaluate(loaded, start, checked, suite, repeats=repeats, threshold=threshold, root=root, console=not as_json))
         figures, judge_calls = result.figures(), judge_costs(start.folder)
-        print(
+        say(
             json.dumps(summary(result) | {"judges": judge_calls})
             if as_json
             else with_judge_costs(table(result, where=start.folder / SUITE_FOLDER), judge_calls)
@@ -120,14 +121,22 @@ def compare_evaluations(
         print(json.dumps(comparison))
         return
     print(render_comparison(compared, first, second, changed, verdict=not apart))
-    print(f"\n{needed} such cases are needed to detect a difference of {100 * difference:g} points with {_CHANCE:.0%} probability")
+    print(f"\n{_number(needed)} such cases are needed to detect a difference of {100 * difference:g} points with {_CHANCE:.0%} probability")
 
 
 def _check_ranges(alpha: float, margin: float, difference: float) -> None:
-    if not 0 < alpha < 0.5 or not 0 <= margin < 1 or not 0 < abs(difference) <= 1:
-        raise UserError(
-            "--alpha, --margin or --difference is out of range", fix="use 0 < alpha < 0.5, 0 <= margin < 1 and 0 < difference <= 1"
-        )
+    for name, value, valid, limits in (
+        ("--alpha", alpha, 0 < alpha < 0.5, "above 0 and below 0.5"),
+        ("--margin", margin, 0 <= margin < 1, "from 0 to below 1"),
+        ("--difference", difference, 0 < difference <= 1, "above 0, up to 1"),
+    ):
+        if not valid:
+            raise UserError(f"{name} {value:g} is out of range", fix=f"use a value {limits}")
+
+
+def _number(cases: int) -> str:
+    """Returns a result of `cases_needed` as text, which may be its upper limit."""
+    return f"{cases:,}{'' if cases < statistics.MAX_CASES else ' or more'}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,10 +153,10 @@ class Plan:
 
     def render(self) -> str:
         """Returns the plan as text."""
-        points = f"a difference of {100 * abs(self.difference):g} points"
+        points = f"a difference of {100 * self.difference:g} points"
         lines = [f"{points} is detected with {self.chance:.0%} probability (two-sided, alpha {self.alpha:g}) with"]
         for repeats, cases in self.cases.items():
-            line = f"  {cases:,} cases, each tried {'once' if repeats == 1 else f'{repeats} times'} by both policies"
+            line = f"  {_number(cases)} cases, each tried {'once' if repeats == 1 else f'{repeats} times'} by both policies"
             seen = self.here.get(repeats)
             if repeats in self.here:
                 shown = "no difference" if seen is None else f"{100 * seen:.0f} points or more"
@@ -203,7 +212,10 @@ def summary(evaluation: SuiteResults) -> dict[str, Any]:
 def table(evaluation: SuiteResults, *, where: Path) -> str:
     """Returns an evaluation as text: first the figures, then up to 12 cases that did not always pass, the worst first."""
     figures = evaluation.figures()
-    lines = [f"{one_line(evaluation.about.suite, _NAME)}: {evaluation.about.cases} cases, {figures.attempts} attempts", *rates(figures)]
+    lines = [
+        f"{one_line(evaluation.about.suite, _NAME)}: {plural(evaluation.about.cases, 'case')}, {plural(figures.attempts, 'attempt')}",
+        *rates(figures),
+    ]
     short = []
     for case, scores in evaluation.scores().items():
         counted = [score for score in scores if score is not None]
@@ -214,7 +226,7 @@ def table(evaluation: SuiteResults, *, where: Path) -> str:
     short.sort()
     lines += [line for _, line in short[:_CASES_SHOWN]]
     if len(short) > _CASES_SHOWN:
-        lines.append(f"  and {len(short) - _CASES_SHOWN} more cases that did not always pass")
+        lines.append(f"  and {plural(len(short) - _CASES_SHOWN, 'more case')} that did not always pass")
     return "\n".join([*lines, f"evaluation {where}"])
 
 
@@ -258,16 +270,16 @@ def render_comparison(
         f"after   {comparison.after:.3f}  {names[1]}",
         f"effect  {100 * comparison.effect:+.1f} points  95% interval [{100 * comparison.low:+.1f}, {100 * comparison.high:+.1f}]"
         f"  p = {comparison.p_value:.3g} ({test})",
-        f"verdict {concluded}  ({comparison.cases} cases, {comparison.attempts} pairs of attempts, "
+        f"verdict {concluded}  ({plural(comparison.cases, 'case')}, {plural(comparison.attempts, 'pair')} of attempts, "
         f"margin {100 * comparison.margin:g} points)",
     ]
     if comparison.unscored:
-        lines.append(f"excluded {comparison.unscored} pairs of attempts with only one score")
+        lines.append(f"excluded {plural(comparison.unscored, 'pair')} of attempts with only one score")
     ones, others = first.scores(), second.scores()
     for what, cases in (("lower", comparison.lost), ("higher", comparison.gained)):
         lines += [f"{what}: {one_line(case, _NAME)}  {_mean(ones[case])} -> {_mean(others[case])}" for case in cases[:_CASES_SHOWN]]
         if len(cases) > _CASES_SHOWN:
-            lines.append(f"{what}: {len(cases) - _CASES_SHOWN} more cases")
+            lines.append(f"{what}: {plural(len(cases) - _CASES_SHOWN, 'more case')}")
     for what, named in (("only in one evaluation", comparison.unpaired), ("changed", tuple(changed))):
         if named:
             lines.append(f"{what}: {listed([one_line(case, _NAME) for case in named], _CASES_SHOWN)}")

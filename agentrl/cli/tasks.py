@@ -12,7 +12,7 @@ import typer
 
 from agentrl.base.user_code import one_line
 from agentrl.cli import command_group
-from agentrl.cli.running import JsonFlag, RunFolder, loading
+from agentrl.cli.running import JsonFlag, RunFolder, loading, say
 from agentrl.errors import UserError
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def _request(run: Path, action: str, name: str, **settings: Any) -> None:
     done = request_change(run, change)
     live = is_driven(run)
     print(f"requested: {one_line(done.text)}, starting with the next group")
-    print(f"check with: agentrl tasks list {run}" if live else f"the run is stopped; continue it with: {resume_command(run)}")
+    say(f"check with: agentrl tasks list {run}" if live else f"the run is stopped; continue it with: {resume_command(run)}")
 
 
 def _options(pairs: list[str]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -15,9 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from agentrl.base.numbers import plural
 from agentrl.base.user_code import printable
 from agentrl.cli.regressions import evaluate_recipe, evaluate_suites_command
-from agentrl.cli.running import JsonFlag, SandboxChoice, all_overrides, load_recipe, loading, run_folder
+from agentrl.cli.running import JsonFlag, SandboxChoice, all_overrides, load_recipe, loading, run_folder, say
 from agentrl.cli.suites import evaluate_suite
 from agentrl.errors import UserError
 from agentrl.evaluation.policies import RequestOptions, find_policy
@@ -63,7 +65,7 @@ def train(
     with run_folder(root, recipe, written, changes, run_dir, resume=resume) as (start, loaded, checked):
         summary = finished_summary(start.folder, loaded) if resume else None
         if summary is not None:
-            print(f"{start.folder} is already finished. To train more steps, add steps=N", file=sys.stderr)
+            say(f"{start.folder} is already finished. To train more steps, add steps=N", file=sys.stderr)
         else:
             with loading():
                 from agentrl.run.loop import train as run_training
@@ -76,9 +78,12 @@ def train(
                         raise
                     pause_until_room(error, start.folder)
                     start = replace(start, began=time.monotonic())
-        print(summary.model_dump_json() if as_json else describe(summary, start.folder))
+        if as_json:
+            print(summary.model_dump_json())
+        else:
+            say(describe(summary, start.folder))
         if summary.interrupted:
-            print(f"interrupted; continue with: {start.command(resume=True)}", file=sys.stderr if as_json else sys.stdout)
+            say(f"interrupted; continue with: {start.command(resume=True)}", file=sys.stderr if as_json else sys.stdout)
             raise typer.Exit(130)
         if summary.problems:
             raise typer.Exit(1)
@@ -272,14 +277,14 @@ def describe(summary: Summary, folder: Path) -> str:
                 then = f" -> {after.value:.2f} [{after.ci_low:.2f}, {after.ci_high:.2f}], {change}"
             lines.append(f"{name:12} {before.value:.2f} [{before.ci_low:.2f}, {before.ci_high:.2f}]{then}  (95% intervals)")
     stall = f", median stall {summary.swap_stall_ms_p50:.0f} ms" if summary.swap_stall_ms_p50 is not None else ""
-    broken = f"{summary.tasks_quarantined} broken tasks excluded, " if summary.tasks_quarantined else ""
-    broken += f"{summary.tasks_withheld} training tasks withheld, " if summary.tasks_withheld else ""
-    broken += f"{summary.attempts_cancelled} attempts cancelled, " if summary.attempts_cancelled else ""
-    broken += f"{summary.groups_stopped} groups stopped early, " if summary.groups_stopped else ""
+    broken = f"{plural(summary.tasks_quarantined, 'broken task')} excluded, " if summary.tasks_quarantined else ""
+    broken += f"{plural(summary.tasks_withheld, 'training task')} withheld, " if summary.tasks_withheld else ""
+    broken += f"{plural(summary.attempts_cancelled, 'attempt')} cancelled, " if summary.attempts_cancelled else ""
+    broken += f"{plural(summary.groups_stopped, 'group')} stopped early, " if summary.groups_stopped else ""
     minutes = sum(summary.wall_s.values()) / 60
     lines.append(
-        f"{summary.steps} steps, {summary.episodes} episodes ({summary.episodes_left_out} excluded), {broken}"
-        f"{summary.tokens_trained:,} tokens trained, {summary.weight_swaps} weight swaps{stall}, {minutes:.1f} minutes"
+        f"{plural(summary.steps, 'step')}, {plural(summary.episodes, 'episode')} ({summary.episodes_left_out} excluded), {broken}"
+        f"{summary.tokens_trained:,} tokens trained, {plural(summary.weight_swaps, 'weight swap')}{stall}, {minutes:.1f} minutes"
     )
     if summary.tokens:
         lines.append(f"{token_balance(summary.tokens)} (agentrl store {folder})")
@@ -335,9 +340,9 @@ def sample(
             from agentrl.run import sample as sampling
 
         result = asyncio.run(sampling.sample(loaded, start, checked, groups=groups, root=root, console=not as_json))
-        print(json.dumps(result.as_json()) if as_json else render_result(result, group_size=loaded.rollout.group.size))
+        say(json.dumps(result.as_json()) if as_json else render_result(result, group_size=loaded.rollout.group.size))
         if result.unfinished:
-            print(f"interrupted; continue with: {start.command(resume=True)}", file=sys.stderr if as_json else sys.stdout)
+            say(f"interrupted; continue with: {start.command(resume=True)}", file=sys.stderr if as_json else sys.stdout)
             raise typer.Exit(130)
     if result.totals.rate is None:
         print("no attempt was scored", file=sys.stderr)
@@ -364,11 +369,15 @@ def worker(
         from agentrl.run.worker import main
         from agentrl.run.worker_access import WorkerAccess, read_key
 
-    print(f"sampling for {run}; ctrl-C stops this worker, not the run", file=sys.stderr)
-    if not run.startswith("http://"):
-        raise typer.Exit(main(lambda stack: WorkerAccess.local(Path(run))))
-    key, root = take_key() if key_file is None else read_key(key_file), Path.cwd()
-    raise typer.Exit(main(lambda stack: WorkerAccess.remote(run, key, stack=stack, root=root)))
+    remote = run.startswith("http://")
+    key = "" if not remote else take_key() if key_file is None else read_key(key_file)
+
+    def open_access(stack: AsyncExitStack) -> WorkerAccess:
+        access = WorkerAccess.remote(run, key, stack=stack, root=Path.cwd()) if remote else WorkerAccess.local(Path(run))
+        say(f"connecting to the driver of {run}; ctrl-C stops this worker, not the run", file=sys.stderr)
+        return access
+
+    raise typer.Exit(main(open_access))
 
 
 def render_result(result: SampleResult, *, group_size: int) -> str:
@@ -384,7 +393,7 @@ def render_result(result: SampleResult, *, group_size: int) -> str:
         lines.append(
             f"to imitate the best episodes: {shlex.join(['agentrl', 'tune', 'sft', str(result.folder), '--out', 'models/imitated'])}"
         )
-    lines.append(f"folder {result.folder}  ({result.requested} groups of {group_size})")
+    lines.append(f"folder {result.folder}  ({plural(result.requested, 'group')} of {group_size})")
     return "\n".join(lines)
 
 

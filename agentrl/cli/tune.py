@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from agentrl.cli import command_group
-from agentrl.cli.running import checked_run
+from agentrl.cli.running import checked_run, say
 from agentrl.cli.store import open_run_store
 from agentrl.cli.terminal import outlasting_terminal
 from agentrl.config import recipe
@@ -182,4 +182,4 @@ def _done(run: Path, out: Path, loss: float) -> None:
 
 
 def _print_result(out: Path, loss: float) -> None:
-    print(f"final loss {loss:.4f}\nmodel {out}")
+    say(f"final loss {loss:.4f}\nmodel {out}")

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from agentrl.base.numbers import plural
 from agentrl.base.user_code import one_line
 from agentrl.cli import command_group
-from agentrl.cli.running import JsonFlag, RunFolder, SandboxChoice, all_overrides, listed, loading, reporting_errors
+from agentrl.cli.running import JsonFlag, RunFolder, SandboxChoice, all_overrides, listed, loading, reporting_errors, say
 from agentrl.errors import UserError
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ def diff(
         data |= {"tensors": [asdict(tensor) | {"relative": tensor.relative} for tensor in tensors]}
         print(json.dumps(data | {"evaluations": [asdict(evaluation) for evaluation in evaluations]}))
         return
-    back_steps, forth_steps = (f"{len(way)} step{'' if len(way) == 1 else 's'}" for way in (back, forth))
+    back_steps, forth_steps = (plural(len(way), "step") for way in (back, forth))
     if back and not forth:
         print(f"version {before} continues from version {after} with {back_steps}")
     else:
@@ -140,7 +141,7 @@ def diff(
     for evaluation in evaluations:
         _print_evaluation(evaluation)
     if not evaluations:
-        print(f"no recorded evaluation includes both versions; to evaluate both: agentrl versions compare {run} {before} {after}")
+        say(f"no recorded evaluation includes both versions; to evaluate both: agentrl versions compare {run} {before} {after}")
 
 
 def _print_metrics(before: VersionRecord, after: VersionRecord) -> None:
@@ -168,7 +169,7 @@ def _print_evaluation(difference: EvaluationDifference) -> None:
     compared = difference.comparison
     print(f"{one_line(difference.what)}: {compared.before:.3f} -> {compared.after:.3f}, {compared.verdict}")
     interval = f"95% interval [{100 * compared.low:+.1f}, {100 * compared.high:+.1f}]"
-    print(f"  effect {100 * compared.effect:+.1f} points  {interval}  p = {compared.p_value:.3g}  ({compared.cases} cases)")
+    print(f"  effect {100 * compared.effect:+.1f} points  {interval}  p = {compared.p_value:.3g}  ({plural(compared.cases, 'case')})")
     for what, cases in (("lower", compared.lost), ("higher", compared.gained), ("content changed", difference.changed)):
         if cases:
             print(f"  {what}: {listed(cases, _CASES_SHOWN)}")
@@ -243,13 +244,13 @@ def _try_versions(
 def _canary_text(canary: CanaryResult, comparison: VersionComparison) -> str:
     interval = f"{1 - comparison.alpha:.0%} interval [{100 * canary.interval.low:+.1f}, {100 * canary.interval.high:+.1f}]"
     lines = [
-        f"baseline  {canary.baseline:.3f}  version {comparison.numbers[0]}, {canary.attempts[0]} attempts",
+        f"baseline  {canary.baseline:.3f}  version {comparison.numbers[0]}, {plural(canary.attempts[0], 'attempt')}",
         f"candidate {canary.candidate:.3f}  version {comparison.numbers[1]}, {canary.attempts[1]} of at most {canary.most} attempts",
         f"effect    {100 * canary.interval.value:+.1f} points  {interval}, valid at any number of attempts",
         f"decision  {canary.outcome}  (margin {100 * comparison.margin:g} points)",
     ]
     if canary.unscored:
-        lines.append(f"excluded  {canary.unscored} attempts of the candidate without a pair of scores")
+        lines.append(f"excluded  {plural(canary.unscored, 'attempt')} of the candidate without a pair of scores")
     return "\n".join([*lines, *(f"attempts  {folder}" for folder in comparison.folders)])
 
 
@@ -282,7 +283,7 @@ def _comparison_text(difference: DifferenceSoFar, comparison: VersionComparison)
         f"verdict {difference.verdict}  ({difference.cases} of at most {difference.most} cases, margin {100 * comparison.margin:g} points)",
     ]
     if difference.unscored:
-        lines.append(f"excluded {difference.unscored} pairs of attempts with only one score")
+        lines.append(f"excluded {plural(difference.unscored, 'pair')} of attempts with only one score")
     for what, cases in (("lower", difference.lost), ("higher", difference.gained)):
         if cases:
             lines.append(f"{what}: {listed(cases, _CASES_SHOWN)}")
@@ -299,9 +300,9 @@ def promote_version(run: RunFolder, number: Number) -> None:
     from agentrl.session.version_changes import promote
 
     promotion = promote(run, number)
-    print(f"version {promotion.number} is promoted" + ("" if promotion.model is None else f" and exported to {promotion.model}"))
+    say(f"version {promotion.number} is promoted" + ("" if promotion.model is None else f" and exported to {promotion.model}"))
     if promotion.newest != promotion.number:
-        print(
+        say(
             f"version {promotion.newest} is also promoted, and is newer; "
             f"to continue from version {promotion.number}: agentrl versions rollback {run} {promotion.number}"
         )
@@ -326,7 +327,7 @@ def rollback_version(
     if number is None:
         print(f"the rollback to version {cancel_rollback(run)} is cancelled")
         return
-    print("\n".join(_rollback_lines(run, number, request_rollback(run, number))))
+    say("\n".join(_rollback_lines(run, number, request_rollback(run, number))))
 
 
 def _rollback_lines(run: Path, number: int, rollback: RequestedRollback) -> list[str]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.base import untrusted_files
-from agentrl.base.error_text import clip_text
+from agentrl.base.error_text import clip_text, reason_text
 from agentrl.errors import UserError
 
 LOCKS, BUILT = "environments", ".environments"
@@ -142,7 +142,8 @@ def read_lock(path: Path) -> Lock:
         return Lock.from_text(path.stem, untrusted_files.read_bytes(path, most=LOCK_BYTES).decode())
     except (OSError, ValueError) as error:
         raise UserError(
-            f"{path} is not a valid environment lock: {error}", fix=f"restore it, or remove the environment: agentrl env remove {path.stem}"
+            f"{path} is not a valid environment lock: {reason_text(error)}",
+            fix=f"restore it, or remove the environment: agentrl env remove {path.stem}",
         ) from None
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.base import secrets, untrusted_files
-from agentrl.base.error_text import one_line_error
+from agentrl.base.error_text import one_line_error, reason_text
 from agentrl.base.user_code import printable
 from agentrl.base.web import validate_url
 from agentrl.config.recipe import Recipe, SamplingConfig, build, load
@@ -344,6 +344,7 @@ def recorded_sampling(model: Path) -> dict[str, Any]:
             return {}
         return {name: recorded[name] for name in SamplingConfig.model_fields}
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        problem = reason_text(error) if isinstance(error, OSError) else one_line_error(error)
         raise UserError(
-            f"{path} cannot be read: {one_line_error(error)}", fix="delete the file, and set evaluation.sampling.temperature, top_k, ..."
+            f"{path} cannot be read: {problem}", fix="delete the file, and set evaluation.sampling.temperature, top_k, ..."
         ) from None

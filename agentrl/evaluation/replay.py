@@ -16,7 +16,7 @@ from typing import Any
 from agentrl.agent import ChatFormat, delegation, load_tools
 from agentrl.agent.contexts import with_instructions
 from agentrl.agent.run_tools import declared_tools, pin_tools, with_sub_agent_tools
-from agentrl.base.error_text import one_line_error
+from agentrl.base.error_text import one_line_error, reason_text
 from agentrl.base.media import MediaFolder
 from agentrl.config.recipe import DelegationConfig, Recipe, RolloutConfig, load
 from agentrl.errors import ServingError, UserError
@@ -174,7 +174,9 @@ async def open_replay(run: Path, tasks: Iterable[Task]) -> AsyncIterator[ReplayS
     try:
         recipe = load(run / "recipe.json")
     except (OSError, ValueError) as error:
-        raise UserError(f"cannot read the recipe of {run}, which configures the replay: {error}"[:2000], fix=_FROM_START) from None
+        raise UserError(
+            f"cannot read {run / 'recipe.json'}, which configures the replay: {reason_text(error)}"[:2000], fix=_FROM_START
+        ) from None
     root = project_root(run)
     add_project_root(root)
     chat = _chat(run, recipe)

@@ -201,7 +201,9 @@ def load_results(folder: Path) -> SuiteResults:
     except FileNotFoundError as error:
         problem = f"{folder} contains no evaluation of a suite: {Path(str(error.filename)).name} is missing"
         raise UserError(problem, fix=f"give a folder that {_WRITTEN_BY} wrote, or RUN@VERSION") from None
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise UserError(f"cannot read {error.filename}: {error.strerror}", fix="make the file readable, or evaluate again") from None
+    except ValueError as error:
         raise UserError(f"{folder} is not an evaluation of a suite: {error}"[:2000], fix="evaluate again") from None
     return SuiteResults(about=about, attempts=attempts)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from agentrl.agent.run_tools import declared_tools
+from agentrl.base.numbers import plural
 from agentrl.config.recipe import Recipe
 from agentrl.evaluation import results
 from agentrl.evaluation.engine import PlannedAttempt, SuiteAttempt, evaluation_info, plan_case, run_attempts, suite_attempt
@@ -62,7 +63,7 @@ async def evaluate_suites(
     async with open_policy(prepared, console=console) as policy:
         cases = [(suite, case) for suite in prepared.suites for case in suite.cases]
         total = sum(prepared.repeats_of(suite, case) for suite, case in cases)
-        policy.tracker.stage("evaluate", f"{len(cases)} cases, {total} attempts")
+        policy.tracker.stage("evaluate", f"{plural(len(cases), 'case')}, {plural(total, 'attempt')}")
         await asyncio.to_thread(policy.capture.reset_phase, EVAL_PHASE)
         await policy.stored.begin(EVAL_PHASE)
         evaluation = _Evaluation(prepared, policy, total, on_case)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.base import untrusted_files
+from agentrl.base.error_text import reason_text
 from agentrl.base.files import write_atomically
 from agentrl.base.untrusted_files import read_bytes
 from agentrl.errors import UserError
@@ -177,7 +178,7 @@ def _settings(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise UserError(f"{path.parent} is not a suite: it has no {path.name}", fix="use a folder with suite.toml and cases/") from None
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: {error}", fix="a suite.toml contains name, repeats, note and policy") from None
+        raise UserError(f"{path}: {reason_text(error)}", fix="a suite.toml contains name, repeats, note and policy") from None
     known = {"name": str, "repeats": int, "note": str, "policy": str}
     for key, value in settings.items():
         if key not in known or type(value) is not known[key]:
@@ -197,7 +198,9 @@ def _case(path: Path) -> Case:
     try:
         case = codec.from_json(Case, read_bytes(path, most=_MAX_BYTES, inside=path.parent.parent))
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} is not a case: {error}"[:2000], fix="move it out of the folder, or promote the failure again") from None
+        raise UserError(
+            f"{path} is not a case: {reason_text(error)}"[:2000], fix="move it out of the folder, or promote the failure again"
+        ) from None
     if case.id != path.stem:
         raise UserError(f"{path} has the wrong name: it contains case {case.id}", fix=f"rename it to {case.id}.json")
     return case

@@ -19,6 +19,7 @@ from random import Random
 from types import MappingProxyType
 from typing import Any
 
+from agentrl.base.error_text import reason_text
 from agentrl.base.files import write_atomically
 from agentrl.base.untrusted_files import read_bytes
 from agentrl.config.tasks import TasksConfig
@@ -79,7 +80,7 @@ def load_practice(suite: Path, *, withheld: WithheldTasks | None = None, file: P
     except FileNotFoundError:
         raise UserError(f"suite {suite} has no practice tasks", fix=f"generate them: agentrl practice {suite} RECIPE") from None
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}", fix=_FIX) from None
+        raise UserError(f"{path} cannot be read: {reason_text(error)}", fix=_FIX) from None
     try:
         known = json.loads(head)["format"]
     except (ValueError, KeyError, TypeError, RecursionError):

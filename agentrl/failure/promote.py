@@ -15,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from agentrl.base.error_text import reason_text
 from agentrl.base.untrusted_files import read_bytes
 from agentrl.base.user_code import printable
 from agentrl.errors import UserError
@@ -160,9 +161,7 @@ def read_truths(path: Path) -> dict[str, Any]:
     try:
         lines = read_bytes(path, most=_MAX_TRUTHS).splitlines()
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"cannot read {path}: {getattr(error, 'strerror', None) or error}", fix="give a file with one truth per line"
-        ) from None
+        raise UserError(f"cannot read {path}: {reason_text(error)}", fix="give a file with one truth per line") from None
     for number, text in enumerate(lines, 1):
         try:
             line = json.loads(text) if text.strip() else None

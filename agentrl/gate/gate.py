@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from agentrl.base.numbers import plural
 from agentrl.config.gate import GATE, GateConfig
 from agentrl.config.recipe import Recipe
 from agentrl.errors import StoreError
@@ -201,7 +202,7 @@ class Gate:
         """Prepares the evaluation of a version. Returns `run_cases` with all arguments set except the attempts and `again`."""
         if self.server is None:
             total = sum(case_repeats(case, self.config.repeats) for case in self.suite.cases)
-            self.tracker.stage("gate", f"version {version.number}: {len(self.suite.cases)} cases, {total} attempts")
+            self.tracker.stage("gate", f"version {version.number}: {plural(len(self.suite.cases), 'case')}, {plural(total, 'attempt')}")
         broken = await prepare_images([self.suite], self.sandboxes)
         for (image, _), why in broken.items():
             self.tracker.alert(f"gate: the cases of image {image} cannot be run: {why}")
@@ -280,7 +281,7 @@ class Gate:
         if not result.enough:
             return GateOutcome.UNJUDGED, result.reason
         if not result.blocked:
-            effect = f"{100 * result.effect:+.1f} points on {result.cases} cases"
+            effect = f"{100 * result.effect:+.1f} points on {plural(result.cases, 'case')}"
             return GateOutcome.PROMOTED, f"no worse: {effect} (p = {result.p_value:.2g})"
         if not self.config.rolls_back or self._last_version() is not None:  # the learner has exited and cannot roll back
             return GateOutcome.BLOCKED, result.reason

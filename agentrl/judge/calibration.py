@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from agentrl.base.error_text import reason_text
 from agentrl.base.files import write_atomically
 from agentrl.base.untrusted_files import read_bytes
 from agentrl.base.user_code import printable
@@ -95,7 +96,7 @@ def load_calibration(path: Path) -> Calibration:
         problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
         raise UserError(f"{path} is not a calibration: {printable(problem, 300)}", fix=fix) from None
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} is not a calibration: {printable(str(error), 300)}", fix=fix) from None
+        raise UserError(f"{path} is not a calibration: {printable(reason_text(error), 300)}", fix=fix) from None
 
 
 def validate_requirements(calibration: str | None, *, min_agreement: float, min_coverage: float) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from agentrl.base.error_text import reason_text
 from agentrl.base.untrusted_files import read_bytes
 from agentrl.base.user_code import printable
 from agentrl.errors import UserError
@@ -141,9 +142,10 @@ def preference_pairs(labelled: Sequence[LabelledAnswer], shows: Sequence[PromptF
 
 
 def current_labels(path: Path) -> dict[str, str]:
-    """Returns the current label of each answer in a labeller's file. Answers whose label was withdrawn are excluded."""
+    """Returns the current label of each answer in a labeller's file, to which lines will be appended. Answers whose label was withdrawn are
+    excluded. Raises `UserError` if a line is invalid or the last line is incomplete, because appending would remove it."""
     labels: dict[str, str] = {}
-    for item, label, _ in _labels(path):
+    for item, label, _ in _labels(path, complete=True):
         labels.pop(item.id, None)
         if label != WITHDRAWN:
             labels[item.id] = label
@@ -170,16 +172,18 @@ def parse_item(line: Mapping[str, Any]) -> AnswerItem:
     return item
 
 
-def _labels(path: Path) -> Iterator[tuple[AnswerItem, str, str]]:
-    """Yields a triple for each line of a label file: the answer, the label and the labeller. Raises `UserError` if a line is invalid."""
+def _labels(path: Path, *, complete: bool = False) -> Iterator[tuple[AnswerItem, str, str]]:
+    """Yields a triple for each line of a label file: the answer, the label and the labeller. Raises `UserError` if a line is invalid.
+    Skips the start of a label without a line break, which a killed process may have left, unless `complete` is True."""
     try:
         *lines, last = read_bytes(path, most=_MOST_BYTES).split(b"\n")
     except FileNotFoundError:
         raise UserError(f"there is no label file {path}", fix="run agentrl label RUN to create one") from None
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: {getattr(error, 'strerror', None) or error}", fix="use a label file") from None
-    if last.rstrip().endswith(b"}"):  # otherwise the line is incomplete, because a process was killed
-        raise UserError(f"{path}:{len(lines) + 1}: the last line does not end with a line break", fix="add a line break")
+        raise UserError(f"{path}: {reason_text(error)}", fix="use a label file") from None
+    if last.strip() and (complete or not last.startswith(b"{") or last.rstrip().endswith(b"}")):
+        fix = "add a line break, or delete the line if it is incomplete"
+        raise UserError(f"{path}:{len(lines) + 1}: the last line does not end with a line break", fix=fix)
     if len(lines) > _MOST_LINES:
         raise UserError(f"{path} has more than {_MOST_LINES:,} lines", fix="split the file")
     for number, raw in enumerate(lines, 1):

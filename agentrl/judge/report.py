@@ -8,6 +8,7 @@ from typing import Any
 
 from markupsafe import escape
 
+from agentrl.base.numbers import plural
 from agentrl.base.user_code import printable
 from agentrl.judge.agreement import Bin
 from agentrl.judge.calibrate import CalibrationReport
@@ -31,7 +32,7 @@ def _lines(report: CalibrationReport) -> Iterator[str]:
     calibration = report.calibration
     judged = calibration.agreement.n
     kind = "pairs of a correct and a wrong answer" if report.pairs else "labelled answers"
-    counts = f"{judged} of {judged + calibration.abstained} {kind}, of {calibration.tasks} tasks"
+    counts = f"{judged} of {judged + calibration.abstained} {kind}, of {plural(calibration.tasks, 'task')}"
     yield f"{printable(calibration.judge, 200)}: verdicts on {counts}"
     if calibration.coverage is not None:
         yield _row("coverage", calibration.coverage, "share with a verdict")
@@ -57,7 +58,7 @@ def _lines(report: CalibrationReport) -> Iterator[str]:
     yield from (f"  no verdict, {count} times: {reason}" for reason, count in report.reasons.items())
     if calibration.tasks < judged:
         effect = f"the design effect of informedness is {calibration.design_effect:.1f}"
-        yield f"  {judged} answers to {calibration.tasks} tasks: answers to one task are correlated, and {effect}"
+        yield f"  {plural(judged, 'answer')} to {plural(calibration.tasks, 'task')}: answers to one task are correlated, and {effect}"
     yield _cost(report)
     if calibration.may_be_chance:
         yield "NOT SHOWN TO BE BETTER THAN CHANCE: a recipe that requires this calibration fails"
@@ -80,7 +81,9 @@ def _cost(report: CalibrationReport) -> str:
     if spent is None:
         return f"  {report.wall_s:.1f} s"
     tokens = f"{spent.prompt_tokens:,} + {spent.completion_tokens:,} tokens{' (partly estimated)' if spent.estimated else ''}"
-    return f"  {report.wall_s:.1f} s, {spent.calls} calls, {spent.cached} cached answers, {tokens}, cost {spent.money:.4f}"
+    return (
+        f"  {report.wall_s:.1f} s, {plural(spent.calls, 'call')}, {plural(spent.cached, 'cached answer')}, {tokens}, cost {spent.money:.4f}"
+    )
 
 
 _SIDE, _EDGE, _BARS = 300, 50, 330
@@ -98,7 +101,7 @@ def render_svg(report: CalibrationReport) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img">',
         f"<title>{escape(printable(calibration.judge, 200))}</title><style>{_STYLE}</style>",
         f'<rect width="{width}" height="{height}" fill="#fff"/>',
-        f'<text x="{_EDGE}" y="24">{escape(printable(calibration.judge, 100))}: {calibration.agreement.n} answers</text>',
+        f'<text x="{_EDGE}" y="24">{escape(printable(calibration.judge, 100))}: {plural(calibration.agreement.n, "answer")}</text>',
         *_curve(report),
         *_rows(report),
         "</svg>",

@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
+from agentrl.base.error_text import reason_text
 from agentrl.base.files import sha256_file, write_atomically
 from agentrl.base.untrusted_files import read_bytes
 from agentrl.base.user_code import printable
@@ -118,7 +119,7 @@ def load_record(folder: Path) -> RewardRecord:
         first: Any = error.errors()[0]
         raise UserError(f"{path}: {'.'.join(map(str, first['loc']))}: {printable(str(first['msg']), 300)}", fix=fix) from None
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: {printable(str(error), 300)}", fix=fix) from None
+        raise UserError(f"{path}: {printable(reason_text(error), 300)}", fix=fix) from None
     weights = folder / "model.safetensors"
     if not weights.is_file() or sha256_file(weights) != record.weights:
         raise UserError(f"{path} does not match the weights next to it", fix=fix)

@@ -276,7 +276,7 @@ class Worker:
             self.consumed_sha256 = checkpoint.meta.consumed_sha256
             self.updater.guard.counts = checkpoint.meta.counts
             self.good, self.rolled_back = checkpoint.meta.good, checkpoint.meta.rolled_back
-            log.info("resumed after %d steps from %s", self.next_step, checkpoint.folder)
+            log.info("resumed after step %d from %s", self.next_step, checkpoint.folder)
         elif self.recipe.learner.rolls_back or (self.recipe.gate is not None and self.recipe.gate.rolls_back):
             self._save(self._meta(0, parent=0, metrics={}, rows=()))  # the first update can be undone too
         missing = False

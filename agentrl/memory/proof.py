@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agentrl.base.error_text import reason_text
 from agentrl.base.files import complete_lines
 from agentrl.config.recipe import Recipe, load
 from agentrl.errors import UserError
@@ -75,7 +76,9 @@ def audit_memory(run: Path, *, on_progress: Callable[[int, int], None] = lambda 
     try:
         recipe = load(run / "recipe.json")
     except (OSError, ValueError) as error:
-        raise UserError(f"{run} is not a run folder: {str(error)[:500]}", fix="use the folder of a run, such as runs/archive") from None
+        raise UserError(
+            f"{run} is not a run folder: recipe.json: {reason_text(error)[:500]}", fix="use the folder of a run, such as runs/archive"
+        ) from None
     if recipe.memory is None:
         raise UserError(f"the run in {run} has no memory", fix="set memory={} in its recipe and start a new run")
     reads = _Reads(recipe)

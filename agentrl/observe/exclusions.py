@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from agentrl.base.numbers import plural
 from agentrl.records import Blame, ScoredEpisode
 
 LONGEST = 240
@@ -117,13 +118,13 @@ def why_nothing_learned(lines: Sequence[Mapping[str, Any]], left_out: Mapping[st
     """Returns the reason why no step changed the weights; empty if a step changed them or if there are no steps."""
     if not lines or any(line.get("weights_changed") for line in lines):
         return ""
-    steps = "1 step" if len(lines) == 1 else f"{len(lines)} steps"
+    steps = plural(len(lines), "step")
     episodes, excluded = _sum(lines, "episodes"), _sum(lines, "episodes_left_out")
     if episodes and excluded == episodes:
         why = format_counts(left_out)
         return f"nothing was scored: all {episodes} episodes of {steps} were excluded{f' ({why})' if why else ''}"
     if not _sum(lines, "tokens_trained"):
-        why = "; ".join(f"{count} groups: {reason}" for key, reason in _NO_SAMPLE.items() if (count := _sum(lines, key)))
+        why = "; ".join(f"{plural(count, 'group')}: {reason}" for key, reason in _NO_SAMPLE.items() if (count := _sum(lines, key)))
         rewards = [line["reward_mean"] for line in lines if isinstance(line.get("reward_mean"), int | float)]
         mean = f"; mean reward {sum(rewards) / len(rewards):.3f}" if rewards else ""
         return f"nothing was learned: no token was trained in {steps} ({why or 'no group produced a sample'}{mean})"

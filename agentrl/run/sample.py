@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.base.files import write_atomically
+from agentrl.base.numbers import plural
 from agentrl.config.recipe import Recipe
 from agentrl.errors import UserError
 from agentrl.evaluation.splits import AttemptTotals, SplitEvaluation
@@ -126,7 +127,8 @@ def _requested_groups(folder: Path, groups: int | None) -> int:
     wanted = groups or before or DEFAULT_GROUPS
     if wanted < before:
         raise UserError(
-            f"{folder}: an earlier command requested {before} groups", fix=f"use --groups {before} or more, or a different --run-dir"
+            f"{folder}: an earlier command requested {plural(before, 'group')}",
+            fix=f"use --groups {before} or more, or a different --run-dir",
         )
     return wanted
 
@@ -148,7 +150,7 @@ async def sample_groups(run: Run, indices: Sequence[int]) -> None:
     await rollouts.prepare_block(0)
     waiting, began, done = iter(indices), time.monotonic(), 0
     every = math.ceil(len(indices) / _REPORTS)
-    goal = f"{len(indices)} groups of {rollout.group.size}"
+    goal = f"{plural(len(indices), 'group')} of {rollout.group.size}"
 
     async def work() -> None:
         nonlocal done

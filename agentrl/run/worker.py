@@ -404,10 +404,7 @@ def worker_name(pid: int, *, node: str = "") -> str:
 
 
 UNUSABLE = 2
-"""Exit code of a worker that cannot work on its host, for example because the sandbox backend is missing.
-
-Restarting the worker on the same host does not help.
-"""
+"""Exit code of a worker that cannot work on its host, even if it is restarted, for example because the sandbox backend is missing."""
 
 
 def main(open_access: Callable[[AsyncExitStack], WorkerAccess], *, parent: int | None = None) -> int:
@@ -425,7 +422,8 @@ def main(open_access: Callable[[AsyncExitStack], WorkerAccess], *, parent: int |
         cause = main_error(error)
         if not isinstance(cause, UserError | InfrastructureError):
             raise
-        print(f"error: {cause}", file=sys.stderr)
+        fix = "\n  fix: check that the run is in progress, and that this machine can reach it" if isinstance(cause, ServingError) else ""
+        print(f"error: {cause}{fix}", file=sys.stderr)
         return UNUSABLE if isinstance(cause, UserError) else 1
     return 0
 

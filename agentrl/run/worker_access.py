@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from agentrl.base.error_text import reason_text
 from agentrl.base.media import MediaFolder
 from agentrl.base.scratch import ScratchFolder
 from agentrl.base.untrusted_files import read_bytes
@@ -177,4 +178,6 @@ def read_key(path: Path) -> str:
         text = read_bytes(path, most=_MAX_KEY_FILE).decode().strip()
         return str(json.loads(text)["key"]) if text.startswith("{") else text
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise UserError(f"{path} contains no key: {error}", fix=f"copy {ADDRESS_FILE} from the run folder of the driver") from None
+        raise UserError(
+            f"{path} contains no key: {reason_text(error)}", fix=f"copy {ADDRESS_FILE} from the run folder of the driver"
+        ) from None

@@ -33,6 +33,7 @@ from docker.errors import APIError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from agentrl.base import untrusted_files
+from agentrl.base.error_text import reason_text
 from agentrl.errors import SandboxError, SandboxUnavailable, UserError
 from agentrl.sandbox import builds, docker_client, waiting
 from agentrl.sandbox.builds import BUILD_S, BuildContext
@@ -146,7 +147,7 @@ def _read(path: Path) -> ImageRecipe:
     except FileNotFoundError:
         raise UserError(f"no sandbox image at {path.parent}: neither {path} nor a Dockerfile exists", fix=example) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {path}: {error}", fix=example) from None
+        raise UserError(f"cannot read {path}: {reason_text(error)}", fix=example) from None
     except ValidationError as error:
         lines = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
         keys = dict.fromkeys(str(item["loc"][0]) for item in error.errors())

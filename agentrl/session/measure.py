@@ -15,7 +15,7 @@ from typing import Any
 
 from agentrl.base.files import append_lines, json_line, read_json_lines, tail_bytes, write_atomically
 from agentrl.base.installation import package_versions
-from agentrl.base.numbers import all_equal
+from agentrl.base.numbers import all_equal, plural
 from agentrl.base.user_code import printable
 from agentrl.config.learner import Limit
 from agentrl.config.recipe import EvalConfig, Recipe
@@ -153,7 +153,7 @@ def step_alerts(folder: Path, step: int, limits: Sequence[Limit] = ()) -> list[s
     for setback in UpdateFailureLog(folder).read(step):
         groups = ", ".join(map(str, setback.groups))
         did = {"skip": "excluded", "rollback": "rolled back, and excluded", "halt": "halted at"}[setback.action]
-        alerts.append(f"step {step + 1}: {did} groups {groups} ({len(setback.episodes)} episodes): {'; '.join(setback.reasons)}")
+        alerts.append(f"step {step + 1}: {did} groups {groups} ({plural(len(setback.episodes), 'episode')}): {'; '.join(setback.reasons)}")
     return alerts
 
 

@@ -21,6 +21,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from agentrl.base.error_text import reason_text
 from agentrl.base.secrets import register
 from agentrl.base.untrusted_files import read_bytes
 from agentrl.base.user_code import log_unexpected
@@ -92,7 +93,7 @@ def run_token(run_dir: Path) -> str:
                 new.unlink()
         content, mode = read_bytes(path, most=1 << 10, inside=run_dir), path.stat().st_mode
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: {error}", fix="delete the file, or make the run folder writable") from None
+        raise UserError(f"{path}: {reason_text(error)}", fix="delete the file, or make the run folder writable") from None
     if mode & 0o077 or not _TOKEN.fullmatch(content):
         raise UserError(f"{path} is damaged, or other users can read it", fix="delete the file; the next start creates a new token")
     return register(content.decode().strip())

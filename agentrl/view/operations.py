@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from agentrl.base.error_text import reason_text
 from agentrl.base.files import append_lines, json_line
 from agentrl.base.untrusted_files import check_output
 from agentrl.errors import UserError
@@ -153,7 +154,9 @@ def _check_output(source: RunSource, path: Path) -> None:
         check_output(path, inside=source.path)
     except (OSError, ValueError) as error:
         name = path.relative_to(source.path)
-        raise UserError(f"{name} of {source.name} {error}, so nothing was changed", fix=f"remove {name} from the run folder") from None
+        raise UserError(
+            f"{name} of {source.name}: {reason_text(error)}, so nothing was changed", fix=f"remove {name} from the run folder"
+        ) from None
 
 
 def _trace(collection: Collection, body: Body) -> Trace:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from agentrl.base.numbers import LONGEST_NUMBER, is_near, is_whole, parse_number, same_number, student_t_quantile
+from agentrl.base.numbers import LONGEST_NUMBER, is_near, is_whole, parse_number, plural, same_number, student_t_quantile
 
 whole_numbers = st.integers(-(10**25), 10**25)
 tolerances = st.floats(0, 0.5)
@@ -138,3 +138,7 @@ def test_default_tolerance_is_0_and_fractions_are_exact() -> None:
 def test_an_undefined_quantile_raises(freedom: int, level: float) -> None:
     with pytest.raises(ValueError, match="has no quantile"):
         student_t_quantile(freedom, level=level)
+
+
+def test_a_count_agrees_with_its_noun() -> None:
+    assert [plural(count, "case") for count in (0, 1, 2, 1234)] == ["0 cases", "1 case", "2 cases", "1,234 cases"]

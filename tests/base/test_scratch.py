@@ -74,6 +74,20 @@ def test_the_folder_of_a_killed_process_is_removed_and_that_of_a_running_process
             process.wait()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system needs root")
+def test_a_file_system_in_the_folder_of_a_killed_process_is_unmounted(temporary: Path) -> None:
+    disk = temporary / f"{_prefix()}x" / "disk"
+    disk.mkdir(parents=True)
+    if subprocess.run(["mount", "-t", "tmpfs", "none", str(disk)], capture_output=True, check=False).returncode:
+        pytest.skip("this process may not mount a file system")
+    (disk / "weights").write_text("x")
+    try:
+        with ScratchFolder():
+            assert not disk.parent.exists()
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], capture_output=True, check=False)
+
+
 FORK = """
 import os, sys
 from agentrl.base.scratch import ScratchFolder

@@ -58,13 +58,16 @@ def test_list_counts_and_filters(run: Path) -> None:
     listed = json.loads(call("list", str(run), "--tag", "wrong_tool", "--version", "4", "--kind", "sum", "--phase", "train", "--json"))
     assert [row["id"] for row in listed["traces"]] == ["g000001-0-a0"] and listed["tags"]["misread_output"] == 1
     assert json.loads(call("list", str(run), "--why", "limit", "--json"))["traces"] == []
+    assert "no trace matches the filters; the counts above cover 3 failures" in call("list", str(run), "--tag", "misspelled")
+    assert "no trace matches" not in output
+    assert call("export", str(run), str(run / "one.jsonl"), "g000000-0-a0") == f"1 document in {run / 'one.jsonl'}\n"
 
 
 def test_a_truncated_list_is_marked(run: Path) -> None:
     assert "newest" not in call("list", str(run))
     output = call("list", str(run), "--most", "2")
     assert "the newest 2 of 3 traces; to list all: --most 3" in output and "g000000-0-a0" not in output and "g000002-0-a0" in output
-    assert "the newest 0 of 1 traces" in call("list", str(run), "--most", "0", "--tag", "wrong_tool")
+    assert "the newest 0 of 1 trace;" in call("list", str(run), "--most", "0", "--tag", "wrong_tool")
     listed = json.loads(call("list", str(run), "--most", "2", "--json"))
     assert (len(listed["traces"]), listed["matching"]) == (2, 3)
 
@@ -166,7 +169,7 @@ def test_third_party_traces_are_imported_tagged_and_exported(run: Path, tmp_path
     assert call("import", str(into), str(file)) and len(json.loads(call("list", str(into), "--json"))["traces"]) == 1, "once"
     assert "contains no task" in call("promote", str(into), row["id"], "--into", str(tmp_path / "s"), wrong=True)
     selected = call("promote", str(into), "--tag", "wrong_tool", "--into", str(tmp_path / "s"), wrong=True)
-    assert "none of the 1 traces that match these filters can become a case: 1 have no task" in selected, selected
+    assert "none of 1 trace that these filters select can become a case: 1 have no task" in selected, selected
     out = tmp_path / "out.jsonl"
     assert json.loads(call("export", str(run), str(out), "--tag", "misread_output", "--json")) == {"documents": 1}
     assert "421" in out.read_text()

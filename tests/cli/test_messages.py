@@ -72,6 +72,9 @@ MISSING_PATHS = [
     ["versions", "list", "{}"],
     ["versions", "diff", "{}", "0", "1"],
     ["versions", "rollback", "{}", "1"],
+    ["store", "{}"],
+    ["tasks", "list", "{}"],
+    ["export", "{}"],
     ["memory", "{}"],
     ["failures", "list", "{}"],
     ["failures", "promote", "{}", "--most", "1", "--into", "/dev/null/x"],
@@ -91,8 +94,27 @@ def test_a_path_that_does_not_exist_is_reported_as_missing(command: list[str], t
     message = str(result.exception) if isinstance(result.exception, UserError) else result.output
     first = " ".join(message.split("fix:")[0].split())
     assert "nowhere" in first and any(word in first for word in ("no ", "not exist", "not a ", "not there")), message
-    assert not any(inner in first for inner in ("about.json", "suite.toml", "config.json", "recipe.json")), message
+    assert not any(inner in first for inner in ("about.json", "suite.toml", "config.json", "recipe.json", "has no ", "contains no ")), (
+        message
+    )
     assert not (tmp_path / "nowhere").exists()
+
+
+FOLDERS = [
+    ["judge", "correct", "{}", "1", "2"],
+    ["judge", "calibrate", "agentrl.reward:Rubric", "{}"],
+    ["memory", "{}"],
+    ["worker", "http://127.0.0.1:9", "--key-file", "{}"],
+    ["compare", "{}", "{}"],
+]
+
+
+@pytest.mark.parametrize("command", FOLDERS, ids=" ".join)
+def test_a_folder_without_the_expected_content_is_reported_without_an_error_number(command: list[str], tmp_path: Path) -> None:
+    (tmp_path / "about.json").mkdir()
+    result = agentrl(*(word.format(tmp_path) for word in command))
+    assert result.returncode == 2 and str(tmp_path) in result.stderr and "\n  fix: " in result.stderr
+    assert "Errno" not in result.stderr and result.stderr.count(tmp_path.name) <= 2, result.stderr
 
 
 def test_with_json_progress_goes_to_standard_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -154,6 +176,16 @@ def test_a_user_id_without_a_name_can_label(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("getpass.getuser", nameless)
     result = CliRunner().invoke(app, ["label", str(tmp_path)])
     assert isinstance(result.exception, UserError), "the folder has no run, which is the only problem"
+
+
+def test_a_worker_without_a_driver_reports_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentrl.run.worker.raise_file_limit", lambda: None)
+    missing = agentrl("worker", str(tmp_path))
+    assert missing.returncode == 2 and missing.stderr.startswith("error: no driver") and "\n  fix: " in missing.stderr
+    (tmp_path / "key").write_text("k")
+    lost = agentrl("worker", "http://127.0.0.1:9", "--key-file", str(tmp_path / "key"))
+    assert lost.returncode == 1 and lost.stderr.startswith("connecting to the driver of http://127.0.0.1:9; ctrl-C stops")
+    assert "error: cannot reach the driver" in lost.stderr and "fix: check that the run is in progress" in lost.stderr
 
 
 def test_a_closed_standard_input_has_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:

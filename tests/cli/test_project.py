@@ -16,6 +16,7 @@ from agentrl.cli import app
 from agentrl.cli.project import init_project
 from agentrl.errors import UserError
 from agentrl.plugins.references import CONTENT, content_root
+from tests.commands import agentrl
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -138,3 +139,8 @@ def test_an_empty_project_passes_check(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "agentrl", "check", "recipes/mine.py", "--count", "3", "--backend", "bubblewrap"]
     result = subprocess.run(command, cwd=target, env=env, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0 and "FAIL" not in result.stdout, result.stdout + result.stderr
+
+
+def test_control_characters_of_a_folder_name_are_not_printed(tmp_path: Path) -> None:
+    result = agentrl("init", str(tmp_path / "a\x1b[31m"), "--empty")
+    assert result.returncode == 0 and "\x1b" not in result.stdout and f"{tmp_path}/a\ufffd[31m/pyproject.toml\n" in result.stdout

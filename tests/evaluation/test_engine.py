@@ -112,7 +112,10 @@ async def test_a_comparison_can_be_planned(tmp_path: Path, monkeypatch: pytest.M
     assert "the 2 cases of this suite detect no difference" in compare(str(tmp_path / "a"))
     text = compare("--rate", "0.95")
     assert "a difference of 10 points is detected with 80% probability" in text and "154 cases, each tried once by both" in text
-    assert "1,000,000 cases" in compare("--rate", "0.95", "--difference", "1e-300")
+    assert "1,000,000 or more cases" in compare("--rate", "0.95", "--difference", "1e-300")
+    for option, value in (("difference", "-0.1"), ("difference", "0"), ("difference", "nan"), ("margin", "1"), ("alpha", "0.5")):
+        result = CliRunner().invoke(app, ["compare", "--rate", "0.95", f"--{option}={value}"])
+        assert isinstance(result.exception, UserError) and f"--{option} {value} is out of range\n  fix: use" in str(result.exception)
     assert "14,3" in compare("--rate", "1", "--alpha", "1e-300")
     unbounded = replace(results.load_results(tmp_path / "a" / suites.SUITE_FOLDER).attempts[0], case="x", score=math.inf)
     stored = results.load_results(tmp_path / "a" / suites.SUITE_FOLDER)

@@ -71,7 +71,7 @@ def test_a_folder_of_traces_becomes_a_suite_that_distinguishes_policies(project:
     output = agentrl(*promote, code=1)
     assert "the correct answer: give --truths FILE" in output and row["id"] in output and "keys of its origin: " in output
     output = agentrl(*promote, "--truths", "truths.jsonl")
-    assert "1 new cases in evals/support" in output and "later messages of the user are excluded (1)" in output
+    assert "1 new case in evals/support" in output and "later messages of the user are excluded (1)" in output
     (case,) = load_suite(project / "evals" / "support").cases
     assert [message.content for message in case.task.prompt] == ["You help customers.", "Where is order 4711?"]
     assert case.task.tools == (RECORDED_TOOLS,) and case.task.data["answer"] == "It is on its way."

@@ -137,7 +137,7 @@ async def test_a_rolled_back_version_is_skipped_and_its_step_recorded(tmp_path: 
         await loop._swap_versions(run)
     assert [number for number, _ in RecordingChannel.swapped] == [1, 3, 4]
     assert run.registry.get(2).state is VersionState.ROLLED_BACK
-    assert run.tracker.alerts == [f"step 3: rolled back, and excluded groups 2 (1 episodes): {limit}"]
+    assert run.tracker.alerts == [f"step 3: rolled back, and excluded groups 2 (1 episode): {limit}"]
     await close(run)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4], "the update and groups of step 2 still count"

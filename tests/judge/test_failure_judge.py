@@ -143,7 +143,7 @@ def test_command_queries_once_about_unsure_failures(tmp_path: Path) -> None:
         result = call("--judge", f"{tmp_path}/reader.py:poor")
         assert (
             result.exit_code == 0
-            and "no rule was sure about 2 traces: 1 calls of the judge, 0 cached answers, 1 beyond its budget" in result.output
+            and "no rule was sure about 2 traces: 1 call of the judge, 0 cached answers, 1 beyond its budget" in result.output
         )
         result = call("--judge", f"{tmp_path}/reader.py:reader", "--json")
         assert set(tags().values()) == {"misread_output"} and json.loads(result.stdout) == tags()

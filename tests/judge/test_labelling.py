@@ -68,6 +68,15 @@ def test_session_is_saved_after_each_key_and_resumable(monkeypatch: pytest.Monke
     assert len(labelled) == 5 and all(item.right for item in labelled)
 
 
+@pytest.mark.parametrize("content", ["my notes", '{"question": "q", "answer": "a", "label": "right"', '{"question": "q"} # a comment'])
+def test_a_session_removes_no_incomplete_last_line(run: Path, content: str) -> None:
+    path = run.parent / "hand.jsonl"
+    path.write_text(content)
+    result = agentrl("label", str(run), "--out", str(path))
+    assert result.returncode == 2 and "hand.jsonl:1: the last line does not end with a line break\n  fix: " in result.stderr
+    assert path.read_text() == content
+
+
 def test_control_characters_do_not_reach_the_terminal(monkeypatch: pytest.MonkeyPatch, run: Path) -> None:
     output, _ = press(monkeypatch, run, "r")
     assert not [char for char in output if not char.isprintable() and char != "\n"]
@@ -109,6 +118,9 @@ def test_a_last_label_without_a_line_break_and_a_pipe_are_reported(tmp_path: Pat
         read_labels([path])
     path.write_text('{"question": "q", "answer": "a", "label": "right"}\n{"question": "q", "ans')
     assert len(read_labels([path])) == 1, "a killed process left half a line"
+    path.write_text('{"question": "q", "answer": "a", "label": "right"}\n // {"question": "q"} a comment')
+    with pytest.raises(UserError, match=r"l\.jsonl:2: the last line does not end with a line break"):
+        read_labels([path])
     os.mkfifo(tmp_path / "pipe")
     for not_a_file in (tmp_path / "pipe", tmp_path, path / "x"):
         with pytest.raises(UserError, match=r"regular file|irectory"):

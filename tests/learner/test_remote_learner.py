@@ -109,7 +109,7 @@ def test_a_learner_resumes_from_the_checkpoint_before_a_damaged_one_at_the_drive
         data[len(data) // 2] ^= 1
         state.write_bytes(data)
         resumed = run_learner(host, tmp_path / "b", driver)
-        assert resumed.returncode == 0 and "resumed after 1 steps" in resumed.stderr, resumed.stderr
+        assert resumed.returncode == 0 and "resumed after step 1 from" in resumed.stderr, resumed.stderr
         assert (run / "versions" / "000002" / "model.safetensors").read_bytes() == version
 
 
@@ -148,7 +148,7 @@ def test_a_learner_on_two_hosts_saves_one_checkpoint_that_one_host_resumes(tmp_p
         store.close()
     with driving(run) as driver:
         last = run_learner(host, tmp_path / "third", driver)
-        assert last.returncode == 0 and "resumed after 2 steps" in last.stderr, last.stderr
+        assert last.returncode == 0 and "resumed after step 2 from" in last.stderr, last.stderr
     assert (run / "versions" / "000003" / "model.safetensors").exists()
 
 
@@ -190,7 +190,7 @@ async def test_a_learner_process_on_two_hosts_fails_if_either_does_and_resumes(t
         finally:
             await learner.kill()
             await launcher.close()
-    assert "resumed after 1 steps" in learner.log_tail() and (run / "logs" / "learner-1.log").exists()
+    assert "resumed after step 1 from" in learner.log_tail() and (run / "logs" / "learner-1.log").exists()
     registry = FolderRegistry(run / "versions")
     assert [version.number for version in registry.versions()] == [0, 1, 2]
     assert {path.name for path in (run / "checkpoints" / "000002").rglob("rng_*.pt")} == {"rng_00.pt", "rng_01.pt"}

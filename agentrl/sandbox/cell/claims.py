@@ -30,7 +30,7 @@ from typing import Any
 
 import httpx
 
-from agentrl.base.error_text import one_line_error
+from agentrl.base.error_text import one_line_error, reason_text
 from agentrl.errors import SandboxError, UserError
 from agentrl.sandbox import images
 from agentrl.sandbox.cell import wire
@@ -70,7 +70,8 @@ class KubernetesApi:
                 verify = ssl.create_default_context(cafile=authority or str(_ACCOUNT / "ca.crt"))
             except (OSError, ssl.SSLError) as error:
                 raise UserError(
-                    f"cannot read the certificate authority of the Kubernetes API: {error}", fix="set authority to the path of its file"
+                    f"cannot read the certificate authority of the Kubernetes API: {reason_text(error)}",
+                    fix="set authority to the path of its file",
                 ) from None
         address = url or f"https://{f'[{host}]' if ':' in host else host}:{port}"
         self._date: tuple[datetime, float] | None = None  # of the newest reply: the API's time, and the local monotonic time
