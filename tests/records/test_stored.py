@@ -158,7 +158,8 @@ def test_a_quarantined_task_is_known_after_a_resume(failure: Failure, task_id: s
 @given(strategies.records(PolicyVersion), st.dictionaries(utf8_text, numbers.filter(lambda value: value == value), max_size=3))
 @drawn
 def test_versions_are_read_back_from_the_registry(version: PolicyVersion, evals: Mapping[str, float]) -> None:
-    version = dataclasses.replace(version, number=abs(version.number) % 10**6, state=VersionState.CANDIDATE)
+    number = abs(version.number) % 10**6
+    version = dataclasses.replace(version, number=number, folder=f"versions/{number:06d}", state=VersionState.CANDIDATE)
     with tempfile.TemporaryDirectory() as name:
         registry = FolderRegistry(Path(name) / "versions")
         registry.add(version)
