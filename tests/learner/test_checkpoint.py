@@ -115,8 +115,8 @@ def test_newest_is_none_without_checkpoints(tmp_path: Path) -> None:
 def test_the_newest_checkpoint_is_that_with_the_largest_number(tmp_path: Path) -> None:
     for number, name in ((1, "999999"), (2, "1000000")):
         _write(tmp_path, number).rename(tmp_path / name)
-    found = newest(tmp_path)
-    assert found is not None and found.meta.step == 2
+    checkpoint_read = newest(tmp_path)
+    assert checkpoint_read is not None and checkpoint_read.meta.step == 2
 
 
 @given(strategies.records(CheckpointMeta))
