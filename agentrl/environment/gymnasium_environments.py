@@ -35,7 +35,7 @@ ACTIONS = {
     "Acrobot": ("left", "none", "right"),
     "LunarLander": ("none", "left", "main", "right"),
 }
-"""Names of discrete actions, for environments that declare none (see `_declared_names`)."""
+"""Names of discrete actions, for environments that declare none (see `_action_names`)."""
 FEATURES = {
     "CartPole": ("position", "velocity", "angle", "angular velocity"),
     "MountainCar": ("position", "velocity"),
@@ -110,7 +110,7 @@ class GymnasiumEnvironment(Environment):
     def _declared_names(self, numbers: Sequence[int]) -> tuple[str, ...]:
         names: tuple[str, ...] = ()
         with logging_faults(f"{self._name}: the names of the actions"):  # such as a property that requires a reset
-            names = _declared_names(getattr(self._wrapped, "unwrapped", None), numbers)
+            names = _action_names(getattr(self._wrapped, "unwrapped", None), numbers)
         return names
 
     def reset(self, seed: int) -> str | Observation:
@@ -219,7 +219,7 @@ def _broken_module(id: str, error: BaseException) -> PluginError:
     return PluginError(f"gymnasium:{id} cannot be imported: {one_line_error(error)}", fix="correct its module")
 
 
-def _declared_names(environment: Any, numbers: Sequence[int]) -> tuple[str, ...]:
+def _action_names(environment: Any, numbers: Sequence[int]) -> tuple[str, ...]:
     """Returns the names that an environment declares for its discrete actions, in order, as Atari (`get_action_meanings()`), MiniGrid and
     NetHack (`actions`, members of enumerations) do. Empty if it declares none, or if a name is empty or has white space at its ends."""
     if callable(meanings := getattr(environment, "get_action_meanings", None)):

@@ -25,6 +25,12 @@ from torch.nn import functional as F
 from agentrl.learner.ulysses import TokenShard, sharded_attention
 
 Ints = NDArray[np.int64]
+NAME = "agentrl_forest"
+_WASTE = 1.3  # largest ratio of padded to real query-key pairs in a batch of branches ...
+_SLACK = 2**15  # ... plus this many pairs, which cost less than another kernel call
+_PIECE = 128  # maximum number of queries in a row
+_FLOAT_MASK = 2**22  # elements of the largest mask that is stored as floats (16 MiB)
+_BLOCK = 128  # FlexAttention's tile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,14 +94,6 @@ def build_forest(sequences: Sequence[Sequence[int]]) -> Forest:
         branches=tuple(branches),
         paths=tuple(paths),
     )
-
-
-NAME = "agentrl_forest"
-_WASTE = 1.3  # largest ratio of padded to real query-key pairs in a batch of branches ...
-_SLACK = 2**15  # ... plus this many pairs, which cost less than another kernel call
-_PIECE = 128  # maximum number of queries in a row
-_FLOAT_MASK = 2**22  # elements of the largest mask that is stored as floats (16 MiB)
-_BLOCK = 128  # FlexAttention's tile
 
 
 class ForestLayout:

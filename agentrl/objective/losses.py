@@ -42,6 +42,7 @@ from agentrl.protocols import LossTokens
 from agentrl.records import Sample
 
 Surrogate = tuple[Tensor, Tensor]  # [N] to maximize, with gradient; [N] bool, True where the bound is active
+Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,9 +255,6 @@ def importance_weights(log_ratio: Tensor, segments: Segments, correction: Correc
         return ratio.clamp(max=correction.cap).masked_fill(outside, 0.0), outside | (ratio > correction.cap)
     outside = (ratio > correction.cap) | (ratio < correction.floor)
     return ratio.masked_fill(outside, 0.0), outside
-
-
-Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,13 @@ from agentrl.objective.losses import Segments, importance_weights, k3, kl_term, 
 from agentrl.plugins import parts
 from agentrl.protocols import Loss
 
+SUM_NAMES = (
+    *("tokens", "ratio", "weight", "weight_squared", "clipped", "clipped_high", "truncated", "kl", "entropy", "mismatch"),
+    *("same", "same_kl", "kl_reference"),
+)
+MAX_NAMES = ("ratio", "inverse_ratio", "mismatch")
+LARGEST_WEIGHT = 1e100  # largest importance weight in sums, so that the square of a sum is finite
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedTokens:
@@ -131,14 +138,6 @@ def _penalty(tokens: TrainedTokens, objective: ObjectiveConfig, entropy_coef: fl
             raise ValueError("objective.entropy_coef needs entropies with a gradient")
         total = total - entropy_coef * tokens.entropy
     return total
-
-
-SUM_NAMES = (
-    *("tokens", "ratio", "weight", "weight_squared", "clipped", "clipped_high", "truncated", "kl", "entropy", "mismatch"),
-    *("same", "same_kl", "kl_reference"),
-)
-MAX_NAMES = ("ratio", "inverse_ratio", "mismatch")
-LARGEST_WEIGHT = 1e100  # largest importance weight in sums, so that the square of a sum is finite
 
 
 def token_statistics(

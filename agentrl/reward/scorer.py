@@ -37,6 +37,9 @@ from agentrl.reward.verifier_call import (
 )
 
 log = logging.getLogger(__name__)
+AUDIT_PART = "audit"
+_CONTRADICTS = 0.5  # an audit below this fraction of the reward contradicts the reward
+_MAX_MESSAGE = 1000  # characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,11 +226,6 @@ class TaskScorer:
         verifier, what = self._verifiers[reference], f"verifier {reference}"
         limit = self.sandbox_timeout_s if needs_sandboxes(verifier) else timeout_of(verifier, self.timeout_s)
         return await call_verifier(verifier, what, task, episode, self.sandboxes, timeout_s=limit)
-
-
-AUDIT_PART = "audit"
-_CONTRADICTS = 0.5  # an audit below this fraction of the reward contradicts the reward
-_MAX_MESSAGE = 1000  # characters
 
 
 def named_parts(scores: Mapping[str, Score]) -> dict[str, float]:

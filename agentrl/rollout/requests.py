@@ -42,6 +42,8 @@ SLOW_SERVER = "slow_server"
 DRIVER_STALLED = "driver_stalled"
 WALL_LIMIT = "wall_limit"
 ADVICE = "raise Limits.wall_s or serving.threads, or lower rollout.concurrency; --resume accepts serving.* and rollout.concurrency"
+ANSWER = ".answer"
+"""Suffix of the request id for the part of a turn after the bound."""
 
 
 class SlowServer(ServingError):
@@ -207,10 +209,6 @@ class EpisodeRequests:
 
 
 EMPTY_COMPLETION = Completion(token_ids=(), logprobs=(), versions=(), finish_reason=CUT)
-
-
-ANSWER = ".answer"
-"""Suffix of the request id for the part of a turn after the bound."""
 
 
 def thinking_bound(task: Task, thinking: Thinking | None) -> tuple[int, Thinking] | None:
