@@ -87,7 +87,10 @@ def test_unresolvable_family_raises_with_its_name(family: str) -> None:
     assert "fix" in str(error.value)
 
 
-@pytest.mark.parametrize("family", ["tables:Tables", "reasoning:Reasoning", "pages:Pages", "pages:Questions", "desk:Desk"])
+@pytest.mark.parametrize(
+    "family",
+    ["tables:Tables", pytest.param("reasoning:Reasoning", marks=pytest.mark.models), "pages:Pages", "pages:Questions", "desk:Desk"],
+)
 @pytest.mark.parametrize("limit", ["turn_tokens", "episode_tokens"])
 def test_the_error_for_a_limit_of_zero_names_the_limit_and_the_options(family: str, limit: str) -> None:
     config = TasksConfig(family=Part(f"sandboxes.{family}", options={limit: 0}))
