@@ -147,8 +147,9 @@ class _Evaluation:
     async def run_case(self, suite: Suite, case: Case) -> tuple[CaseOutcome, list[SuiteAttempt]]:
         """Runs the attempts at a case. Returns the outcome of the case and the records of the attempts."""
         prepared, policy = self._prepared, self._policy
-        label = EVAL_PHASE if len(prepared.suites) == 1 else self._names[suite.folder]
-        planned = [plan_case(case, f"{label}-{case.id}-r{number}", policy.broken) for number in range(prepared.repeats_of(suite, case))]
+        # Names of suites contain no colon, so the episodes of different suites have different ids.
+        prefix = f"{EVAL_PHASE}-" if len(prepared.suites) == 1 else f"{self._names[suite.folder]}:"
+        planned = [plan_case(case, f"{prefix}{case.id}-r{number}", policy.broken) for number in range(prepared.repeats_of(suite, case))]
         episodes = await run_attempts(policy.groups, planned, self._count)
         attempts = []
         for number, scored in enumerate(episodes):

@@ -102,7 +102,7 @@ def _run_torchrun(placement: Placement, worker: list[str]) -> None:
             os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface_of(own)
         address = ["--rdzv-backend=static", f"--rdzv-endpoint={placement.host}:{port}", f"--local-addr={own}"]
         nodes = [f"--nnodes={placement.nodes}", f"--node-rank={placement.node}", f"--nproc-per-node={placement.ranks}"]
-        torchrun([*address, *nodes, "-m", *worker])
+        torchrun([*address, *nodes, f"--log-dir={os.devnull}", "-m", *worker])  # a folder would remain in the temporary folder
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode < 0:  # a killed worker sends no reason

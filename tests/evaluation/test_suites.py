@@ -105,6 +105,14 @@ def test_every_case_has_a_status_that_decides_the_exit_code(project: Path) -> No
     assert details.exit_code == 0 and "What is case bad?" in details.stdout
 
 
+def test_episodes_of_different_suites_have_different_ids(project: Path) -> None:
+    make_suite(project / "evals" / "math", make_case("hard-good"))
+    make_suite(project / "evals" / "math-hard", make_case("good"))
+    run_eval(project / "evals", "--run-dir", project / "r")
+    attempts = [*_attempts(project / "r" / "suites" / "math"), *_attempts(project / "r" / "suites" / "math-hard")]
+    assert [attempt.episode for attempt in attempts] == ["math:hard-good-r0-a0", "math-hard:good-r0-a0"]
+
+
 def test_a_passing_policy_exits_with_0_and_can_be_pinned(project: Path) -> None:
     suite = make_suite(project / "s", make_case("good"), make_case("flaky", threshold=0.5))
     code, output = run_eval(suite.folder, "--repeats", "2", "--pin", "--run-dir", project / "r")
@@ -137,14 +145,14 @@ def test_code_that_raises_system_exit_costs_only_its_case(project: Path) -> None
     suite = make_suite(project / "s", *map(make_case, names))
     code, output = run_eval(suite.folder, "--run-dir", project / "r")
     assert code == 1 and "s: 1 of 4 cases passed, 0 failed, 3 unscored" in output, output
-    reasons = {name: attempt.reason for name, attempt in zip(sorted(names), _attempts(project / "r"), strict=True)}
+    reasons = {name: attempt.reason for name, attempt in zip(sorted(names), _attempts(project / "r" / "suite"), strict=True)}
     assert "verifier raised RuntimeError: verifier" in reasons["good_leaves"] and "suite_parts.py:" in reasons["good_leaves"], reasons
     assert "the agent raised KeyboardInterrupt" in reasons["leaves"] and "suite_parts.py:" in reasons["leaves"], reasons
     assert "SystemExit: 0" in reasons["exits"], reasons
 
 
-def _attempts(run: Path) -> list[results.CaseAttempt]:
-    return sorted(results.load_results(run / "suite").attempts, key=lambda attempt: attempt.case)
+def _attempts(evaluation: Path) -> list[results.CaseAttempt]:
+    return sorted(results.load_results(evaluation).attempts, key=lambda attempt: attempt.case)
 
 
 def test_unusable_suites_are_reported_before_anything_runs(project: Path) -> None:

@@ -299,8 +299,11 @@ async def test_a_failed_start_reports_its_cause(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-async def test_a_killed_rank_is_reported(tmp_path: Path, ranks: int) -> None:
-    """A killed rank writes no error, so the launcher's report of it is used."""
+async def test_a_killed_rank_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    """A killed rank writes no error, so the launcher's report of it is used. No log of torchrun remains in the temporary folder."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
     recipe = build_recipe(learner={"ranks": ranks})
     write_run(tmp_path, recipe, [])
     learner = LearnerProcess(tmp_path, recipe)
@@ -313,6 +316,7 @@ async def test_a_killed_rank_is_reported(tmp_path: Path, ranks: int) -> None:
             await learner.wait(timeout_s=300)
     finally:
         await learner.kill()
+    assert not list(temporary.glob("torchelastic_*"))
 
 
 # An attack by a local user on the store through which the workers find each other: write a pickle to the key that torchrun's dynamic
