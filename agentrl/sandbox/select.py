@@ -128,7 +128,12 @@ class LazySandboxes:
         async with self._lock:
             if self._closed:
                 raise SandboxError("the sandboxes of this run are closed")
-            self._backend = self._backend or await self._opening()
+            if self._backend is None:
+                backend = await self._opening()
+                if self._closed:  # in the meantime, by a call of `close` that may have been cancelled
+                    await backend.close()
+                    raise SandboxError("the sandboxes of this run are closed")
+                self._backend = backend
             return self._backend
 
     async def prepare(self, spec: SandboxSpec) -> None:

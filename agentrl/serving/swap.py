@@ -107,6 +107,10 @@ class HotSwap(ABC):
             weights.refuse()
             self._server.mark_unsound(f"version {weights.number} could not be restored: {error}")
             raise SwapError(f"version {weights.number} could not be restored; the server must be restarted: {error}") from error
+        except asyncio.CancelledError:
+            weights.refuse()
+            self._server.mark_unsound(f"version {weights.number} was not restored, because the swap was cancelled twice")
+            raise
 
 
 class FileWeightChannel(HotSwap):

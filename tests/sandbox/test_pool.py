@@ -168,7 +168,8 @@ async def test_closed_pool_opens_nothing(backend):
         await pool.open(SPEC)
 
 
-async def test_a_backend_that_is_opened_while_its_run_ends_is_closed(backend):
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_a_backend_that_is_opened_while_its_run_ends_is_closed(backend, cancelled):
     started, finish = asyncio.Event(), asyncio.Event()
     pool = WarmPool(backend, warm=0, max_open=1)
 
@@ -183,14 +184,17 @@ async def test_a_backend_that_is_opened_while_its_run_ends_is_closed(backend):
     closing = asyncio.create_task(lazy.close())
     await settle()
     assert not closing.done()
+    if cancelled:
+        closing.cancel()
+        await settle()
     finish.set()
     await asyncio.wait({first, second, closing})
-    assert isinstance(second.exception(), SandboxError)
+    assert isinstance(first.exception(), SandboxError) and isinstance(second.exception(), SandboxError)
     with pytest.raises(SandboxError, match="closed"):
         await pool.open(SPEC)
     with pytest.raises(SandboxError, match="closed"):
         await lazy.open(SPEC)
-    await closing
+    assert closing.cancelled() is cancelled
 
 
 class NewBackend(Backend):

@@ -24,6 +24,7 @@ from agentrl.serving.probe import judge_logprob_difference, max_logprob_differen
 from agentrl.serving.swap import HotSwap
 from agentrl.version import deltas
 from tests.serving.scripted_server import HANG, Call, ScriptedServer, generated, scripted_server
+from tests.waiting import until
 
 PROBE = Probe(token_ids=((1, 2, 3),), logprobs=((-1.0, -2.0),))
 EXCHANGE = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume"]
@@ -235,6 +236,19 @@ async def test_cancellation_leaves_the_server_running(tmp_path: Path) -> None:
         with pytest.raises(asyncio.CancelledError):
             await task
         assert script.paths()[-1] == "/resume"
+
+
+async def test_a_server_is_unsound_after_a_cancellation_while_it_is_restored(tmp_path: Path) -> None:
+    version = publish(tmp_path, 5)
+    async with channel(tmp_path, Engine(update_weights=HANG, finish_weight_update=HANG)) as (weight_channel, server, script):
+        task = asyncio.create_task(swap(weight_channel, tmp_path, version))
+        for path in ("/update_weights", "/finish_weight_update"):
+            await until(lambda path=path: path in script.paths(), 60.0)
+            task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert script.paths()[-1] == "/finish_weight_update"
+        assert not await server.alive() and "cancelled twice" in server.end_reason
 
 
 async def test_a_server_that_answers_with_another_version_is_refused(tmp_path: Path) -> None:
