@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from datetime import date, time
+from fractions import Fraction
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -141,8 +142,8 @@ def verdict(request: Mapping[str, Any]) -> dict[str, Any]:
         if unknown := sorted(set(_formats(schema)) - set(checker.checkers)):
             return result | {"schema": f"format {unknown[0][:80]!r} cannot be checked: use a pattern, or remove it"}
         value = strict_json(request["text"])
-        strict = jsonschema.validators.extend(kind, {"pattern": _pattern})
-        error = next(iter(strict(schema, registry=Registry(), format_checker=checker).iter_errors(value)), None)
+        strict = jsonschema.validators.extend(kind, {"pattern": _pattern, "multipleOf": _multiple_of})
+        error = next(iter(strict(_with_patterns(schema), registry=Registry(), format_checker=checker).iter_errors(value)), None)
     except jsonschema.SchemaError as problem:
         return result | {"schema": str(problem.message)[:300]}
     except Unresolvable as problem:
@@ -181,6 +182,36 @@ def _pattern(validator: Any, pattern: str, instance: Any, schema: Any) -> Iterat
         yield ValidationError(f"{instance!r} does not match {pattern!r}")
 
 
+def _multiple_of(validator: Any, divisor: Any, instance: Any, schema: Any) -> Iterator[Any]:
+    """Checks `multipleOf` on the decimal numbers as written: 19.99 is a multiple of 0.01, although its float is not."""
+    from jsonschema import ValidationError
+
+    if validator.is_type(instance, "number") and Fraction(repr(instance)) % Fraction(repr(divisor)):
+        yield ValidationError(f"{instance!r} is not a multiple of {divisor!r}")
+
+
+def _with_patterns(schema: Any) -> Any:
+    """Returns a copy of the schema in which the patterns of `patternProperties` are interpreted as in `_pattern`."""
+    if isinstance(schema, list):
+        return [_with_patterns(entry) for entry in schema]
+    if not isinstance(schema, dict):
+        return schema
+    copy = {}
+    for key, inner in schema.items():
+        if key in _BY_NAME and isinstance(inner, dict):
+            names = {name: _ascii_pattern(name) if key == "patternProperties" else name for name in inner}
+            copy[key] = {names[name]: _with_patterns(entry) for name, entry in inner.items()}
+        else:
+            copy[key] = inner if key in _DATA else _with_patterns(inner)
+    return copy
+
+
+def _ascii_pattern(pattern: str) -> str:
+    """Returns a pattern for Python that matches as in `_pattern`. A pattern with Python's flags at its start is returned unchanged."""
+    return pattern if _FLAGS.match(pattern) else f"(?a:{_END.sub(_to_the_end, pattern)})"
+
+
+_FLAGS = re.compile(r"\(\?[a-zA-Z]+\)")
 _END = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\$", re.DOTALL)
 _EMAIL = re.compile(r"[^@\s]+@[^@\s]+")
 _TIME = re.compile(r"\d\d:\d\d:\d\d(?:\.\d{1,9})?(?:Z|[+-]\d\d:\d\d)", re.ASCII | re.IGNORECASE)

@@ -355,3 +355,28 @@ TREES: list[tuple[ToolUse, tuple[Trajectory, ...], float]] = [
 async def test_calls_of_sub_agents_count_in_their_order(rules: ToolUse, lines: tuple[Trajectory, ...], expected: float) -> None:
     attempt = Episode(id="e", task_id="t", task_key="k", trajectories=lines, answer="x")
     assert (await judged(rules, task(), attempt)).value == expected
+
+
+@pytest.mark.parametrize(
+    ("divisor", "number", "expected"),
+    [(0.01, "19.99", 1.0), (0.1, "0.3", 1.0), (0.01, "19.995", 0.0), (0.5, "1" + "0" * 400, 1.0), (3, "10", 0.0), (1e-300, "1e300", 1.0)],
+)
+async def test_multiples_are_computed_on_decimal_numbers(divisor: float, number: str, expected: float) -> None:
+    assert await value(JsonSchema(schema={"multipleOf": divisor}), number) == expected
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "expected"),
+    [
+        ("^[0-9]+$", "12", 1.0),
+        ("^[0-9]+$", "12\n", 0.0),
+        (r"^\d+$", "12", 1.0),
+        (r"^\d+$", "\u0661", 0.0),
+        ("(?i)^a$", "A", 1.0),
+        ("^[$]$", "$", 1.0),
+    ],
+)
+async def test_patterns_of_property_names_are_interpreted_as_in_ecmascript(pattern: str, name: str, expected: float) -> None:
+    schema = {"patternProperties": {pattern: {"type": "integer"}, "^other$": {}}, "additionalProperties": False}
+    schema = {"type": "array", "items": schema}
+    assert await value(JsonSchema(schema=schema), json.dumps([{name: 1}])) == expected
