@@ -19,7 +19,7 @@ from agentrl.plugins.protocol_checks import protocol_errors
 from agentrl.plugins.references import resolve
 from agentrl.protocols.reward import AWAITING_GROUP_JUDGE, GroupJudge
 from agentrl.records import Blame, Episode, Score, ScoredEpisode, Task
-from agentrl.reward.scorer import TaskScorer, named_parts, weighted_turns
+from agentrl.reward.scorer import TaskScorer, add_branches, named_parts, weighted_turns
 from agentrl.reward.verifier_call import (
     CONTROL_ANSWERS,
     InvalidScore,
@@ -163,12 +163,14 @@ class GroupJudgeScorer:
         parts = named_parts({self.name: judged})
         if attempt.score.value is None:
             return await self.task_scorer.audit_score(task, attempt.episode, replace(judged, parts=parts))
-        return Score(
+        weighted = [(self.weight, judged), (1 - self.weight, attempt.score)]
+        combined = Score(
             value=self.weight * judged.value + (1 - self.weight) * attempt.score.value,
             parts={**attempt.score.parts, **parts},
             evidence="\n".join(filter(None, [attempt.score.evidence, judged.evidence])),
-            turn_rewards=weighted_turns([(self.weight, judged), (1 - self.weight, attempt.score)]),
+            turn_rewards=weighted_turns(weighted),
         )
+        return add_branches(combined, weighted)
 
 
 def _is_shown(attempt: ScoredEpisode) -> bool:

@@ -13,7 +13,7 @@ import pytest
 
 from agentrl.errors import JudgeError, PluginError, TaskError
 from agentrl.protocols.reward import AWAITING_GROUP_JUDGE
-from agentrl.records import Blame, Episode, Failure, Message, SandboxSpec, Score, ScoredEpisode, Split, Task
+from agentrl.records import Blame, Episode, Failure, Message, SandboxSpec, Score, ScoredEpisode, Split, Task, Trajectory
 from agentrl.reward import TaskScorer
 from agentrl.reward.group_judging import GroupJudgeScorer, load_group_judge
 
@@ -149,6 +149,13 @@ async def test_verifiers_are_weighted_and_unscored_attempts_are_not_shown() -> N
     high, low, unscored = await group_scorer.score_group(TASK, [ended("1", first), ended("0", first), ended("0.5", broken)])
     assert (high.value, low.value, unscored) == (0.625, 0.375, broken) and judge.shown == [["1", "0"]]
     assert high.parts["rank"] == 1.0 and high.parts["tests.reward.test_group_judging:half/x"] == 1.0
+
+
+async def test_values_of_single_trajectories_are_weighted() -> None:
+    episode = replace(ended("1").episode, trajectories=(Trajectory(agent="main", turns=()), Trajectory(agent="helper", turns=())))
+    attempt = ScoredEpisode(episode=episode, score=Score(value=0.5, branches=(None, 0.0), without=(0.25, None)))
+    scored, _ = await scorer(Ranks(), weight=0.25).score_group(TASK, [attempt, attempt])
+    assert (scored.value, scored.branches, scored.without) == (0.625, (None, 0.25), (0.4375, None))
 
 
 async def test_audit_runs_on_attempts_that_the_judge_scored() -> None:
