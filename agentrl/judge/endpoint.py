@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_Structured = Literal["auto", "always", "never"]
 _EXCERPT = 300  # maximum number of characters of an error response that are quoted in messages
 _LONGEST_KEY = 8192
 _SHORTEST_HIDDEN = 16  # shorter header values may be ordinary text and are not redacted in responses
@@ -118,7 +119,7 @@ class Endpoint:
     seed: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)  # additional keys of the request, such as {"reasoning_effort": "low"}
     headers: Mapping[str, str] = field(default_factory=dict)  # additional headers, each by reference: {"api-key": "env:THEIR_KEY"}
-    structured: Literal["auto", "always", "never"] = "auto"  # whether to send a JSON schema; auto sends it until the server rejects it
+    structured: _Structured = "auto"  # whether to send a JSON schema; auto sends it until the server rejects it
     timeout_s: float = 120.0  # deadline of one request
     patience_s: float = 1800.0  # deadline of one query, including all its requests and waits
     max_bytes: int = 1 << 20  # maximum size of one response body
@@ -140,6 +141,8 @@ class Endpoint:
                     f"Endpoint.headers: {printable(name, 80)!r} must be an additional header with a reference as its value",
                     fix='write {"api-key": "env:THEIR_KEY"}, or "file:/run/secrets/key" as the value; for a bearer token, use key_env',
                 )
+        if self.structured not in get_args(_Structured):
+            raise UserError(f"Endpoint.structured is {self.structured!r}", fix=f"use one of {', '.join(get_args(_Structured))}")
         if not self.model:
             raise UserError("a judge's endpoint needs a model name", fix='write Endpoint(url=..., model="...")')
         for name in ("timeout_s", "patience_s", "max_bytes", "concurrency", "max_tokens"):

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 from agentrl.base import user_code
 from agentrl.base.numbers import is_at_least
@@ -23,6 +23,7 @@ from agentrl.reward.scorer import named_parts
 from agentrl.reward.verifier_call import call_verifier, needs_sandboxes, prepare_verifier, timeout_of
 
 _TIMEOUT_S = 30.0  # deadline of a member that declares none
+_Aggregate = Literal["median", "mean", "majority"]
 _OTHER_PARTS = ("", "disagreement", "judges")
 _MAX_EVIDENCE = 2000  # maximum length of each member's evidence, in characters
 
@@ -49,7 +50,7 @@ class Ensemble:
     """
 
     judges: dict[str, Verifier]
-    aggregate: Literal["median", "mean", "majority"] = "median"  # majority: scores of at least `threshold` are votes for 1, others for 0
+    aggregate: _Aggregate = "median"  # majority: scores of at least `threshold` are votes for 1, others for 0
     threshold: float = 0.5
     quorum: int | None = None  # None means more than half of the members
     max_disagreement: float = 0.5
@@ -72,6 +73,11 @@ class Ensemble:
             raise UserError(
                 "two judges of an ensemble send the same prompts to the same model, so one would receive the other's cached answers",
                 fix="use different seeds, or different revisions if servers with the same model name serve different weights",
+            )
+        if self.aggregate not in get_args(_Aggregate) or not math.isfinite(self.threshold):
+            raise UserError(
+                f"aggregate={self.aggregate!r} with threshold={self.threshold} cannot combine scores",
+                fix=f"use one of {', '.join(get_args(_Aggregate))}, and a finite threshold",
             )
         if not 1 <= self._needed <= len(self.judges) or not self.max_disagreement >= 0:
             raise UserError(

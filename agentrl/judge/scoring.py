@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 from agentrl.errors import UserError
 from agentrl.judge import verdict
@@ -49,6 +49,8 @@ class Form:
             raise UserError("a form needs criteria with different names", fix="write criteria=(Criterion(name=..., asks=...),)")
         if not {"answer", "transcript", "outputs"} & set(self.shows):
             raise UserError("a form must show some of the agent's work", fix='write shows=("question", "answer")')
+        if unknown := [name for name in self.shows if name not in get_args(PromptField)]:
+            raise UserError(f"a form cannot show {unknown[0]!r}", fix=f"use some of {', '.join(get_args(PromptField))}")
 
     @property
     def schema(self) -> dict[str, Any]:

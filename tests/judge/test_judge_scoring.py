@@ -23,7 +23,7 @@ from tests.judge.judge_parts import RIGHT, TASK, WRONG, endpoint, episode, score
 async def scored(reply: ScriptedAnswer, *, form: Form = CORRECT, answer: str | None = "It is Paris.", **options: object) -> Score:
     with ChatServer([reply]) as server:
         limit_s = 0.15 if reply.hangs else 60.0  # a busy machine may be slow
-        judge = Judge(endpoint=endpoint(server.url, patience_s=3.0, timeout_s=limit_s), form=form, **options)  # type: ignore[arg-type]
+        judge = Judge(endpoint=endpoint(server.url, patience_s=3.0, timeout_s=limit_s), form=form, **options)
         try:
             return await judge(TASK, episode(answer))
         finally:
@@ -171,7 +171,7 @@ async def test_budget_holds_across_processes_and_resumes(tmp_path: Path) -> None
         paid = endpoint(server.url, prices=Prices(prompt=1.0, completion=2.0))
 
         def judge(**budget: float) -> Judge:
-            return Judge(endpoint=paid, form=CORRECT, ledger=str(tmp_path / "l.sqlite"), budget=Budget(**budget))  # type: ignore[arg-type]
+            return Judge(endpoint=paid, form=CORRECT, ledger=str(tmp_path / "l.sqlite"), budget=Budget(**budget))
 
         async def ask(asked_judge: Judge, *questions: str) -> list[Score]:
             scores_ = await asyncio.gather(*(asked_judge(task(question), episode()) for question in questions))
@@ -218,6 +218,8 @@ def test_invalid_settings_raise_on_construction() -> None:
         lambda: Criterion(name="x", asks="?", high=0),
         lambda: Form(instructions="x", criteria=()),
         lambda: Form(instructions="x", criteria=CORRECT.criteria, shows=("question",)),
+        lambda: Form(instructions="x", criteria=CORRECT.criteria, shows=("question", "refrence", "answer")),
+        lambda: replace(judge_endpoint, structured="alway"),
         lambda: Budget(calls=0),
         lambda: Prices(prompt=float("nan")),
         lambda: replace(judge_endpoint, timeout_s=0.0),

@@ -62,7 +62,16 @@ async def test_missing_quorum_is_blamed_on_the_infrastructure() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"quorum": 0}, {"quorum": 4}, {"min_agreement": 0.8}, {"min_coverage": 0.8}, {"judges": {"a": Fixed(1.0)}}]
+    "options",
+    [
+        {"quorum": 0},
+        {"quorum": 4},
+        {"min_agreement": 0.8},
+        {"min_coverage": 0.8},
+        {"judges": {"a": Fixed(1.0)}},
+        {"aggregate": "medain"},
+        {"aggregate": "majority", "threshold": float("nan")},
+    ],
 )
 def test_invalid_ensembles_raise(options: dict[str, Any]) -> None:
     with pytest.raises(UserError):
