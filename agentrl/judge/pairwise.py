@@ -35,7 +35,7 @@ class Pairwise(ModelJudge):
     """Compares two answers. As a verifier, it compares the agent's answer with the reference answer: 1 means better, 0.5 equal, 0 worse.
 
     Each comparison consists of two queries, of which the second shows the answers in the reverse order. If the two verdicts contradict each
-    other, for example because of position bias, the episode is unscored.
+    other, for example because of position bias, the episode is unscored. Answers with the same text are equal without a query.
     """
 
     criteria: str = "Prefer the answer that is right and does what the question asks; length and tone do not count."
@@ -58,6 +58,8 @@ class Pairwise(ModelJudge):
     async def compare(self, problem: str, first: str, second: str) -> Comparison:
         """Compares two answers to the question `problem`, and returns which answer is better."""
         client = self._client()
+        if first.strip() == second.strip():  # a preference for a position would leave such a pair without a verdict
+            return Comparison(better="tie", shown=("tie", "tie"), answer=JudgeAnswer(), reasons="the answers are the same")
         queries = self._query(problem, first, second), self._query(problem, second, first)
         answers = await asyncio.gather(*(client.ask(query, _read) for query in queries))
         sides: list[str] = ["" if answer.verdict is None else answer.verdict[0] for answer in answers]

@@ -127,6 +127,13 @@ async def test_comparison_counts_only_if_both_orders_agree(prefers: str, value: 
         await judge.close()
 
 
+async def test_answer_that_equals_the_reference_is_as_good() -> None:
+    with ChatServer(lambda body, number: ScriptedAnswer(comparison(body, "position A"))) as server:
+        judge = Pairwise(endpoint=endpoint(server.url))
+        assert (await judge(TASK, episode(" Paris\n"))).value == 0.5 and server.requests == []
+        await judge.close()
+
+
 async def test_pair_with_an_unreadable_order_is_unscored() -> None:
     with ChatServer([ScriptedAnswer(json.dumps({"better": "A"})), ScriptedAnswer("I like both")]) as server:
         judge = Pairwise(endpoint=endpoint(server.url))
