@@ -98,8 +98,8 @@ class Listwise(ModelJudge):
         return rankings, JudgeAnswer(text=answers[0].verdict[1])
 
     def _query(self, problem: str, texts: Sequence[str]) -> ChatQuery:
-        data = {"question": problem, **{f"answer {number}": text for number, text in enumerate(texts, 1)}}
-        data = {name: truncate_middle(text, _MAX_ANSWERS // len(texts)) for name, text in data.items()}
+        answers = {f"answer {number}": truncate_middle(text, _MAX_ANSWERS // len(texts)) for number, text in enumerate(texts, 1)}
+        data = {"question": problem, **answers}
         ranking = {"type": "array", "items": {"type": "integer", "minimum": 1, "maximum": len(texts)}}
         return ChatQuery(instructions=self._instructions(), data=data, schema=verdict.schema({"ranking": ranking}))
 

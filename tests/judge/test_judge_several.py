@@ -159,6 +159,15 @@ async def test_ranking_does_not_depend_on_the_order_shown() -> None:
     assert {score.parts["disagreement"] for score in scores} == {0.0}
 
 
+async def test_question_of_a_large_group_is_shown_completely() -> None:
+    question = "Which word? " + "x" * 6000 + " MIDDLE " + "x" * 6000
+    with ChatServer(lambda body, number: ScriptedAnswer(ranking(body, "text"))) as server:
+        judge = Listwise(endpoint=endpoint(server.url))
+        await judge(task(question), [episode(f"word {number}") for number in range(lists.MOST)])
+        await judge.close()
+    assert all(question in request["body"]["messages"][1]["content"] for request in server.requests)
+
+
 async def test_judge_with_position_bias_is_unscored() -> None:
     with ChatServer(lambda body, number: ScriptedAnswer(ranking(body, "place"))) as server:
         judge = Listwise(endpoint=endpoint(server.url))
