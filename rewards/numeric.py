@@ -40,6 +40,9 @@ _MINUS = str.maketrans(dict.fromkeys("\u2212\u2013\u2010\u2011\ufe63\uff0d", "-"
 _CURRENCY = re.compile(r"US\$|[$\u20ac\u00a3]|(?:USD|EUR|GBP)(?=\s*[\d.+-])")
 _RAISED = re.compile("(?<![0-9.])10([\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b]+)")
 _POWERS = str.maketrans("\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207b", "0123456789-")
+_FORMULA = re.compile(
+    r"(?P<dollars>\${1,2})((?:[^$\\]|\\.)+)(?P=dollars)|\\\(((?:[^\\]|\\[^()])+)\\\)|\\\[((?:[^\\]|\\[^\[\]])+)\\\]", re.DOTALL
+)
 _LATEX = (  # LaTeX that a number may contain, and its plain form
     (re.compile(r"\\[dt]?frac\s*\{(\d+)\}\s*\{(\d+)\}", re.ASCII), r" \1/\2"),
     (re.compile(r"\\(?:text|mathrm)\s*\{([^{}\\]*)\}"), r" \1"),
@@ -217,8 +220,8 @@ def _number(text: str) -> tuple[Fraction, str] | None:
 def _without_latex(text: str) -> str:
     """Returns the text of a number without LaTeX markup."""
     text = _RAISED.sub(lambda match: "10^" + match[1].translate(_POWERS), text)
-    if (dollars := re.fullmatch(r"\$([^$]+)\$", text)) is not None:
-        text = dollars[1].strip()
+    if (formula := _FORMULA.fullmatch(text)) is not None:
+        text = next(filter(None, formula.group(2, 3, 4))).strip()
     if "\\" in text or "{,}" in text:
         for pattern, plain in _LATEX:
             text = pattern.sub(plain, text)

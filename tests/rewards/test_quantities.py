@@ -158,3 +158,10 @@ async def test_verifiers_unit_takes_precedence_over_the_question() -> None:
     assert (await judged(Numeric(unit="%"), numeric_task, episode("50%"))).value == 1.0
     assert (await judged(Numeric(unit="%"), numeric_task, episode("50 apples"))).value == 0.0
     assert (await judged(Numeric(unit="m"), numeric_task, episode("50 apples"))).value == 0.0
+
+
+@pytest.mark.parametrize("left, right", [("$", "$"), ("$$", "$$"), (r"\(", r"\)"), (r"\[", "\n\\]")])
+async def test_a_number_may_be_a_formula(left: str, right: str) -> None:
+    for truth, number in {"1000": r"1\,000", "0.5": r"\frac{1}{2}", "5 m": r"5\,\text{m}", "$5": r"\$5", "50%": r"50\%"}.items():
+        assert await value(numeric, f"The answer is {left}{number}{right}.", answer=truth) == 1.0
+    assert await value(numeric, f"{left}1000{right} {left}1000{right}", answer="1000") == 0.0
