@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 _FEWEST = 2  # smallest number of attempts that a judge can compare
 _REASON = 2000  # characters
+_NO_LATE_SCORES = "tasks.group_judge does not support late scores: remove the group judge or the late verifier"
 
 
 def load_group_judge(reference: str) -> GroupJudge:
@@ -74,11 +75,7 @@ class GroupJudgeScorer:
         if self.weight == 1:
             return Score(value=None, reason=AWAITING_GROUP_JUDGE)
         score = await self.task_scorer(task, episode)
-        return (
-            Score(value=None, reason="tasks.group_judge does not support late scores: remove the group judge or the late verifier")
-            if score.pending
-            else score
-        )
+        return Score(value=None, reason=_NO_LATE_SCORES) if score.pending else score
 
     async def score_group(self, task: Task, scored: Sequence[ScoredEpisode]) -> tuple[Score, ...]:
         """Returns the scores of all attempts, in the same order. An attempt that the judge does not see keeps its score.
@@ -99,7 +96,8 @@ class GroupJudgeScorer:
         for attempt in range(self.task_scorer.max_retries + 1):
             try:
                 scores = await self._call_judge(task, episodes)
-                return scores if scores[0].blame is not Blame.POLICY else await self._judge_provoked(task, episodes, scores)
+                provoked = any(score.blame is Blame.POLICY for score in scores)
+                return await self._judge_provoked(task, episodes, scores) if provoked else scores
             except InfrastructureError as error:
                 log.warning("group judge %s on %s: %s", self.name, task.id, user_code.describe_error(error))
                 reason = f"group judge: {user_code.describe_error(error, _REASON)}"
@@ -130,7 +128,8 @@ class GroupJudgeScorer:
         judged = await self._judge(task, others) if others else ()
         bounds = bounds_of(self.judge)
         lowest = min((0.0, *(score.value for score in judged if score.value is not None))) if bounds is None else bounds[0]
-        evidence = f"{failed[0].reason}, because of this attempt's text; the judge accepts an attempt that submits {answer!r}"
+        reason = next(score.reason for score in failed if score.blame is Blame.POLICY)
+        evidence = f"{reason}, because of this attempt's text; the judge accepts an attempt that submits {answer!r}"
         log.warning("group judge %s on %s: %s", self.name, task.id, evidence)
         remaining = iter(judged)
         return [Score(value=lowest, evidence=evidence[:_REASON]) if provokes else next(remaining) for provokes in provoking]
@@ -158,6 +157,8 @@ class GroupJudgeScorer:
 
     async def _combine(self, task: Task, attempt: ScoredEpisode, judged: Score) -> Score:
         """Combines the judge's score and the verifiers' score for one attempt."""
+        if judged.pending:
+            return Score(value=None, reason=_NO_LATE_SCORES)
         if judged.value is None:
             return replace(judged, reason=f"{self.name}: {judged.reason}"[:_REASON])
         parts = named_parts({self.name: judged})

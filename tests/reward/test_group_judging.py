@@ -13,7 +13,7 @@ import pytest
 
 from agentrl.errors import JudgeError, PluginError, TaskError
 from agentrl.protocols.reward import AWAITING_GROUP_JUDGE
-from agentrl.records import Blame, Episode, Failure, Message, SandboxSpec, Score, ScoredEpisode, Split, Task, Trajectory
+from agentrl.records import Blame, Episode, Failure, Message, PendingPart, SandboxSpec, Score, ScoredEpisode, Split, Task, Trajectory
 from agentrl.reward import TaskScorer
 from agentrl.reward.group_judging import GroupJudgeScorer, load_group_judge
 
@@ -121,6 +121,21 @@ async def test_attempt_that_breaks_the_judge_does_not_exclude_its_group(answer: 
     assert "because of this attempt's text" in scores[1].evidence
 
 
+class Blames(Ranks):
+    async def __call__(self, task: Task, episodes: Sequence[Episode]) -> Any:
+        boom = Score(value=None, reason="too deep", blame=Blame.POLICY)
+        return tuple(boom if episode.answer == "boom" else Score(value=float(episode.answer or 0)) for episode in episodes)
+
+
+@pytest.mark.parametrize("index", range(3))
+async def test_attempt_that_the_judge_blames_gets_the_lowest_value_at_any_position(index: int) -> None:
+    answers = ["1", "-2"]
+    answers.insert(index, "boom")
+    scores = await scorer(Blames()).score_group(TASK, [ended(answer) for answer in answers])
+    values = dict(zip(answers, (score.value for score in scores), strict=True))
+    assert values == {"1": 1.0, "-2": -2.0, "boom": -2.0} and scores[index].evidence.startswith("too deep, because of")
+
+
 async def test_attempts_that_all_break_the_judge_get_the_lowest_value() -> None:
     scores = await scorer(Fragile()).score_group(TASK, [ended("boom"), ended("boom")])
     assert [score.value for score in scores] == [0.0, 0.0]
@@ -149,6 +164,13 @@ async def test_verifiers_are_weighted_and_unscored_attempts_are_not_shown() -> N
     high, low, unscored = await group_scorer.score_group(TASK, [ended("1", first), ended("0", first), ended("0.5", broken)])
     assert (high.value, low.value, unscored) == (0.625, 0.375, broken) and judge.shown == [["1", "0"]]
     assert high.parts["rank"] == 1.0 and high.parts["tests.reward.test_group_judging:half/x"] == 1.0
+
+
+async def test_late_score_of_the_judge_is_unscored() -> None:
+    late = Score(value=None, pending=(PendingPart(name="human", low=0.0, high=1.0),))
+    for weight in (1.0, 0.5):
+        first, _ = await scorer(Ranks((late, late)), weight=weight).score_group(TASK, [ended("1", Score(value=0.5))] * 2)
+        assert first.is_absent and "does not support late scores" in first.reason
 
 
 async def test_values_of_single_trajectories_are_weighted() -> None:
