@@ -78,6 +78,8 @@ class Outputs(ConfiguredVerifier):
             if not isinstance(due, Mapping) or len(due) != 1 or not set(due) <= set(KINDS):
                 raise TaskError(f"task {task_id}: the truth of {path} is not one of {', '.join(KINDS)}")
             ((kind, content),) = due.items()
+            if kind == "absent" and content is not True:
+                raise TaskError(f"task {task_id}: the truth of {path} has absent={content!r}, but only true has a meaning")
             try:
                 problems[path] = _not_absent(episode, path) if kind == "absent" else self._problem(kind, content, episode.outputs.get(path))
             except _BadTruth as error:

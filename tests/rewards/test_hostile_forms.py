@@ -269,7 +269,9 @@ async def test_no_file_is_absent_after_a_timeout() -> None:
     assert (await judged(outputs, file_task, attempt)).value == 0.0
 
 
-@pytest.mark.parametrize(("truth", "patterns"), [({"text": "x"}, ("other",)), ({"absent": True}, ("*",)), ({"absent": True}, ())])
+@pytest.mark.parametrize(
+    ("truth", "patterns"), [({"text": "x"}, ("other",)), ({"absent": True}, ("*",)), ({"absent": True}, ()), ({"absent": False}, ("out",))]
+)
 async def test_truth_of_an_undeclared_output_is_a_task_fault(truth: Any, patterns: tuple[str, ...]) -> None:
     score = await judged(outputs, task(answer={"out": truth}, outputs=patterns), episode())
     assert score.value is None and score.blame is Blame.TASK
