@@ -153,7 +153,7 @@ def _agreement(first: Path, second: Path, *, as_json: bool) -> None:
     from agentrl.judge import agreement as stats
     from agentrl.judge.labels import read_labels
 
-    ours, others = ({item.item.id: item.right for item in read_labels([path])} for path in (first, second))
+    ours, others = ({item.item.key: item.right for item in read_labels([path])} for path in (first, second))
     pairs = [(mine, theirs) for key, mine in ours.items() if mine is not None and (theirs := others.get(key)) is not None]
     if not pairs:
         raise UserError(f"{first} and {second} have no answer in common", fix="label the same phase of the same run")

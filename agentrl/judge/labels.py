@@ -51,6 +51,11 @@ class AnswerItem:
     messages: tuple[Mapping[str, Any], ...] = ()  # the conversation, in the format of a run's `episodes/`
     data: Mapping[str, Any] = field(default_factory=dict)  # additional task data for verifiers that need it
 
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """The id and the text of the answer, because different answers in two files may have the same id."""
+        return self.id, self.question, self.answer
+
     def task(self, *, reference_keys: Iterable[str] = ("answer",)) -> Task:
         """Returns a task for a verifier, with the question and the reference answer but without tools or a sandbox."""
         truth = {} if self.reference is None else dict.fromkeys(reference_keys, self.reference)
@@ -98,12 +103,12 @@ def read_labels(paths: Sequence[Path]) -> list[LabelledAnswer]:
     Answers that are only skipped, or whose labels are withdrawn, are excluded. If a file is missing or a line is invalid, raises a
     `UserError` that contains the file, the line number and the problem.
     """
-    items: dict[str, AnswerItem] = {}
-    votes: dict[str, dict[str, bool]] = {}
+    items: dict[tuple[str, ...], AnswerItem] = {}
+    votes: dict[tuple[str, ...], dict[str, bool]] = {}
     for path in paths:
         for item, label, labeller in _labels(path):
-            items.setdefault(item.id, item)
-            item_votes = votes.setdefault(item.id, {})
+            items.setdefault(item.key, item)
+            item_votes = votes.setdefault(item.key, {})
             item_votes.pop(labeller, None)
             if label in (RIGHT, WRONG):
                 item_votes[labeller] = label == RIGHT

@@ -127,6 +127,14 @@ def test_a_last_label_without_a_line_break_and_a_pipe_are_reported(tmp_path: Pat
             read_labels([not_a_file])
 
 
+def test_different_answers_with_one_id_keep_their_own_labels(tmp_path: Path) -> None:
+    a, b = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    a.write_text('{"id": "1", "question": "q", "answer": "x", "label": "right"}\n')
+    b.write_text('{"id": "1", "question": "q", "answer": "y", "label": "wrong"}\n')
+    assert {labelled.item.answer: labelled.right for labelled in read_labels([a, b])} == {"x": True, "y": False}
+    assert "no answer in common" in agentrl("label", "--agreement", str(a), str(b)).stderr
+
+
 def write(path: Path, by: str, labels: str) -> None:
     names = {"r": "right", "w": "wrong", "s": "skip"}
     lines = [{"question": "q", "answer": f"a{number}", "label": names[label], "by": by} for number, label in enumerate(labels)]
