@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 
 from agentrl.base.numbers import parse_number
+from agentrl.errors import TaskError
 from agentrl.records import Episode, Score, Task, Trajectory
-from rewards.tables import says
+from rewards.tables import says, valid_tolerance
 
 LONGEST = 4000  # maximum length of an answer in characters; true answers are far shorter
 
@@ -35,9 +36,16 @@ async def answered(task: Task, episode: Episode) -> Score:
     A sub-agent with one page scores 1.0 if it answers that page's question correctly, else 0.0. `without` is 0.0 for a sub-agent if it is
     the only one that answered its page correctly, and otherwise the episode's value. The part `split` is the share of pages with a
     sub-agent. The part `helpers` is the share of these sub-agents that answered correctly, and is missing if there are none.
+
+    Raises `TaskError` if the answers or the tolerances are invalid.
     """
+    answers, tolerances = task.data["answers"], task.data["tolerances"]
+    if not isinstance(answers, list | tuple) or not isinstance(tolerances, list | tuple) or not 0 < len(answers) == len(tolerances):
+        raise TaskError(f"task {task.id}: data.answers and data.tolerances must be lists with one entry per page")
+    for tolerance in tolerances:
+        valid_tolerance(task, tolerance)
     lines = _lines(episode.answer)
-    right = len(lines) == len(task.data["answers"]) and all(_right(task, page, line) for page, line in enumerate(lines, 1))
+    right = len(lines) == len(answers) and all(_right(task, page, line) for page, line in enumerate(lines, 1))
     value = float(right)
     pages = [_page(trajectory) for trajectory in episode.trajectories]
     worth = [
@@ -46,7 +54,7 @@ async def answered(task: Task, episode: Episode) -> Score:
     ]
     good = [page for page, score in zip(pages, worth, strict=True) if score == 1.0]
     judged = [score for score in worth if score is not None]
-    split = len({page for page in pages if page is not None and 1 <= page <= len(task.data["answers"])}) / len(task.data["answers"])
+    split = len({page for page in pages if page is not None and 1 <= page <= len(answers)}) / len(answers)
     return Score(
         value=value,
         parts={"split": split} | ({"helpers": sum(judged) / len(judged)} if judged else {}),

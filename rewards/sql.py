@@ -70,8 +70,13 @@ class Sql(ConfiguredVerifier):
         """Scores the query. Raises `TaskError` if the truth, a database script or a setting is invalid."""
         rules = self.for_task(task)
         truth, scripts = rules.truth_of(task), rules.databases or task.data.get("databases", ())
-        scripts = [scripts] if isinstance(scripts, str) else list(scripts)
-        if not isinstance(truth, str) or not scripts or not all(isinstance(script, str) for script in scripts):
+        scripts = [scripts] if isinstance(scripts, str) else scripts
+        if (
+            not isinstance(truth, str)
+            or not isinstance(scripts, list | tuple)
+            or not scripts
+            or not all(isinstance(script, str) for script in scripts)
+        ):
             raise TaskError(f"task {task.id}: its truth must be a query, and data.databases a list of SQL scripts")
         if len(truth) > MAX_ANSWER_CHARS:
             raise TaskError(

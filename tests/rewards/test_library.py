@@ -28,10 +28,12 @@ from rewards.json_schema import JsonSchema, json_schema, same_json
 from rewards.mathematics import expression, mathematics
 from rewards.numeric import Numeric, numeric, quantity
 from rewards.outputs import Outputs, outputs, same
+from rewards.pages import answered
 from rewards.pattern import Pattern, pattern
 from rewards.pattern import verdict as matches
 from rewards.sql import Refused, Result, Sql, differ, execute, sql
 from rewards.sql_text import orders
+from rewards.tables import exact_answer
 from rewards.tool_use import ToolUse
 from rewards.units import BASE, unit
 from tests.judging import episode, judged, task, value
@@ -85,6 +87,10 @@ BROKEN: list[tuple[Any, dict[str, Any]]] = [
     (sql, {"answer": "SELECT 1"}),
     (sql, {"answer": "SELEC", "databases": DATABASE}),
     (sql, {"answer": "SELECT * FROM t WHERE 0", "databases": DATABASE}),
+    (sql, {"answer": "SELECT 1", "databases": 1}),
+    *((exact_answer, {"answer": "5", "tolerance": tolerance}) for tolerance in (None, "x", [], -1, "nan")),
+    *((answered, {"answer": "5", "answers": answers, "tolerances": [0.0]}) for answers in ({"1": "5"}, [], ["5", "6"])),
+    *((answered, {"answer": "5", "answers": ["5"], "tolerances": tolerances}) for tolerances in (None, {}, [None])),
     (outputs, {"answer": {}}),
     (outputs, {"answer": {"a": {"text": "x", "json": 1}}}),
 ]
