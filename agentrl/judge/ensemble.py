@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
@@ -45,8 +45,8 @@ class Ensemble:
 
     The episode is unscored, never 0, if fewer than `quorum` members returned a score, if the disagreement exceeds `max_disagreement`, or if
     a majority vote is tied. A missing quorum is blamed on the infrastructure if the scores of the members that were down would complete the
-    quorum. Otherwise it is blamed on the policy if the quorum would be complete with these scores and the scores of the members that failed
-    because of the episode's text.
+    quorum. Otherwise it is blamed on the task if the quorum would be complete with these scores and the scores of the members that reported
+    a fault of the task, or else if it would be complete with those of the members that failed because of the episode's text, on the policy.
     """
 
     judges: dict[str, Verifier]
@@ -144,12 +144,8 @@ class Ensemble:
         values = {name: score.value for name, score in scores.items() if score.value is not None}
         evidence = "\n".join(f"{name}: {(score.reason or score.evidence)[:_MAX_EVIDENCE]}" for name, score in scores.items())
         if len(values) < self._needed:
-            down = sum(score.blame is Blame.INFRASTRUCTURE for score in scores.values())
-            provoked = sum(score.blame is Blame.POLICY for score in scores.values())  # `TaskScorer` checks the blame
-            blame = Blame.INFRASTRUCTURE if len(values) + down >= self._needed else None
-            if blame is None and len(values) + down + provoked >= self._needed:
-                blame = Blame.POLICY
-            return self._unscored(f"{len(values)} of {len(scores)} judges gave a score, but the quorum is {self._needed}", evidence, blame)
+            reason = f"{len(values)} of {len(scores)} judges gave a score, but the quorum is {self._needed}"
+            return self._unscored(reason, evidence, self._blame(scores.values()))
         disagreement = mean_difference(list(values.values()))
         if disagreement > self.max_disagreement:
             return self._unscored(
@@ -164,6 +160,15 @@ class Ensemble:
     @property
     def _needed(self) -> int:
         return len(self.judges) // 2 + 1 if self.quorum is None else self.quorum
+
+    def _blame(self, scores: Collection[Score]) -> Blame | None:
+        """Returns the first blame in this order with which the quorum would be complete; None if there is none."""
+        available = sum(score.value is not None for score in scores)
+        for blame in (Blame.INFRASTRUCTURE, Blame.TASK, Blame.POLICY):  # `TaskScorer` checks whether the policy is to blame
+            available += sum(score.blame is blame for score in scores)
+            if available >= self._needed:
+                return blame
+        return None
 
     def _unscored(self, reason: str, evidence: str, blame: Blame | None) -> Score:
         return Score(value=None, reason=f"{self.name}: {reason}", evidence=evidence, blame=blame)

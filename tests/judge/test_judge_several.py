@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.errors import JudgeError, UserError
+from agentrl.errors import JudgeError, TaskError, UserError
 from agentrl.judge import Ensemble, Judge, Listwise, Pairwise
 from agentrl.judge import ensemble as ensembles
 from agentrl.judge import listwise as lists
@@ -59,6 +59,16 @@ async def test_missing_quorum_is_blamed_on_the_infrastructure() -> None:
     assert unsure.value is None and "1 of 3 judges" in unsure.reason and unsure.blame is None and "j1: unsure" in unsure.evidence
     assert (await ensemble_score(1.0, None, down)).blame is Blame.INFRASTRUCTURE
     assert (await ensemble_score(1.0, None, down, quorum=1)).value == 1.0
+
+
+async def test_missing_quorum_is_blamed_on_the_task() -> None:
+    invalid, down = TaskError("the truth is invalid"), JudgeError("down")
+    for members in ((invalid, invalid, invalid), (1.0, invalid, None), (invalid, down, None), (1.0, invalid, ValueError("a bug"))):
+        score = await ensemble_score(*members)
+        assert score.value is None and score.blame is Blame.TASK and "the truth is invalid" in score.evidence
+    assert (await ensemble_score(1.0, invalid, down)).blame is Blame.INFRASTRUCTURE
+    assert (await ensemble_score(invalid, ValueError("a bug"), None)).blame is Blame.POLICY
+    assert (await ensemble_score(invalid, None, None)).blame is None
 
 
 @pytest.mark.parametrize(
