@@ -91,7 +91,8 @@ async def calibrate(
     distinct = merge_duplicates(labelled)
     answers = [answer for answer in distinct if answer.right is not None]
     if len({answer.right for answer in answers}) < 2:
-        raise UserError("all labelled answers are correct, or all are wrong", fix="label correct and wrong answers: agentrl label RUN")
+        problem = "all labelled answers are correct, or all are wrong" if answers else "no answer has a majority for right or wrong"
+        raise UserError(problem, fix="label correct and wrong answers: agentrl label RUN")
     measured = judge.without_calibration(ledger=ledger) if hasattr(judge, "without_calibration") else judge
     if hasattr(measured, "prepare"):
         measured.prepare(root=root, folder=None)

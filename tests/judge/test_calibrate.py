@@ -194,6 +194,17 @@ def test_required_calibration_must_exist_and_be_good_enough(project: Path) -> No
 
 
 @pytest.mark.slow
+def test_labels_without_a_majority_are_reported(project: Path) -> None:
+    line = {"question": "q", "answer": "a"}
+    for labels in ([], ["skip"], ["right", "wrong"]):
+        rows = [json.dumps({**line, "label": label, "by": f"labeller {number}"}) + "\n" for number, label in enumerate(labels)]
+        (project / "labels.jsonl").write_text("".join(rows))
+        with ChatServer([]) as server:
+            code, _, error_text = calibrate(project, server)
+        assert code == 2 and "no answer has a majority for right or wrong" in error_text
+
+
+@pytest.mark.slow
 def test_judge_no_better_than_chance_raises(project: Path) -> None:
     with ChatServer(flipping(0.5)) as server:
         code, report, _ = calibrate(project, server, "strict", "--out", "c.json")
