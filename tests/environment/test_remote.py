@@ -173,6 +173,14 @@ async def test_tools_that_change_during_the_run(opener: RemoteOpener) -> None:
     assert not server.open
 
 
+async def test_an_image_whose_data_is_not_text_has_no_size(opener: RemoteOpener) -> None:
+    page = call_result({**OUTPUT, "blocks": [{"type": "image", "data": 5}]})
+    async with http_server(Ors(world__call=page)) as url:
+        environment = await begin(opener, url)
+        assert (await environment.step(call("go"))).observation.text == "(image, 0 bytes, which cannot be shown)"
+        await environment.close()
+
+
 async def test_a_postponed_request_is_repeated_after_the_requested_wait(opener: RemoteOpener) -> None:
     times: list[float] = []
 
