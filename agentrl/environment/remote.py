@@ -84,6 +84,7 @@ class Session(abc.ABC):
 
     instructions = ""
     actions: Sequence[str] | Sequence[dict[str, Any]] | None = None
+    ended = False  # whether no more requests are allowed, because the session was closed or is being closed
     takes_text = False  # whether an answer without a tool call is an action even if there are function schemas
 
     def __init__(self, server: RemoteServer, spec: EnvironmentSpec, options: Mapping[str, Any]) -> None:
@@ -185,8 +186,10 @@ class RemoteServer:
         return RemoteEnvironment(self, session)
 
     async def call(self, session: Session, what: str, work: Callable[[], Awaitable[T]], limit_s: float) -> T:
-        """Runs a request for a session and returns its result. Raises `EnvironmentFault` if there is no valid response within `limit_s`
-        seconds; a `PolicyFault` or `UserError` (such as `TaskError`) of `work` is raised unchanged."""
+        """Runs a request for a session and returns its result. Raises `EnvironmentFault` if the session has ended, or there is no valid
+        response within `limit_s` seconds; a `PolicyFault` or `UserError` (such as `TaskError`) of `work` is raised unchanged."""
+        if session.ended:  # otherwise `close` would end it, and count it, twice
+            raise EnvironmentFault(f"{self.what}: {what} is not possible, because the session has ended")
         self._used_at[session] = time.monotonic()
         with self.faults(f"{what} (limit: {limit_s:g} s)"):
             async with asyncio.timeout(limit_s):
@@ -208,7 +211,7 @@ class RemoteServer:
         """Ends a session and frees its slot, even if the caller is cancelled. Counts the session as closed or lost. Idempotent."""
         if self._used_at.pop(session, None) is None:
             return
-
+        session.ended = True
         await asyncio.shield(self._in_background(self._end(session)))
 
     def pin(self, what: str, value: Any) -> None:

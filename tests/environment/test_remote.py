@@ -264,6 +264,20 @@ async def test_cancelled_episodes_leave_no_session(opener: RemoteOpener, delay_s
         assert (opened, lost) == (closed, 0)
 
 
+async def test_a_session_that_the_server_object_closed_is_not_counted_twice(opener: RemoteOpener) -> None:
+    fake = Ors()
+    async with http_server(fake) as url:
+        environment = await begin(opener, url)
+        await opener.close()  # such as at the end of the run, while an episode still plays
+        requests = len(fake.paths)
+        with pytest.raises(EnvironmentFault, match="the session has ended"):
+            await environment.step(call("go"))
+        await environment.close()
+        await opener.close()
+        assert len(fake.paths) == requests
+    assert counts(opener) == (1, 1, 0)
+
+
 async def test_a_session_that_cannot_be_deleted_is_lost(opener: RemoteOpener) -> None:
     async with http_server(Ors(delete=answer({}, 500))) as url:
         await (await begin(opener, url)).close()
