@@ -181,6 +181,7 @@ class RemoteServer:
 
     def _environment(self, session: Session) -> RemoteEnvironment:
         self.opened += 1
+        self._used_at[session] = time.monotonic()
         if self._keeper is None:
             self._keeper = asyncio.create_task(self._keep_alive())
         return RemoteEnvironment(self, session)
@@ -190,7 +191,8 @@ class RemoteServer:
         response within `limit_s` seconds; a `PolicyFault` or `UserError` (such as `TaskError`) of `work` is raised unchanged."""
         if session.ended:  # otherwise `close` would end it, and count it, twice
             raise EnvironmentFault(f"{self.what}: {what} is not possible, because the session has ended")
-        self._used_at[session] = time.monotonic()
+        if session in self._used_at:  # only sessions that are open: `open` ends the others
+            self._used_at[session] = time.monotonic()
         with self.faults(f"{what} (limit: {limit_s:g} s)"):
             async with asyncio.timeout(limit_s):
                 return await work()
@@ -258,7 +260,6 @@ class RemoteServer:
 
     async def _discard(self, session: Session) -> None:
         """Ends a session that was not completely opened, and frees its slot."""
-        self._used_at.pop(session, None)
         try:
             await self._close(session)
         finally:

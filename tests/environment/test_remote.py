@@ -278,6 +278,28 @@ async def test_a_session_that_the_server_object_closed_is_not_counted_twice(open
     assert counts(opener) == (1, 1, 0)
 
 
+async def test_a_session_that_opens_while_the_sessions_are_closed_is_closed_by_its_environment(opener: RemoteOpener) -> None:
+    entered, go = asyncio.Event(), asyncio.Event()
+
+    async def create(request: HttpRequest, writer: asyncio.StreamWriter) -> bytes:
+        entered.set()
+        await go.wait()
+        return answer({})
+
+    fake = Ors(create=create)
+    async with http_server(fake) as url:
+        opening = asyncio.create_task(begin(opener, url))
+        await entered.wait()
+        (server,) = opener.servers.values()
+        await asyncio.gather(*(server.end(session) for session in list(server._used_at)))  # as `close` does
+        go.set()
+        environment = await opening
+        assert (server._used, len(server._used_at)) == (1, 1)
+        await environment.close()
+        assert fake.paths[-2:] == ["/delete", "/delete_session"] and server._used == 0
+    assert counts(opener) == (1, 1, 0)
+
+
 async def test_a_session_that_cannot_be_deleted_is_lost(opener: RemoteOpener) -> None:
     async with http_server(Ors(delete=answer({}, 500))) as url:
         await (await begin(opener, url)).close()
