@@ -86,7 +86,7 @@ def test_an_action_outside_the_space_is_blamed_on_the_policy(space: Any) -> None
         (g.Box(0, 2**64 - 1, (1,), np.uint64), [-1]),
         (g.Box(-np.inf, np.inf, (1,), np.float16), [1e15]),
         (g.MultiBinary(2), [256, 1]),
-        (g.MultiDiscrete([3, 3], dtype=np.int8), [256, 1]),  # type: ignore[arg-type]
+        (g.MultiDiscrete([3, 3], dtype=np.int8), [256, 1]),
     ],
     ids=str,
 )
