@@ -59,7 +59,10 @@ class OpenEnvSession(Session):
         self._first = _text(await self._request("reset", data))  # a full server reports this in its response to the first message
         properties = self.server.cache["schema"]["properties"]
         if not set(properties) - {"type", "tool_name", "arguments"}:  # actions have no fields other than those of the protocol
-            listed = await self._request("step", {"type": "list_tools"})
+            try:
+                listed = await self._request("step", {"type": "list_tools"})
+            except PolicyFault as error:  # not an action of the policy
+                raise EnvironmentFault(f"{self.server.what} lists no tools: {error}") from None
             self.actions, self._own_tools = schemas_of(self.server, _observation(listed).get("tools")), True
             self.server.pin("its tools", self.actions)
         else:
@@ -191,11 +194,9 @@ class OpenEnvSession(Session):
         if code == "VALIDATION_ERROR" and kind == "step":
             if await self._action_schema() != self.server.cache["schema"]:
                 return EnvironmentFault(f"{self.server.what} changed the schema of its actions during the run")
-            problems = [
-                f"{_path(problem)}: {clean(problem.get('msg'), 200)}"
-                for problem in content.get("errors", [])[:8]
-                if isinstance(problem, dict)
-            ]
+            errors = content.get("errors")
+            errors = errors[:8] if isinstance(errors, list) else []
+            problems = [f"{_path(problem)}: {clean(problem.get('msg'), 200)}" for problem in errors if isinstance(problem, dict)]
             return PolicyFault("; ".join(problems) or text or "an invalid action")
         return EnvironmentFault(f"{self.server.what}: {code}: {text}")
 
@@ -204,6 +205,9 @@ class OpenEnvSession(Session):
         schema = need(await self.server.http.json("GET", "/schema"), dict, "/schema").get("action")
         schema = dict(need(schema, dict, f"the schema of actions of {self.server.what}"))
         properties = need(schema.get("properties", {}), dict, f"properties of {self.server.what}")
+        need(schema.get("$defs", {}), dict, f"$defs of {self.server.what}")
+        for name in need(schema.get("required", []), list, f"required of {self.server.what}"):
+            need(name, str, f"a required field of {self.server.what}")
         return {**schema, "properties": {name: item for name, item in properties.items() if name != "metadata"}}
 
     def _choose_actions(self, schema: Mapping[str, Any]) -> None:
@@ -285,7 +289,7 @@ def _text(data: Mapping[str, Any]) -> str:
         texts = [str(block.get("text", "")) for block in blocks if isinstance(block, dict)] if isinstance(blocks, list) else []
         return "\n".join(texts) if texts else result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
     shown = {name: value for name, value in observation.items() if name != "metadata" and value is not None}
-    shown = shown or dict(observation.get("metadata") or {})
+    shown = shown or need(observation.get("metadata") or {}, dict, "metadata of an observation")
     values = list(shown.values())
     return values[0] if len(values) == 1 and isinstance(values[0], str) else json.dumps(shown, ensure_ascii=False)
 

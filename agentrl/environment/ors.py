@@ -116,6 +116,7 @@ def _text(blocks: Any, where: str) -> str:
         if block.get("type") == "text":
             parts.append(need(block.get("text"), str, f"the text of a block of {where}"))
         else:
-            size = len(block.get("data") or "") * 3 // 4
+            data = block.get("data")
+            size = len(data) * 3 // 4 if isinstance(data, str) else 0
             parts.append(f"({clean(block.get('mimeType') or block.get('type'), 60)}, {size} bytes, which cannot be shown)")
     return "\n".join(parts)

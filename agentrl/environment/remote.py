@@ -84,6 +84,7 @@ class Session(abc.ABC):
 
     instructions = ""
     actions: Sequence[str] | Sequence[dict[str, Any]] | None = None
+    ended = False  # whether no more requests are allowed, because the session was closed or is being closed
     takes_text = False  # whether an answer without a tool call is an action even if there are function schemas
 
     def __init__(self, server: RemoteServer, spec: EnvironmentSpec, options: Mapping[str, Any]) -> None:
@@ -180,14 +181,18 @@ class RemoteServer:
 
     def _environment(self, session: Session) -> RemoteEnvironment:
         self.opened += 1
+        self._used_at[session] = time.monotonic()
         if self._keeper is None:
             self._keeper = asyncio.create_task(self._keep_alive())
         return RemoteEnvironment(self, session)
 
     async def call(self, session: Session, what: str, work: Callable[[], Awaitable[T]], limit_s: float) -> T:
-        """Runs a request for a session and returns its result. Raises `EnvironmentFault` if there is no valid response within `limit_s`
-        seconds; a `PolicyFault` or `UserError` (such as `TaskError`) of `work` is raised unchanged."""
-        self._used_at[session] = time.monotonic()
+        """Runs a request for a session and returns its result. Raises `EnvironmentFault` if the session has ended, or there is no valid
+        response within `limit_s` seconds; a `PolicyFault` or `UserError` (such as `TaskError`) of `work` is raised unchanged."""
+        if session.ended:  # otherwise `close` would end it, and count it, twice
+            raise EnvironmentFault(f"{self.what}: {what} is not possible, because the session has ended")
+        if session in self._used_at:  # only sessions that are open: `open` ends the others
+            self._used_at[session] = time.monotonic()
         with self.faults(f"{what} (limit: {limit_s:g} s)"):
             async with asyncio.timeout(limit_s):
                 return await work()
@@ -208,7 +213,7 @@ class RemoteServer:
         """Ends a session and frees its slot, even if the caller is cancelled. Counts the session as closed or lost. Idempotent."""
         if self._used_at.pop(session, None) is None:
             return
-
+        session.ended = True
         await asyncio.shield(self._in_background(self._end(session)))
 
     def pin(self, what: str, value: Any) -> None:
@@ -255,7 +260,6 @@ class RemoteServer:
 
     async def _discard(self, session: Session) -> None:
         """Ends a session that was not completely opened, and frees its slot."""
-        self._used_at.pop(session, None)
         try:
             await self._close(session)
         finally:

@@ -84,9 +84,9 @@ def _converted(space: Any, value: Any, where: str) -> Any:
         case "Discrete":
             return int(_numbers(value, (), where, integers=True))
         case "Box":
-            return _numbers(value, space.shape, where, integers=space.dtype.kind in "iu").astype(space.dtype)
+            return _numbers(value, space.shape, where, integers=space.dtype.kind in "iu", dtype=space.dtype)
         case "MultiDiscrete" | "MultiBinary":
-            return _numbers(value, tuple(space.shape), where, integers=True).astype(space.dtype)
+            return _numbers(value, tuple(space.shape), where, integers=True, dtype=space.dtype)
         case "Text":
             return value
         case "Sequence":
@@ -100,9 +100,9 @@ def _converted(space: Any, value: Any, where: str) -> Any:
     return values if isinstance(space.spaces, Mapping) else tuple(values.values())
 
 
-def _numbers(value: Any, shape: tuple[int, ...], where: str, *, integers: bool) -> Any:
-    """Returns `value` as an array. Raises `PolicyFault` unless `value` has exactly the shape `shape` and contains only numbers (integers if
-    `integers` is set) whose absolute value is at most `_LARGEST`."""
+def _numbers(value: Any, shape: tuple[int, ...], where: str, *, integers: bool, dtype: Any = None) -> Any:
+    """Returns `value` as an array of the type `dtype`. Raises `PolicyFault` unless `value` has exactly the shape `shape` and contains only
+    numbers (integers if `integers` is set) that `dtype` can represent and whose absolute value is at most `_LARGEST`."""
     import numpy as np
 
     leaves: list[Any] = [value]
@@ -113,7 +113,12 @@ def _numbers(value: Any, shape: tuple[int, ...], where: str, *, integers: bool) 
         leaves = [leaf for item in leaves for leaf in item]
     if any(isinstance(leaf, bool) or not isinstance(leaf, kinds) or not abs(leaf) <= _LARGEST for leaf in leaves):
         raise PolicyFault(f"{where} must be {'a whole number' if integers else 'a number'}" if not shape else f"{where} must be numbers")
-    return np.array(leaves).reshape(shape)
+    exact = np.array(leaves).reshape(shape)
+    with np.errstate(over="ignore"):
+        array = exact if dtype is None else exact.astype(dtype)
+    if not (np.isfinite(array) if array.dtype.kind == "f" else array == exact).all():  # the conversion wraps integers
+        raise PolicyFault(f"{where} is outside the range of {array.dtype}")
+    return array
 
 
 def is_inside(space: Any, value: Any) -> bool:

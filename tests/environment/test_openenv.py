@@ -174,6 +174,7 @@ FAULTS: Mapping[str, tuple[Answer, str]] = {
     "infinity": (sending(json.dumps(observation()).replace("1.0", "1e999")), "invalid JSON"),
     "a large number": (sending(json.dumps(observation(reward=10**400))), "not a finite number"),
     "text as reward": (sending(json.dumps(observation(reward="1"))), "not a finite number"),
+    "metadata of no object": (sending('{"type": "observation", "data": {"observation": {"metadata": 5}}}'), "not dict"),
     "done of no flag": (sending(json.dumps(observation(done="no"))), "not bool"),
     "an end without any reward": (sending(json.dumps(observation(reward=None, done=True))), "without any reward"),
     "an error": (sending('{"type": "error", "data": {"code": "EXECUTION_ERROR", "message": "pump"}}'), "EXECUTION_ERROR: pump"),
@@ -260,6 +261,24 @@ async def test_a_rejected_action_is_blamed_on_the_policy_unless_the_schema_chang
         await environment.close()
 
 
+@pytest.mark.parametrize("errors", [None, 5, {}, "x"])
+async def test_a_rejection_with_invalid_details_is_blamed_on_the_policy(opener: RemoteOpener, errors: Any) -> None:
+    rejection = {"type": "error", "data": {"code": "VALIDATION_ERROR", "message": "Invalid message", "errors": errors}}
+    async with fake_openenv(on_step=lambda socket, _: sending(json.dumps(rejection))(socket)) as fake:
+        environment = await begin(opener, fake)
+        with pytest.raises(PolicyFault, match="Invalid message"):
+            await environment.step("left")
+        await environment.close()
+
+
+async def test_a_server_that_rejects_the_request_for_its_tools_is_a_fault(opener: RemoteOpener) -> None:
+    rejection = {"type": "error", "data": {"code": "VALIDATION_ERROR", "message": "Invalid message"}}
+    async with fake_openenv(schema={"properties": {}}, on_step=lambda socket, _: sending(json.dumps(rejection))(socket)) as fake:
+        with pytest.raises(EnvironmentFault, match="lists no tools: Invalid message"):
+            await begin(opener, fake)
+        assert counts(opener) == (0, 0, 0)
+
+
 def moved() -> Any:
     return reply(b"", 307, location="http://192.0.2.1/schema")
 
@@ -273,6 +292,9 @@ def moved() -> Any:
         (lambda: reply(b"{"), "invalid JSON"),
         (lambda: reply([]), "not dict"),
         (lambda: reply({"action": {"properties": []}}), "not dict"),
+        (lambda: reply({"action": {"properties": {"m": {}}, "required": None}}), "required of .* not list"),
+        (lambda: reply({"action": {"properties": {"m": {}}, "required": [{}]}}), "a required field of .* not str"),
+        (lambda: reply({"action": {"properties": {"m": {"$ref": "#/$defs/M"}}, "$defs": []}}), r"\$defs of .* not dict"),
         (lambda: reply({}, 401), "set tasks.family.options.key"),
     ],
 )

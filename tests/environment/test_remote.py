@@ -173,6 +173,14 @@ async def test_tools_that_change_during_the_run(opener: RemoteOpener) -> None:
     assert not server.open
 
 
+async def test_an_image_whose_data_is_not_text_has_no_size(opener: RemoteOpener) -> None:
+    page = call_result({**OUTPUT, "blocks": [{"type": "image", "data": 5}]})
+    async with http_server(Ors(world__call=page)) as url:
+        environment = await begin(opener, url)
+        assert (await environment.step(call("go"))).observation.text == "(image, 0 bytes, which cannot be shown)"
+        await environment.close()
+
+
 async def test_a_postponed_request_is_repeated_after_the_requested_wait(opener: RemoteOpener) -> None:
     times: list[float] = []
 
@@ -254,6 +262,42 @@ async def test_cancelled_episodes_leave_no_session(opener: RemoteOpener, delay_s
         assert not server.open
         opened, closed, lost = counts(opener)
         assert (opened, lost) == (closed, 0)
+
+
+async def test_a_session_that_the_server_object_closed_is_not_counted_twice(opener: RemoteOpener) -> None:
+    fake = Ors()
+    async with http_server(fake) as url:
+        environment = await begin(opener, url)
+        await opener.close()  # such as at the end of the run, while an episode still plays
+        requests = len(fake.paths)
+        with pytest.raises(EnvironmentFault, match="the session has ended"):
+            await environment.step(call("go"))
+        await environment.close()
+        await opener.close()
+        assert len(fake.paths) == requests
+    assert counts(opener) == (1, 1, 0)
+
+
+async def test_a_session_that_opens_while_the_sessions_are_closed_is_closed_by_its_environment(opener: RemoteOpener) -> None:
+    entered, go = asyncio.Event(), asyncio.Event()
+
+    async def create(request: HttpRequest, writer: asyncio.StreamWriter) -> bytes:
+        entered.set()
+        await go.wait()
+        return answer({})
+
+    fake = Ors(create=create)
+    async with http_server(fake) as url:
+        opening = asyncio.create_task(begin(opener, url))
+        await entered.wait()
+        (server,) = opener.servers.values()
+        await asyncio.gather(*(server.end(session) for session in list(server._used_at)))  # as `close` does
+        go.set()
+        environment = await opening
+        assert (server._used, len(server._used_at)) == (1, 1)
+        await environment.close()
+        assert fake.paths[-2:] == ["/delete", "/delete_session"] and server._used == 0
+    assert counts(opener) == (1, 1, 0)
 
 
 async def test_a_session_that_cannot_be_deleted_is_lost(opener: RemoteOpener) -> None:

@@ -78,6 +78,23 @@ def test_an_action_outside_the_space_is_blamed_on_the_policy(space: Any) -> None
             assert valid
 
 
+@pytest.mark.parametrize(
+    ("space", "data"),
+    [
+        (g.Box(0, 255, (2,), np.uint8), [300, 0]),
+        (g.Box(-128, 127, (1,), np.int8), [-129]),
+        (g.Box(0, 2**64 - 1, (1,), np.uint64), [-1]),
+        (g.Box(-np.inf, np.inf, (1,), np.float16), [1e15]),
+        (g.MultiBinary(2), [256, 1]),
+        (g.MultiDiscrete([3, 3], dtype=np.int8), [256, 1]),
+    ],
+    ids=str,
+)
+def test_a_number_that_the_type_of_a_space_cannot_represent_is_not_replaced_by_another(space: Any, data: Any) -> None:
+    with pytest.raises(PolicyFault, match="outside the range"):
+        value_of(space, data)
+
+
 class MissionSpace(g.Space[str]):
     """A space of another package, such as minigrid."""
 
