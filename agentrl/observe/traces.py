@@ -23,7 +23,7 @@ from typing import Any
 
 from agentrl.base.user_code import printable
 from agentrl.protocols import Tracker
-from agentrl.records import Group, GroupUse, ScoredEpisode, ToolCall, Trajectory, Turn
+from agentrl.records import Group, GroupUse, Parent, ScoredEpisode, ToolCall, Trajectory, Turn
 
 log = logging.getLogger(__name__)
 
@@ -188,8 +188,7 @@ class _Spans:
             attributes |= {"agentrl.spans_dropped": wanted - MAX_SPANS} if wanted > MAX_SPANS else {}
         parent = None
         if line.parent is not None:
-            above, call = line.parent, line.parent.call
-            parent = f"trajectory {above.trajectory}" + ("" if call is None else f" turn {above.turn} call {call}")
+            parent = _parent_key(line.parent, episode.trajectories[line.parent.trajectory])
         error = _short(failure.kind) if failure is not None else ""
         name = f"invoke_agent {_short(line.agent)}"
         yield self._make(name, episode.id, f"trajectory {index}", began, ended, attributes, parent=parent, error=error)
@@ -285,6 +284,17 @@ class _Spans:
             end_time=round(max(began, ended) * _NS),
             instrumentation_scope=self._scope,
         )
+
+
+def _parent_key(parent: Parent, caller: Trajectory) -> str:
+    """Returns the key of a trajectory's parent span: the call that started it or, if that call has no span, the caller's trajectory.
+
+    A call has no span if it has no result, if its turn is inherited from another episode, or if the time of its turn is unknown.
+    """
+    turn, key = caller.turns[parent.turn], f"trajectory {parent.trajectory}"
+    timed = parent.turn >= len(caller.inherited) and turn.ended_at
+    called = parent.call is not None and parent.call < len(turn.tool_results)
+    return f"{key} turn {parent.turn} call {parent.call}" if timed and called else key
 
 
 def _message(turn: Turn) -> str:

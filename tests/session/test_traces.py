@@ -26,6 +26,7 @@ from agentrl.records import (
     Group,
     GroupUse,
     Message,
+    Parent,
     Score,
     ScoredEpisode,
     ToolCall,
@@ -270,6 +271,24 @@ def test_an_episode_has_bounded_spans_with_content_on_request(tmp_path: Path, mo
         (message,) = json.loads(attributes(chat)["gen_ai.output.messages"])
         assert message["parts"][0]["content"].endswith(SECRET) and len(message["parts"]) == 4
         assert attributes(first)["gen_ai.tool.call.result"] == SECRET
+
+
+@pytest.mark.slow
+def test_a_sub_agent_whose_call_has_no_span_belongs_to_the_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scored = long_episode(3)
+    (main,) = scored.episode.trajectories
+    inherited, cut, complete = main.turns
+    main = replace(main, turns=(inherited, replace(cut, tool_results=()), complete), inherited=("g000001-0-a0",))
+    helpers = (replace(main, agent="helper", parent=Parent(trajectory=0, turn=turn, call=1)) for turn in range(3))
+    scored = replace(scored, episode=replace(scored.episode, trajectories=(main, *helpers)))
+    with collecting() as collector:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
+        export_traces(tmp_path, [Group(index=3, task_id="t", task_key="k", episodes=(scored,))])
+    spans = {span.span_id: span for span in collector.spans}
+    (root,) = collector.named("invoke_agent main")
+    parents = [spans[span.parent_span_id] for span in collector.named("invoke_agent helper")]
+    assert parents[:2] == [root, root] and parents[2].name.startswith("execute_tool")
+    assert all(span.parent_span_id in spans for span in collector.spans if span is not root)
 
 
 @pytest.mark.slow
