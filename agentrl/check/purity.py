@@ -20,7 +20,7 @@ from typing import Any
 
 from agentrl.base.error_text import one_line_error
 from agentrl.base.numbers import plural
-from agentrl.base.processes import import_environment
+from agentrl.base.processes import die_with_parent, import_environment
 from agentrl.check.report import Finding, Proof, join_examples, shorten_difference
 from agentrl.config.recipe import MCPConfig, TasksConfig, ToolConfig
 from agentrl.plugins.references import add_project_root
@@ -174,6 +174,7 @@ def _draw_in_subprocess(source: FamilySource, draws: Sequence[Draw]) -> list[dic
             "root": str(source.root),
             "draws": draws,
             "answer": answer.name,
+            "parent": os.getpid(),
         }
         seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
         environment = import_environment(Path(__file__).resolve().parents[2]) | {"PYTHONHASHSEED": seed}
@@ -200,6 +201,7 @@ def _draw_in_subprocess(source: FamilySource, draws: Sequence[Draw]) -> list[dic
 def main() -> None:
     """Draws the requested tasks and writes their digests to the answer file."""
     question = json.load(sys.stdin)
+    die_with_parent(question["parent"])
     root = Path(question["root"])
     add_project_root(root)
     source = FamilySource(tasks=TasksConfig.model_validate(question["tasks"]), seed=question["seed"], root=root)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from agentrl.task.grading import GRADING_KEY, Grading, encode_files
 from agentrl.task.leaks import find_leaks, hidden_truths
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import printing, sample_task
+from tests.waiting import wait_until
 
 from . import bad_families
 from .bad_families import Good
@@ -99,6 +101,36 @@ def test_family_that_does_not_open_in_another_process_is_reported(tmp_path: Path
     broken = FamilySource(tasks=TasksConfig(family=f"{tmp_path / 'fam.py'}:F"), root=ROOT)
     (failure,) = failures(prove_purity(broken, split_sizes(broken.open(), 2)))
     assert failure.startswith("the family cannot be opened in another process: ") and "no data here" in failure
+
+
+SLOW_FAMILY = """
+import os, time
+from pathlib import Path
+from tests.check.bad_families import Good
+
+class Slow(Good):
+    def __init__(self, *, seed):
+        super().__init__(seed=seed)
+        Path("pid").write_text(str(os.getpid()))
+        time.sleep(60)
+"""
+DRAW = """
+from pathlib import Path
+from agentrl.check.purity import FamilySource, _draw_in_subprocess
+from agentrl.config import TasksConfig
+
+_draw_in_subprocess(FamilySource(tasks=TasksConfig(family="./slow.py:Slow"), root=Path.cwd()), [("train", 0)])
+"""
+
+
+@pytest.mark.slow
+def test_the_process_that_draws_tasks_dies_with_the_check(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW_FAMILY)
+    pid = tmp_path / "pid"
+    with subprocess.Popen([sys.executable, "-c", DRAW], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}) as check:
+        wait_until(lambda: pid.exists() and pid.read_text() != "")
+        check.kill()
+    wait_until(lambda: not Path("/proc", pid.read_text()).exists(), 30.0)
 
 
 def test_heldout_tasks_equal_to_training_tasks_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
