@@ -70,7 +70,7 @@ def test_cases_are_items_with_readable_failures(project: Path) -> None:
     report = out[out.index("ERRORS") :]
     for text in ("What is case bad?", "evidence  wanted pass, got fail", "failed  0.00 of 1 in 1 attempt", "call submit", "score   0"):
         assert text in report, text
-    assert "more: agentrl failures show r one-bad-r0-a0" in report
+    assert "more: agentrl failures show r one:bad-r0-a0" in report
     assert "no judge" in report and "pytest_cases.py" not in report, "frames of agentrl are hidden"
     assert "\x1b[31m" not in report and "\u202e" not in report
     assert "agentrl: one: 2 of 4 cases passed" in out
