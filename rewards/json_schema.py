@@ -178,7 +178,7 @@ def _pattern(validator: Any, pattern: str, instance: Any, schema: Any) -> Iterat
     """Checks `pattern` as in ECMAScript: `$` matches only the end, not before a final line break, and \\d matches ASCII digits."""
     from jsonschema import ValidationError
 
-    if validator.is_type(instance, "string") and not re.search(_END.sub(_to_the_end, pattern), instance, re.ASCII):
+    if validator.is_type(instance, "string") and not re.search(_ascii_pattern(pattern), instance):
         yield ValidationError(f"{instance!r} does not match {pattern!r}")
 
 
@@ -207,11 +207,12 @@ def _with_patterns(schema: Any) -> Any:
 
 
 def _ascii_pattern(pattern: str) -> str:
-    """Returns a pattern for Python that matches as in `_pattern`. A pattern with Python's flags at its start is returned unchanged."""
-    return pattern if _FLAGS.match(pattern) else f"(?a:{_END.sub(_to_the_end, pattern)})"
+    """Returns a pattern for Python that matches as in `_pattern`. `jsonschema` joins such patterns with `|`, so flags are not global."""
+    flags, rest = _FLAGS.fullmatch(pattern).groups("")  # type: ignore[union-attr]  # matches any text
+    return f"(?a{flags}:{_END.sub(_to_the_end, rest)})"
 
 
-_FLAGS = re.compile(r"\(\?[a-zA-Z]+\)")
+_FLAGS = re.compile(r"(?:\(\?([imsx]+)\))?(.*)", re.DOTALL)
 _END = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\$", re.DOTALL)
 _EMAIL = re.compile(r"[^@\s]+@[^@\s]+")
 _TIME = re.compile(r"\d\d:\d\d:\d\d(?:\.\d{1,9})?(?:Z|[+-]\d\d:\d\d)", re.ASCII | re.IGNORECASE)

@@ -375,6 +375,7 @@ async def test_multiples_are_computed_on_decimal_numbers(divisor: float, number:
         (r"^\d+$", "12", 1.0),
         (r"^\d+$", "\u0661", 0.0),
         ("(?i)^a$", "A", 1.0),
+        ("(?i)^a$", "A\n", 0.0),
         ("^[$]$", "$", 1.0),
     ],
 )
